@@ -87,9 +87,11 @@ class OutlastError(Exception):
 
     Attributes:
         permanent: whether every restart would end with the same error.
+        of_another_rank: whether another rank has failed, which raises the same error.
     """
 
     permanent: ClassVar[bool] = False
+    of_another_rank = False
 
 
 class RestartError(OutlastError):

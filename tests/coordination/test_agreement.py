@@ -12,7 +12,8 @@ import pytest
 from outlast.coordination.agreement import Agreement
 from outlast.coordination.call_ledger import CallLedger
 from outlast.coordination.stores.memory_store import MemoryStore
-from outlast.errors import CheckpointError
+from outlast.errors import CheckpointError, FolderUnusable
+from outlast.inprocess.interruption.fault_echo import is_consequence
 
 LIMIT_S = 60.0  # the other rank must not wait for so long
 
@@ -79,3 +80,36 @@ def test_the_other_rank_learns_of_an_interrupt_at_any_line(rank: int) -> None:
             else:
                 assert "KeyboardInterrupt" in other.result(), f"line {line}"
     assert line > 20
+
+
+@pytest.mark.parametrize(("error", "kind"), [(FolderUnusable, FolderUnusable), (OSError, None)])
+def test_an_error_of_rank_0_is_that_of_another_rank_on_the_others(
+    error: type[Exception], kind: type[CheckpointError] | None
+) -> None:
+    store = MemoryStore()
+    parts = [Agreement(CallLedger(store, "x", n, 2), LIMIT_S, "c") for n in (0, 1)]
+
+    def gather(ranks: Agreement) -> CheckpointError:
+        def work(_: list[Any]) -> None:
+            raise error("no room")
+
+        with pytest.raises(kind or CheckpointError) as e:
+            ranks.gather(None, work)
+        return e.value
+
+    with ThreadPoolExecutor() as threads:
+        raised = list(threads.map(gather, parts))
+    assert [str(each) for each in raised] == ["no room", "rank 0: no room"]
+    assert [each.of_another_rank for each in raised] == [False, True]
+    assert [is_consequence(each) for each in raised] == [False, True]
+
+
+@pytest.mark.parametrize("step", ["gather", "attempt"])
+def test_a_rank_that_has_left_is_the_one_that_failed(step: str) -> None:
+    store = MemoryStore()
+    here, other = (Agreement(CallLedger(store, "x", n, 2), LIMIT_S, "c") for n in (0, 1))
+    with pytest.raises(ValueError, match="mine"), other.operation():
+        raise ValueError("mine")
+    with pytest.raises(CheckpointError, match=r"rank 1 on .*mine") as e:
+        here.gather(None, list) if step == "gather" else here.attempt(lambda: None)
+    assert e.value.of_another_rank

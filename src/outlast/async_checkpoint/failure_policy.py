@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from outlast.errors import OutlastError
 from outlast.system.arguments import as_int
 from outlast.system.error_text import message
 
@@ -15,8 +16,8 @@ log = logging.getLogger("outlast.async_checkpoint")
 class FailurePolicy:
     """Tolerates failures, but not forever: training that saves nothing is lost work.
 
-    A failure is logged as a warning: what failed and why, that training continues, and below that
-    the traceback. Every rank counts the same failures, so
+    A failure is logged as a warning, on the rank that failed: what failed and why, that training
+    continues, and below that the traceback of a mistake. Every rank counts the same failures, so
     all ranks continue, or none.
 
     Args:
@@ -47,7 +48,9 @@ class FailurePolicy:
             return False
         # The message of an error on another rank ends with that rank's traceback.
         what, _, details = message(error).partition("\n")
-        log.warning(
+        another = isinstance(error, OutlastError) and error.of_another_rank
+        log.log(
+            logging.INFO if another else logging.WARNING,
             "%s. Training continues: failure %d of at most %d in a row is tolerated%s",
             what.removesuffix("."),
             self.in_a_row,

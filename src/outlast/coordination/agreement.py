@@ -109,7 +109,7 @@ class Agreement:
             failure = self._await(lambda: ledger.await_verdict(index, self._timeout)).failure
             self._end()
             if failure is not None and failure.name == _LEFT:
-                raise self._as_shared(CheckpointError(_text(failure)))
+                raise self._as_shared(CheckpointError(_text(failure)), failure.rank)
             return result if failure is None else failure  # type: ignore[return-value]
 
     def gather(self, part: Any, work: Callable[[list[Any]], T]) -> T:
@@ -119,7 +119,7 @@ class Agreement:
         Raises:
             BaseException: what `work` raised here, on rank 0; an `OSError` as a `CheckpointError`.
             CheckpointError: if it raised on rank 0, or a rank has left the operation; names rank
-                and cause.
+                and cause, and on the other ranks is `of_another_rank`.
         """
         with self.operation():
             if self.world_size == 1:
@@ -128,7 +128,7 @@ class Agreement:
                 except OSError as e:
                     raise CheckpointError(f"rank 0: {e}") from e
                 return result  # type: ignore[no-any-return]
-            index, ledger = self._begin(concludes=self.rank == 0), self._ledger
+            index, ledger, own = self._begin(concludes=self.rank == 0), self._ledger, ""
             ledger.finish(index, json.dumps(part).encode())
             if self.rank == 0:
                 failure = self._await(lambda: ledger.await_verdict(index, self._timeout)).failure
@@ -137,15 +137,16 @@ class Agreement:
                     if failure is None:
                         answer["is"] = work([json.loads(each) for each in ledger.parts(index)])
                     else:
-                        answer["error"] = _text(failure)
+                        answer = {"error": _text(failure), "rank": failure.rank}
                 except (CheckpointError, OSError) as e:
-                    answer = {"error": f"rank 0: {e}", "kind": type(e).__name__}
+                    own = str(e)
+                    answer = {"error": f"rank 0: {own}", "rank": 0, "kind": type(e).__name__}
                 ledger.conclude(index, json.dumps(answer).encode())
             said = json.loads(self._await(lambda: ledger.await_conclusion(index, self._timeout)))
             self._end()
             if "error" in said:
                 kind = _KINDS.get(said.get("kind", ""), CheckpointError)
-                raise self._as_shared(kind(said["error"]))
+                raise self._as_shared(kind(own or said["error"]), said["rank"])
             return said["is"]  # type: ignore[no-any-return]
 
     def exchange(self, part: Any) -> list[Any]:
@@ -161,9 +162,14 @@ class Agreement:
         self._ended = self._steps
         self._ledger.forget(self._steps)
 
-    def _as_shared(self, error: CheckpointError) -> CheckpointError:
-        self._shared = error
+    def attributed(self, error: CheckpointError, failed: int) -> CheckpointError:
+        """`error`, which all ranks raise because the rank `failed` has failed."""
+        error.of_another_rank = failed != self.rank
         return error
+
+    def _as_shared(self, error: CheckpointError, failed: int) -> CheckpointError:
+        self._shared = error
+        return self.attributed(error, failed)
 
     def _await(self, wait: Callable[[], T]) -> T:
         try:
@@ -205,7 +211,7 @@ class Agreement:
             # Its keys stay: the coordinator may not have read this rank's part yet.
             self._ended = index
             return False
-        ledger.conclude(index, json.dumps({"error": _text(told)}).encode())
+        ledger.conclude(index, json.dumps({"error": _text(told), "rank": told.rank}).encode())
         self._end()
         return True
 

@@ -119,7 +119,7 @@ def check_one_fails(ranks: Ranks, path: Path, plan: Plan, *mutation: str) -> Non
         assert set(codes.values()) == {0}, job.errors(0) + job.errors(1)
     for (message,) in messages:
         assert re.search("save of step 1 failed on rank 1 on .*: OSError: .*No space left", message)
-        assert "in write_at" in message or "in _act" in message  # the traceback of that rank
+        assert "\n" not in message  # the traceback of the writer is only at DEBUG
     assert valid_steps(path) == [2]
     assert left_over(path) == []
 

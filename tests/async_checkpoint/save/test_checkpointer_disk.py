@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from async_checkpoint.checkpoints import (
     valid_steps,
 )
 from outlast.async_checkpoint import Checkpointer, Retention
+from outlast.async_checkpoint.storage.recycled_files import RECYCLED
 from outlast.errors import CheckpointError, FolderInUse
 from procs import Job
 
@@ -47,8 +49,10 @@ def test_a_full_disk(small_disk: Path) -> None:
         checkpointer.save(1, state_of(1)).wait(NET)
         for step in (2, 3):  # each leaves the free space unchanged
             handle = checkpointer.save(step, large)
-            with pytest.raises(CheckpointError, match=r"rank 0 on .*No space left on device"):
+            with pytest.raises(CheckpointError, match=r"rank 0 on .*No space left on device") as e:
                 handle.wait(NET)
+            assert str(e.value).endswith(f". Make room in {small_disk}, or use another folder")
+            assert not e.value.of_another_rank
             assert left_over(small_disk) == []
         state = blank()
         assert checkpointer.restore(state, step=1) == 1
@@ -204,13 +208,17 @@ def test_an_interrupted_abort_is_completed_by_the_next_checkpointer(
     assert valid_steps(tmp_path) == []
 
 
-def test_leftovers_of_saves_are_removed(tmp_path: Path) -> None:
+def test_leftovers_of_saves_are_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_steps(tmp_path, 1)
+    (tmp_path / RECYCLED).mkdir()
     for name in (".tmp-step-00000002-abc", ".tmp-removed-step-00000003-1", ".tmp-x-old"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__0_0.distcp").write_bytes(b"half")
     (tmp_path / "notes").mkdir()
     (tmp_path / "step-of-mine").mkdir()
-    assert restored(tmp_path) == 1
+    with caplog.at_level(logging.INFO):
+        assert restored(tmp_path) == 1
+    assert "removed .tmp-step-00000002-abc, left by an unfinished save" in caplog.text
+    assert RECYCLED not in caplog.text  # no save has left the recycled files
     assert left_over(tmp_path) == ["notes"]
     assert (tmp_path / "step-of-mine").exists()

@@ -12,6 +12,7 @@ from outlast.events.restart_causes import RestartCount
 from outlast.launch.agent.death_log import Death, failure_times, first_cause, restart_counts
 from outlast.launch.agent.decisions import Decision, JobRecord, JobState, decide
 from outlast.launch.agent.last_lines import Ending, summary
+from outlast.launch.output.raised import Raised
 from outlast.system.error_text import exit_text
 
 PLAIN = JobRecord()
@@ -229,14 +230,14 @@ def test_the_cause_of_the_ranks_is_the_first_cause() -> None:
     ]
     ending = Ending(deaths[0], None, False, 12.5, fault=MISTAKE)
     failed = "job failed, exit code 93, after 12.50 s"
-    cause = "first cause: KeyError: 1 at train.py:16 (rank 1)"
+    cause = "first cause: KeyError at train.py:16 (rank 1): 1"
     assert summary(deaths, ending, "here") == [failed, cause]
     # On many hosts, this console has not shown it.
     ending = dataclasses.replace(
         ending, cause=dataclasses.replace(deaths[0], host="b", host_id="2", source="stderr")
     )
     assert summary(deaths, ending, "here")[1:4] == [
-        "first cause: KeyError: 1 at train.py:16 (rank 1, host b)",
+        "first cause: KeyError at train.py:16 (rank 1, host b): 1",
         "last lines on stderr:",
         "  Traceback (most recent call last):",
     ]
@@ -258,17 +259,49 @@ def test_an_exception_is_shown_once(shown: bool, lines: int) -> None:
         death(1, 1, Decision.FATAL, 1), last_output=output, source="stderr", shown=shown
     )
     found = summary([failed], Ending(failed, None, False, 12.5), "here")
-    assert found[1] == "first cause: KeyError: 1 at train.py:16 (rank 1, pid 101, host here)"
+    assert found[1] == "first cause: KeyError at train.py:16 (rank 1, pid 101, host here): 1"
     assert len(found) == lines
-    assert failed.how == "failed with KeyError: 1 at train.py:16"
+    assert failed.how == "failed with KeyError at train.py:16: 1"
     assert failed.event().message == "KeyError: 1"
+
+
+def test_the_error_of_all_ranks_is_told_once() -> None:
+    told = "outlast.errors.RestartAbort: step 9 is not saved"
+    about = "outlast.errors.RestartAbort: rank 0 ended the job: RestartAbort: step 9 is not saved"
+    first, other, third = (
+        dataclasses.replace(
+            death(rank, rank, Decision.FAILED, 1), last_output=f"{each}\n", shown=True
+        )
+        for rank, each in enumerate((told, about, "KeyError: 9"))
+    )
+    found = summary([first, other, third], Ending(first, None, False, 1.0), "here")
+    assert found == [
+        "other failures:",
+        "  rank 1 (pid 101, host here) failed with the same error: failed",
+        "  rank 2 (pid 102, host here) failed with KeyError: 9: failed",
+        "job failed, exit code 1, after 1.00 s",
+        "first cause: RestartAbort (rank 0, pid 100, host here): step 9 is not saved",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        ("KeyError", "KeyError at t.py:1 (rank 1)"),
+        ("a.b.MyError: a: b", "MyError at t.py:1 (rank 1): a: b"),
+        ("health_check: MyError: a", "health_check: MyError at t.py:1 (rank 1): a"),
+        ("no progress for 3 s; it hangs", "no progress for 3 s; it hangs at t.py:1 (rank 1)"),
+    ],
+)
+def test_the_place_and_the_rank_come_before_the_message(error: str, told: str) -> None:
+    assert Raised(error, "t.py:1").told(" (rank 1)") == told
 
 
 def test_a_breakpoint_says_how_to_debug() -> None:
     left = dataclasses.replace(MISTAKE, cause="BdbQuit")
     ended = death(1, 1, Decision.FAILED, 93)
     found = summary([ended], Ending(ended, None, False, 1.0, fault=left), "here")
-    assert "debug a single process with `python SCRIPT`" in found[2]
+    assert found[2].endswith(": debug a single process with `python SCRIPT`")
 
 
 def test_a_typo_is_shown_once_in_the_last_lines() -> None:
@@ -285,7 +318,7 @@ def test_a_typo_is_shown_once_in_the_last_lines() -> None:
     )
     assert summary([first, ended], Ending(first, None, False, 12.5), "here") == [
         "job failed, exit code 93, after 12.50 s",
-        "first cause: NameError: los (rank 0, pid 100, host here)",
+        "first cause: NameError (rank 0, pid 100, host here): los",
         "last lines on stderr:",
         *(f"  {line}" for line in [*chained.splitlines(), "end"]),
     ]

@@ -156,11 +156,15 @@ class Restorer:
             time.sleep(_MEETING_S)
         self._session.identity = found["identity"]
         for name in found["left"]:
-            log.info("removed %s, left by an unfinished save", name)
+            if name == RECYCLED:
+                log.debug("removed %s, the recycled files of an earlier process", name)
+            else:
+                log.info("removed %s, left by an unfinished save", name)
         path = self._session.socket_path(self._ranks.rank, self._ranks.world_size)
         taken = self._ranks.attempt(lambda: self._session.take_over(path))
         if isinstance(taken, CallFailure):
-            raise CheckpointError(f"rank {taken.rank} on {taken.host}: {taken.cause}")
+            error = CheckpointError(f"rank {taken.rank} on {taken.host}: {taken.cause}")
+            raise self._ranks.attributed(error, taken.rank)
 
     def restore(
         self,
@@ -216,9 +220,9 @@ class Restorer:
             for each in empty:
                 each.clear()  # the next candidate may fill it differently
             if failure.name == MISFIT:
-                raise CheckpointMismatch(text)
+                raise self._ranks.attributed(CheckpointMismatch(text), failure.rank)
             if failure.name == UNREAD:
-                raise CheckpointReadError(text)
+                raise self._ranks.attributed(CheckpointReadError(text), failure.rank)
             errors.append(text)
             log.warning("passed over the checkpoint of step %s: %s", step, text)
             self._emitter.emit(CheckpointPassedOver(step=step, source=source, cause=failure.cause))

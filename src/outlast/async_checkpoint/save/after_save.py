@@ -16,7 +16,7 @@ from outlast.async_checkpoint.storage.fence import stale
 from outlast.async_checkpoint.storage.manifest import Manifest
 from outlast.async_checkpoint.writer.messages import AwaitRemovals, HideFolders, RemovalErrors
 from outlast.async_checkpoint.writer.write_files import Dropped
-from outlast.errors import CheckpointError, SaveCancelled, StoreError
+from outlast.errors import CheckpointError, OutlastError, SaveCancelled, StoreError
 from outlast.events import (
     CheckpointCommitted,
     CheckpointFailed,
@@ -103,7 +103,8 @@ class SaveOutcomes:
                 # this process is told. If training continues, the next call raises the error.
                 log.debug("%s", error)
             elif self._policy is None or not self._policy.failed(error):
-                log.error("%s", error)
+                another = isinstance(error, OutlastError) and error.of_another_rank
+                log.log(logging.INFO if another else logging.ERROR, "%s", error)
         self._emitter.emit(event)
 
     def apply_retention(self, manifest: Manifest) -> None:

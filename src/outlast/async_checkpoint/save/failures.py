@@ -36,9 +36,9 @@ def failure_from(error: BaseException, index: int, name: str, rank: int) -> Call
     return CallFailure.of(error, index, name, rank)
 
 
-def error_of(failure: CallFailure, late: bool = False) -> CheckpointError:
-    """The error that every rank raises when one has failed or dropped the save; `late` if a wait of
-    this rank took too long.
+def error_of(failure: CallFailure, rank: int, late: bool = False) -> CheckpointError:
+    """The error that every rank raises when one has failed or dropped the save; `rank` is this one,
+    and `late` if a wait of it took too long.
     """
     if failure.cause == ABORTED:
         return SaveCancelled(
@@ -46,7 +46,9 @@ def error_of(failure: CallFailure, late: bool = False) -> CheckpointError:
         )
     text = f"the {failure.name} failed on rank {failure.rank} on {failure.host}: {failure.cause}"
     kind = CheckpointTimeout if late else CheckpointError
-    return kind(f"{text}\n{failure.traceback.rstrip()}" if failure.traceback else text)
+    error = kind(f"{text}\n{failure.traceback.rstrip()}" if failure.traceback else text)
+    error.of_another_rank = failure.rank != rank
+    return error
 
 
 def own_error(name: str, rank: int, cause: Exception) -> CheckpointError:

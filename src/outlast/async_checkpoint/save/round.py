@@ -75,7 +75,7 @@ class SaveRound:
             answer = self._exchange(parts, timeout_s)
         assert answer is not None  # this rank has not reported: not all are done
         if isinstance(answer, CallFailure):
-            raise error_of(answer)
+            raise error_of(answer, self.rank)
         return answer
 
     def _exchange(self, parts: bytes, timeout_s: float) -> dict[str, Any] | CallFailure:

@@ -205,8 +205,9 @@ class Save:
         # A disk that did not respond is not asked again: the next job removes what is there.
         if not late and (shared.ledger.rank == 0 or failure.name != self.name):
             remove_files(shared.session, self._snapshot.description)
-        self.round.forget()
-        raise error_of(failure, late)
+        with contextlib.suppress(StoreError):  # another rank may have restarted already
+            self.round.forget()
+        raise error_of(failure, shared.ledger.rank, late)
 
     def write(self) -> str:
         """Makes this rank's files durable; returns its record, which rank 0 needs for the
@@ -274,7 +275,9 @@ class Save:
             text = f"it is not known whether the {self.name} was committed: {result['unknown']}"
             raise CheckpointError(text)
         if "error" in result:
-            raise CheckpointError(f"the {self.name} was not committed: {result['error']}")
+            error = CheckpointError(f"the {self.name} was not committed: {result['error']}")
+            error.of_another_rank = shared.ledger.rank != 0
+            raise error
         return int(result["size_bytes"]), manifest
 
     def _manifest(self) -> tuple[Manifest, bytes]:

@@ -48,6 +48,13 @@ def preparing(folder: Path) -> Iterator[None]:
         ) from e
 
 
+def room_advice(error: BaseException, where: str) -> str:
+    """A sentence to append to the message of a full disk; empty for another error."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f". Make room in {where}, or use another folder"
+    return ""
+
+
 def check_writable(folder: Path) -> None:
     """Raises the `OSError` of a folder in which this process cannot create files."""
     if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):

@@ -229,6 +229,9 @@ class WriterClient:
         if isinstance(answer, SaveDropped):
             raise Dropped
         if isinstance(answer, RequestFailed):
+            if answer.external:  # its text says enough
+                log.debug("%s", answer.traceback)
+                raise WriterFailed(answer.error)
             raise WriterFailed(answer.error, answer.traceback)
         return cast(A, answer)
 

@@ -27,6 +27,7 @@ from outlast.async_checkpoint.storage.fence import Credentials, check
 from outlast.async_checkpoint.storage.manifest import MANIFEST, saved_by
 from outlast.async_checkpoint.storage.open import open_storage
 from outlast.async_checkpoint.storage.protocol import Storage, is_temporary
+from outlast.async_checkpoint.storage.unusable_folder import room_advice
 from outlast.async_checkpoint.writer import messages
 from outlast.async_checkpoint.writer.handover import Announcement, KeptMemory, hand_over
 from outlast.async_checkpoint.writer.held_buffers import HeldBuffers
@@ -167,7 +168,11 @@ class Writer:
             except Dropped:
                 answer = messages.SaveDropped()
             except Exception as e:  # noqa: BLE001 - the main process raises it
-                answer = messages.RequestFailed(error=describe(e), traceback=traceback_text(e))
+                answer = messages.RequestFailed(
+                    error=f"{describe(e)}{room_advice(e, self.storage.where)}",
+                    traceback=traceback_text(e),
+                    external=isinstance(e, OSError | CheckpointError),
+                )
             # If the main process is gone, `serve` notices it too.
             with contextlib.suppress(OSError):
                 self.channel.send(messages.encode(answer, number))

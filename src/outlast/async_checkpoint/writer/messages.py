@@ -212,10 +212,11 @@ class SaveDropped(Message):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestFailed(Message):
-    """The request failed."""
+    """The request failed; `external` if its cause is outside this library, such as the disk."""
 
     error: str
     traceback: str
+    external: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

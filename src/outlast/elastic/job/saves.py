@@ -145,10 +145,8 @@ class Saves:
         except (CheckpointError, OSError) as e:
             newest = f"unknown: {describe(e)}"
         return (
-            f"the training is complete after step {step}, but {attempts} attempts to save this "
-            f"state in {self._path} have failed: {cause}. It is in the memory of this job only, "
-            f"which ends now. The newest checkpoint on storage is: {newest}. Started again, the "
-            "job continues from there"
+            f"step {step}, the last one, is in memory only: {attempts} attempts to save it have "
+            f"failed. On storage in {self._path}: {newest}. The failure: {cause}"
         )
 
 

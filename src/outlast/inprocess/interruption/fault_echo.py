@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from outlast.errors import RankShouldRestart
+from outlast.errors import OutlastError, RankShouldRestart
 from outlast.system.error_text import message
 from outlast.system.tracebacks import chain
 
@@ -24,8 +24,12 @@ _ECHOES = (
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether `error`, or an exception that it was raised from, looks like a broken connection."""
+    """Whether `error`, or an exception that it was raised from, looks like a broken connection, or
+    is the error of another rank.
+    """
     for seen in chain(error):
+        if isinstance(seen, OutlastError) and seen.of_another_rank:
+            return True
         if isinstance(seen, dist.DistNetworkError | dist.DistBackendError):
             return True
         if isinstance(seen, RuntimeError | OSError):

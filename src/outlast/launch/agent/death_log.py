@@ -62,12 +62,14 @@ class Death:
 
     @property
     def how(self) -> str:
-        """How it ended: `failed with KeyError: 'x' at train.py:16`, `exited with code 3`, `was
+        """How it ended: `failed with KeyError at train.py:16: 'x'`, `exited with code 3`, `was
         killed by SIGKILL from outside`.
         """
-        how = exit_text(self.exit_code) if self.error is None else f"failed with {self.error}"
         by = f" from {self.killer}" if self.killer else ""
-        return f"{how}{by}{' before it reached the wrapped function' if self.early else ''}"
+        more = f"{by}{' before it reached the wrapped function' if self.early else ''}"
+        if self.error is None:
+            return f"{exit_text(self.exit_code)}{more}"
+        return f"failed with {self.error.told(more)}"
 
     def event(self) -> WorkerFailed:
         """The death as an event."""

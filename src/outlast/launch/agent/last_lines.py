@@ -73,10 +73,10 @@ class Ending:
         if (fault := self._told_by_ranks) is not None:
             place = fault.where.partition(" in ")[0]
             many = f", host {fault.host}" if self.cause.host_id else ""
-            return f"{Raised(fault.cause, place)} (rank {fault.rank}{many})"
+            return Raised(fault.cause, place).told(f" (rank {fault.rank}{many})")
         if (error := self.cause.error) is not None:
-            return f"{error} (rank {self.cause.rank}, {_where(self.cause, host)})"
-        return _named(self.cause, host)
+            return error.told(f" (rank {self.cause.rank}, {_where(self.cause, host)})")
+        return f"rank {self.cause.rank} ({_where(self.cause, host)}) {self.cause.how}"
 
     @property
     def advice(self) -> str:
@@ -122,7 +122,11 @@ def summary(deaths: Sequence[Death], ending: Ending, host: str) -> list[str]:
     lines = ["broken links between hosts, as they were found:"] if ending.links else []
     lines.extend(f"  {text}" for text in ending.links)
     lines += ["failures:"] if others and cause is None else ["other failures:"] if others else []
-    lines.extend(f"  {_named(death, host)}: {death.decision.value}" for death in others)
+    for death in others:
+        same = cause and cause.error and death.error and death.error.repeats(cause.error)
+        how = "failed with the same error" if same else death.how
+        where = f"rank {death.rank} ({_where(death, host)})"
+        lines.append(f"  {where} {how}: {death.decision.value}")
     code, after = f", exit code {ending.exit_code}", _after(ending)
     then = f",{after}" if after.startswith(" ") else after
     if ending.stopped:
@@ -147,10 +151,6 @@ def _after(ending: Ending) -> str:
     if ending.joined_late:
         return f"{restarts and f' after {restarts}'}; this host took part for {took}"
     return f" after {took}{restarts and f' and {restarts}'}"
-
-
-def _named(death: Death, host: str) -> str:
-    return f"rank {death.rank} ({_where(death, host)}) {death.how}"
 
 
 def _where(death: Death, host: str) -> str:

@@ -13,12 +13,14 @@ _START = "Traceback (most recent call last):"
 _FRAME = re.compile(r'  File "(.+)", line (\d+)(?:, in (.+))?$')
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Abort)\b")
 """The line of an exception that has no traceback: a script that cannot be parsed, C++ code."""
+_TYPE = re.compile(r"(initialize: |health_check: |)(?:\w+\.)*([A-Za-z_]\w*)(?=: |$)")
+"""What stands before the message of an exception: the hook that raised it, and its type."""
 _CHAINED = ("During handling of the above exc", "The above exception was the direct cause")
 """What Python writes, between two empty lines, above a traceback with a context or a cause."""
 _BY_PDB = ("BdbQuit", "bdb.BdbQuit")
 _DEBUGGING = (
     "breakpoint() and pdb need a terminal, and the workers of a job have none: debug a single "
-    "process with `python SCRIPT`, and with Wrapper(enabled=False), which has no timeouts"
+    "process with `python SCRIPT`"
 )
 
 
@@ -29,8 +31,19 @@ class Raised:
     error: str
     place: str = ""
 
-    def __str__(self) -> str:
-        return f"{self.error} at {self.place}" if self.place else self.error
+    def told(self, of: str = "") -> str:
+        """`KeyError at train.py:16 (rank 1): 'x'`, with ` (rank 1)` as `of`. The message is last,
+        because it may be long, or several sentences.
+        """
+        found = _TYPE.match(self.error)
+        kind, message = self.error, ""  # of a rank that hangs, for example
+        if found is not None:
+            kind, message = f"{found[1]}{found[2]}", self.error[found.end() :]
+        return f"{kind}{f' at {self.place}' if self.place else ''}{of}{message}"
+
+    def repeats(self, other: Raised) -> bool:
+        """Whether it is the other error again, or the message of another rank about it."""
+        return self == other or self.error.endswith(f" {other.error.rpartition('.errors.')[2]}")
 
     @property
     def advice(self) -> str:
