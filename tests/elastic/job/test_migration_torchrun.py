@@ -94,8 +94,8 @@ def test_the_new_program_continues_from_the_old_checkpoint(tmp_path: Path) -> No
     assert same(model.state_dict(), saved_by_hand()["model"])
     assert same(optimizer.state_dict(), saved_by_hand()["optimizer"])
 
-    # A fault in the third step, when the adopted state is the only checkpoint.
-    Path("plan.json").write_text('{"faults": [{"rank": 1, "kind": "exception", "step": 3}]}')
+    # A fault after step 22, when the adopted state is the only checkpoint.
+    Path("plan.json").write_text('{"faults": [{"rank": 1, "kind": "exception", "step": 22}]}')
     said = run(tmp_path, *OUTLAST, "--chaos", "plan.json", "after.py", "4")
     for rank in range(2):
         resumed = re.findall(
