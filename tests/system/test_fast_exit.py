@@ -22,12 +22,15 @@ free = open(sys.argv[1] + ".free", "w")
 free.write("kept too")
 """
 CALLS = {
+    "frozen": "import gc, outlast.system.fast_exit as f\ngc.freeze()\nf.exit_fast()\n",
     "directly": "from outlast.system.fast_exit import exit_fast\nexit_fast()\nexit_fast()\n",
     "wrapped": "from outlast.inprocess import Wrapper\nWrapper()(lambda: None)()\n",
 }
 
 
-@pytest.mark.parametrize("how", ["directly", pytest.param("wrapped", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "how", ["directly", "frozen", pytest.param("wrapped", marks=pytest.mark.slow)]
+)
 def test_no_search_and_no_loss(tmp_path: Path, how: str) -> None:
     path = tmp_path / "file"
     command = [sys.executable, "-c", PROGRAM + CALLS[how], str(path)]

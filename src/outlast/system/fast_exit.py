@@ -26,6 +26,7 @@ def exit_fast() -> None:
 
 
 def _hide_from_the_search() -> None:
+    gc.unfreeze()  # what was frozen before is not among the objects below
     for each in gc.get_objects():
         # By its type: `isinstance` asks proxies, whose object may be gone, for their class.
         if issubclass(type(each), _BUFFERED) and not each.closed:

@@ -13,7 +13,10 @@ from outlast.events.run_folders import runs_in
 from outlast.launch.processes.oom_kills import OomKills
 from procs import NET_S
 
-WRAPPED = '"""Of outlast: Wrapper() is in this script."""\n' + WORKER
+# A script that wraps a function, and is killed before it gets there.
+WRAPPED = (
+    WORKER + "\nif False:\n    from outlast.inprocess import Wrapper\n    Wrapper()(print)()\n"
+)
 
 
 def test_a_worker_killed_before_the_wrapped_function_is_replaced(tmp_path: Path) -> None:

@@ -290,7 +290,12 @@ def test_a_slurm_step_completes_the_options() -> None:
         ("from outlast import inprocess\n@inprocess.Wrapper()\ndef f(): ...", True),
         ("from outlast.inprocess import Wrapper\n@Wrapper\ndef f(): ...", True),
         ("from outlast.inprocess import Wrapper\nWrapper(soft_timeout=9)(f)()", True),
-        ("import outlast\n# no Wrapper here\n", False),
+        ("import outlast.inprocess as ip\n@ip.Wrapper()\ndef f(): ...", True),
+        ("from outlast.compat.nvrx.inprocess import Wrapper as W\nW()(f)()", False),
+        ("import outlast\n# no Wrapper here\n# @inprocess.Wrapper()", False),
+        ("import outlast, gym\nenv = gym.Wrapper(env)", False),
+        ("from outlast import inprocess\n@inprocess.Wrapper(enabled=False)\ndef f(): ...", False),
+        ("import outlast\ndef", False),
         ("class Wrapper: ...\nWrapper()", False),
     ],
 )

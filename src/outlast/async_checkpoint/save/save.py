@@ -134,7 +134,7 @@ class Save:
         """Fails a save that cannot go on, so that the other ranks do not wait for this one."""
         session, rank = self._shared.session, self._shared.ledger.rank
         if self.taken is not None:
-            session.pool.give_back(self.taken.buffer)
+            session.pool.give_back(self.taken.buffer, self.taken.turn)
         elif session.copies is not None:
             session.copies.refuse(self.index, self.step, str(error))
         # If the store is out of reach, it is for them too; this rank's error comes first.

@@ -12,6 +12,7 @@ import contextlib
 import csv
 import io
 import json
+import logging
 import os
 from itertools import islice
 from pathlib import Path
@@ -19,6 +20,8 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
+
+log = logging.getLogger("outlast.integrations")
 
 _VERSIONS = ".lightning-versions"
 
@@ -32,7 +35,11 @@ class CsvLogs:
 
     def __init__(self, trainer: Trainer, path: str | os.PathLike[str]) -> None:
         self._trainer = trainer
-        self._loggers = [each for each in trainer.loggers if isinstance(each, CSVLogger)]
+        self._loggers = [
+            each
+            for each in trainer.loggers
+            if isinstance(each, CSVLogger) and "://" not in str(each.save_dir)
+        ]
         self._file = None if "://" in os.fspath(path) else Path(path) / _VERSIONS
         self._rows: list[_Rows] = []
 
@@ -40,7 +47,8 @@ class CsvLogs:
         """Sets the versions of the first fit, if there was one. Collective, in `setup`."""
         noted: list[Any] | None = None
         if self._trainer.is_global_zero and self._file is not None and self._file.exists():
-            noted = json.loads(self._file.read_text())
+            with contextlib.suppress(OSError, ValueError):  # then the versions are Lightning's
+                noted = json.loads(self._file.read_text())
         noted = self._trainer.strategy.broadcast(noted)
         if noted is None or len(noted) != len(self._loggers):
             return
@@ -59,23 +67,30 @@ class CsvLogs:
             self._rows = [_Rows(each, step) for each in self._loggers]
 
     def completed(self, step: int) -> None:
-        """The job will be at `step`, with all that is logged so far."""
-        for each in self._rows:
-            each.completed(step)
+        """Writes the rows that were logged up to `step`."""
+        for each in list(self._rows):
+            try:
+                each.completed(step)
+            except OSError as e:  # without hard links, for example: a log must not end a training
+                log.warning("%s is not continued after a fault: %s", each.path, e)
+                self._rows.remove(each)
 
 
 class _Rows:
     """The rows of one logger. For each step, their number is noted, in a file beside theirs, when
-    they are written: so a process that is killed loses none. Theirs has a second name, under which
-    it survives a new logger, which deletes the first.
+    they are written: so a process that is killed loses none. `.metrics` is a hard link to the CSV
+    file: it survives when a new logger deletes the file.
     """
 
     def __init__(self, logger: CSVLogger, step: int) -> None:
         self._writer = logger.experiment
-        self._path = Path(self._writer.metrics_file_path)
-        self._kept, self._noted = self._path.with_name(".metrics"), self._path.with_name(".rows")
+        self.path = Path(self._writer.metrics_file_path)
+        self._kept, self._noted = self.path.with_name(".metrics"), self.path.with_name(".rows")
         text = self._noted.read_text() if self._noted.exists() else ""
-        lines = [line for line in text.splitlines() if int(line.split()[0]) <= step]
+        noted = [
+            line for line in text.splitlines() if len(line.split()) == 2
+        ]  # the last may be torn
+        lines = [line for line in noted if int(line.split()[0]) <= step]
         self._count = self._last = int(lines[-1].split()[1]) if lines else 0
         self._continue()
         _replace(self._noted, "".join(f"{line}\n" for line in lines))
@@ -90,7 +105,7 @@ class _Rows:
 
     def _continue(self) -> None:
         """Makes a new file with the rows to continue from."""
-        self._path.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
         if self._count == 0 or not self._kept.exists():
             self._kept.unlink(missing_ok=True)
             self._count = 0
@@ -104,7 +119,7 @@ class _Rows:
         writer.writeheader()
         writer.writerows(rows)
         _replace(self._kept, text.getvalue())
-        os.link(self._kept, self._path)
+        os.link(self._kept, self.path)
 
     def completed(self, step: int) -> None:
         """Writes what was logged, and notes it."""
@@ -112,7 +127,7 @@ class _Rows:
             return
         self._writer.save()
         if not self._kept.exists():
-            os.link(self._path, self._kept)
+            os.link(self.path, self._kept)
         with self._noted.open("a") as file:
             file.write(f"{step} {self._count}\n")
         self._last = self._count

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import importlib.util
 import itertools
 import math
 import os
-import re
 import shlex
 import uuid
 from collections.abc import Sequence
@@ -24,7 +24,6 @@ from outlast.launch.config.slurm import SlurmStep
 from outlast.launch.config.streams import Routes, Std, parse_std
 
 DEFAULT_HOST = "127.0.0.1"
-_WRAPPER = re.compile(r"@\s*[\w.]*\bWrapper\b|\bWrapper\(")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,8 +187,32 @@ def _program(options: RunOptions) -> Program:
 
 
 def has_wrapper(source: str) -> bool:
-    """Whether the script itself wraps a function with `outlast.inprocess.Wrapper`."""
-    return "outlast" in source and _WRAPPER.search(source) is not None
+    """Whether the script itself uses a `Wrapper` of outlast. Where `enabled` may be false, it does
+    not count.
+    """
+    if "outlast" not in source:
+        return False
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError):
+        return False  # the script ends with that error
+    ours = {
+        (alias.asname or alias.name).partition(".")[0]
+        for node in nodes
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+        if (getattr(node, "module", None) or alias.name).partition(".")[0] == "outlast"
+    }
+    may_be_off = {
+        ast.unparse(node.func)
+        for node in nodes
+        if isinstance(node, ast.Call) and any(each.arg == "enabled" for each in node.keywords)
+    }
+    names = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute | ast.Name)}
+    return any(
+        name.split(".")[-1] == "Wrapper" and name.split(".")[0] in ours
+        for name in names - may_be_off
+    )
 
 
 def _standby(options: RunOptions, *, alone: bool) -> int:

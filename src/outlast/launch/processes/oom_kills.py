@@ -21,9 +21,10 @@ class OomKills:
         self._seen = self._count()
 
     def any_new(self) -> bool:
-        """Whether there was one since the last call."""
-        before, self._seen = self._seen, self._count()
-        return self._seen > before
+        """Whether there was one that no call before has returned."""
+        new = self._count() > self._seen
+        self._seen += new
+        return new
 
     def _count(self) -> int:
         if self._file is None:
