@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import traceback
 
@@ -24,13 +25,21 @@ def first_line(error: BaseException, *, with_type: bool = False) -> str:
 def traceback_text(error: BaseException, max_chars: int = _TRACEBACK_CHARS) -> str:
     """The traceback; only its end if it is very long, because it is sent to other ranks."""
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    return text[-max_chars:]
+    return printable(text[-max_chars:])
+
+
+def printable(text: str) -> str:
+    """The text with escapes for what cannot be encoded (lone surrogates, as in a decoded file name)
+    and for control characters, which would erase lines of a terminal.
+    """
+    text = text.replace("\r\n", "\n").encode(errors="backslashreplace").decode()
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", lambda found: rf"\x{ord(found[0]):02x}", text)
 
 
 def message(error: BaseException) -> str:
     """The message, even of an exception that fails to produce one."""
     try:
-        return str(error).strip()
+        return printable(str(error)).strip()
     except Exception:  # noqa: BLE001 - a user's __str__ must not hide the user's error
         return "(its message cannot be made)"
 

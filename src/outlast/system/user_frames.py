@@ -9,6 +9,8 @@ import traceback
 from collections.abc import Iterator
 from types import FrameType
 
+from outlast.system.error_text import printable
+
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
@@ -16,7 +18,7 @@ def user_traceback(error: BaseException, max_chars: int) -> str:
     """The traceback without this package's frames; only its end if it is very long."""
     found = traceback.TracebackException.from_exception(error)
     _remove_own(found, set())
-    return "".join(found.format())[-max_chars:]
+    return printable("".join(found.format())[-max_chars:])
 
 
 def user_place(error: BaseException) -> str:
@@ -67,7 +69,7 @@ def place_in_user_code(frames: list[tuple[str, int, str]]) -> str:
     others = [frame for frame in frames if not frame[0].startswith(_OWN)]
     users = [frame for frame in others if not _is_installed(frame[0])]
     for file, line, function in (*users, *others):
-        return f"{os.path.basename(file)}:{line} in {function}"
+        return printable(f"{os.path.basename(file)}:{line} in {function}").replace("\n", "\\n")
     return ""
 
 
