@@ -178,12 +178,12 @@ def test_a_plain_job_restarts_with_the_hosts_that_are_left(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_too_few_hosts(tmp_path: Path) -> None:
-    with Hosts(tmp_path, WORKER, "--nnodes=3", "--rdzv-conf=join_timeout=2") as hosts:
+    with Hosts(tmp_path, WORKER, "--nnodes=3", "--rdzv-conf=join_timeout=8") as hosts:
         one, two = hosts.start_all(2)
         assert codes(one, two) == [1, 1]
         for run in (one, two):
             assert "job failed, exit code 1," in run.err
-            assert "first cause: waited 2.00 s for 3 hosts (--nnodes): only 2 joined:" in run.err
+            assert "first cause: waited 8.00 s for 3 hosts (--nnodes): only 2 joined:" in run.err
             assert f"({address(2)})" in run.err
             assert f"({address(3)})" in run.err
 
