@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from outlast.campaign.output import markdown
+from outlast.campaign.output import markdown, write_markdown
 from outlast.campaign.plan import RoundPlan
 from outlast.campaign.results import CampaignResult, Fired, Problems, RoundResult
 from outlast.campaign.rounds.figures import Stage, believed_partial, fired_faults
@@ -103,7 +103,7 @@ def test_a_checkpoint_that_may_have_been_committed_may_be_restored() -> None:
     assert not believed_partial([stage(CheckpointRestored(step=5, source="storage", time=1.0))])
 
 
-def test_the_table_has_a_row_for_each_kind_and_the_totals() -> None:
+def test_the_table_has_a_row_for_each_kind_and_the_totals(tmp_path: Path) -> None:
     fired = (
         Fired(kind="hang_gil", seen=4.0, back=8.0, redone=3),
         Fired(kind="hang_gil", seen=5.0, back=9.5, redone=2),
@@ -126,3 +126,8 @@ def test_the_table_has_a_row_for_each_kind_and_the_totals() -> None:
     assert "| time | 1.0 min (20.0 s each) |" in text
     assert "| goodput | 25% |" in text
     assert "| orphans | 1 |" in text
+
+    page = tmp_path / "page.md"
+    page.write_text("A page without markers.\n")
+    write_markdown(result, page)
+    assert page.read_text() == f"A page without markers.\n\n{text}"

@@ -130,12 +130,14 @@ def markdown(result: CampaignResult) -> str:
 
 
 def write_markdown(result: CampaignResult, path: Path) -> None:
-    """Writes it between the markers of a page; to a file without markers, instead of all else."""
+    """Writes it between the markers of a page; to a file without markers, after all else."""
     text = markdown(result)
     lines = path.read_text().splitlines() if path.exists() else []
     if _BEGIN in lines and _END in lines[lines.index(_BEGIN) :]:
         before, rest = lines[: lines.index(_BEGIN) + 1], lines[lines.index(_BEGIN) :]
         text = "\n".join([*before, "", text, *rest[rest.index(_END) :], ""])
+    elif lines:
+        text = "\n".join([*lines, "", text])
     path.write_text(text)
 
 
