@@ -237,3 +237,25 @@ def test_a_stopped_process_hangs_though_it_was_waiting(page: SharedPage, clock: 
     assert timeouts.sent == []
     assert timeouts.after(1) == ["soft: no progress 60"]
     assert timeouts.after(30)[1:] == ["no progress 90"]
+
+
+@pytest.mark.parametrize("reads", range(1, 6))
+def test_a_rank_told_to_leave_between_two_reads_gets_its_time_to_leave(
+    page: SharedPage, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, reads: int
+) -> None:
+    """It has waited for the rank that hangs longer than its own hard timeout."""
+    timeouts = in_function(page, clock, Blocked.WAITS)
+    timeouts.all_idle = False
+    passes(timeouts, int(HARD_S) + 10)
+    word, seen = SharedPage.__dict__["activity"], 0
+
+    def activity(page: SharedPage) -> int:
+        nonlocal seen
+        seen += 1
+        if seen == reads + 1:
+            page.enter(Activity.LEAVING, clock.now())
+        return int(word.__get__(page, SharedPage))
+
+    both = property(activity, word.__set__)
+    monkeypatch.setattr(SharedPage, "activity", both, raising=False)
+    assert timeouts.after(0, 1) == []

@@ -33,7 +33,7 @@ class FrozenNotice:
         if not timed or heartbeat == self._said or idle < AFTER_S:
             return
         self._said = heartbeat
-        hard = timeouts_in_force(self._plan, page).hard
+        hard = timeouts_in_force(self._plan, page, Activity.FUNCTION).hard
         stopped = _is_stopped(self._main)
         why = "is stopped (SIGSTOP);" if stopped else "holds the GIL in C code; unless it computes,"
         write_for(

@@ -49,9 +49,9 @@ class Limits(NamedTuple):
     ping: float
 
 
-def timeouts_in_force(plan: MonitorPlan, page: SharedPage) -> Limits:
-    """The limits of the current activity."""
-    if page.activity != Activity.FUNCTION:
+def timeouts_in_force(plan: MonitorPlan, page: SharedPage, activity: int) -> Limits:
+    """The limits of the activity that was read from the page."""
+    if activity != Activity.FUNCTION:
         return Limits(plan.hard, plan.hard, math.inf)
     if page.long_limit:
         soft = page.long_limit if page.long_limit > 0 else plan.soft
@@ -92,37 +92,43 @@ class ProgressTimeouts:
 
     def next_check(self) -> float:
         """The time of the next timeout, if the main process makes no progress until then."""
-        page = self._page
+        page, activity = self._page, self._page.activity
         if self._kill_at is not None:
             return self._kill_at
-        if page.activity not in _TIMED:
+        if activity not in _TIMED:
             return self._silent_at()
-        soft, hard, ping = timeouts_in_force(self._plan, page)
+        soft, hard, ping = timeouts_in_force(self._plan, page, activity)
         if page.reported_soft == page.iteration:
             soft, ping = hard, ping + hard - soft
         due = max(page.progress, self._continued) + soft
-        if page.activity == Activity.FUNCTION and page.pings:
+        if activity == Activity.FUNCTION and page.pings:
             due = min(due, max(page.pinged, self._continued) + ping)
         now = self._clock.now()
         return due if due > now else now + self._plan.interval  # it is not a hang so far
 
     def check(self) -> None:
-        """Reports a soft timeout, and terminates the main process at the hard one."""
-        page, now = self._page, self._clock.now()
+        """Reports a soft timeout, and terminates the main process at the hard one.
+
+        The activity is read once, before all else: `SharedPage.enter` writes it last, so the
+        timestamps read after it are those of this activity or newer. Read a second time, it could
+        be that of a rank which has just been told to leave, judged by the age of its wait.
+        """
+        page, activity = self._page, self._page.activity
+        in_function, now = activity == Activity.FUNCTION, self._clock.now()
         if self._kill_at is not None:
             if now >= self._kill_at:
                 self._kill_at = math.inf
                 self._signal(signal.SIGKILL)
             return
-        if page.activity != Activity.FUNCTION:
+        if not in_function:
             self._idle_ranks.go_on()
-        if page.activity not in _TIMED:
+        if activity not in _TIMED:
             late = now - self._silent_at()
             if late >= 0:
                 self._terminate(self._silent + late, now, "no Python code has run")
             return
-        soft, hard, ping = timeouts_in_force(self._plan, page)
-        if page.activity == Activity.LEAVING:
+        soft, hard, ping = timeouts_in_force(self._plan, page, activity)
+        if activity == Activity.LEAVING:
             idle = now - max(page.progress, self._continued)
             if idle >= hard:
                 self._terminate(idle, now, "no progress")
@@ -131,7 +137,7 @@ class ProgressTimeouts:
         if idle < soft:
             self._idle_ranks.go_on()
         unpinged = idle
-        if page.pings and page.activity == Activity.FUNCTION:
+        if page.pings and in_function:
             unpinged = now - max(page.pinged, self._continued)
         if unpinged >= ping:
             # A learned limit is a soft timeout by its name.
@@ -139,8 +145,8 @@ class ProgressTimeouts:
             self._hung(unpinged, ping, ping + hard - soft, what)
         elif idle >= soft and (frozen := self._frozen()) >= soft:
             self._hung(min(idle, frozen), soft, hard)
-        elif idle >= soft and not self._may_wait():
-            self._hung(idle, soft, hard)
+        elif idle >= soft and (not in_function or page.blocked == Blocked.ELSEWHERE):
+            self._hung(idle, soft, hard)  # it waits for no other rank
         elif idle >= soft and page.blocked != Blocked.NO and self._idle_ranks.wait():
             self._hung(idle, soft, math.inf)  # it waits, and no rank makes progress
 
@@ -150,10 +156,6 @@ class ProgressTimeouts:
             self._terminate(idle, self._clock.now(), f"no {what}")
         elif page.activity == Activity.FUNCTION and page.reported_soft != page.iteration:
             self._reports.soft_timeout(idle, soft, what)
-
-    def _may_wait(self) -> bool:
-        """Whether this rank may wait for others; also if the heartbeat thread is about to look."""
-        return self._page.activity == Activity.FUNCTION and self._page.blocked != Blocked.ELSEWHERE
 
     def _frozen(self) -> float:
         """For how long the process has run no Python code in any thread, in seconds."""
