@@ -219,7 +219,8 @@ def _set_up() -> None:
         threading.Thread(
             target=real_write, args=(storage, folder, memory, files, small), kwargs=options
         ).start()
-        return checksums_of(memory, files, small)
+        parts = [(name, memory[at : at + size]) for name, at, size in files]
+        return checksums_of([*parts, *((name, memoryview(small[name])) for name in small)])
 
     os.fsync = _fsync
     main.open_storage = lambda url: _Storage(real_open(url), stage)  # type: ignore[assignment, return-value]

@@ -8,14 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
-from outlast.async_checkpoint.peer_copies.client import KeeperClient, Pending
-from outlast.async_checkpoint.peer_copies.messages import (
-    Arrange,
-    DescribeCopies,
-    SendCopy,
-    SentSnapshot,
-)
-from outlast.async_checkpoint.writer.messages import Done
+from outlast.async_checkpoint.peer_copies.arrangement import KeeperClient
+from outlast.async_checkpoint.peer_copies.keeper import Keeper as Process
+from outlast.async_checkpoint.writer.client import Pending
+from outlast.async_checkpoint.writer.handover import SnapshotDescription
 from outlast.system.shared_memory import SharedMemory
 
 ADDRESS = "127.0.0.1"
@@ -39,8 +35,9 @@ class Keeper:
         self.port = 0
 
     def arrange(self, token: str = TOKEN, bytes_per_s: float = FAST) -> None:
-        request = Arrange(address=ADDRESS, token=token, bytes_per_s=bytes_per_s)
-        self.port = self.client.request(request).port
+        self.port = self.client.request(
+            Process.arrange, address=ADDRESS, token=token, bytes_per_s=bytes_per_s
+        )
 
     @property
     def pid(self) -> int:
@@ -49,20 +46,20 @@ class Keeper:
 
     def held(self) -> list[tuple[int, int]]:
         """Step and rank of each copy."""
-        copies = self.client.request(DescribeCopies()).copies
+        copies = self.client.request(Process.describe_copies)
         return [(copy["step"], copy["rank"]) for copy in copies]
 
     def send(
-        self, to: Keeper, memory: SharedMemory, snapshot: SentSnapshot, values: bytes = b""
-    ) -> Pending[Done]:
-        request = SendCopy(
+        self, to: Keeper, memory: SharedMemory, snapshot: SnapshotDescription, values: bytes = b""
+    ) -> Pending[None]:
+        return self.client.begin(
+            Process.send_copy,
             snapshot=snapshot,
-            size_bytes=memory.size_bytes,
+            memory=memory,
             address=ADDRESS,
             port=to.port,
             blob=values,
         )
-        return self.client.begin(request, [memory.descriptor])
 
 
 @contextlib.contextmanager
@@ -89,7 +86,7 @@ def memory_of(size_bytes: int) -> Iterator[SharedMemory]:
     memory.close()
 
 
-def snapshot_of(step: int, size_bytes: int, rank: int = 0, **changes: Any) -> SentSnapshot:
+def snapshot_of(step: int, size_bytes: int, rank: int = 0, **changes: Any) -> SnapshotDescription:
     """The description of a snapshot with one file of this size."""
     description = {
         "step": step,
@@ -107,4 +104,4 @@ def snapshot_of(step: int, size_bytes: int, rank: int = 0, **changes: Any) -> Se
         "index": "{}",
         **changes,
     }
-    return cast(SentSnapshot, description)
+    return cast(SnapshotDescription, description)

@@ -26,10 +26,11 @@ from async_checkpoint.peer_copies.keepers import (
 )
 from fake_clock import FakeClock
 from inprocess.mutations import mutate
-from outlast.async_checkpoint.peer_copies import content
+from outlast.async_checkpoint.peer_copies import transfer
 from outlast.async_checkpoint.peer_copies.arrangement import Arrangement
 from outlast.async_checkpoint.peer_copies.connection import Connection, ConnectionRefused
 from outlast.async_checkpoint.peer_copies.transfer import fetch_copy
+from outlast.async_checkpoint.writer.handover import StoredSnapshot
 from outlast.errors import CheckpointError
 
 SIZE = CHUNK_BYTES + 8192
@@ -93,7 +94,7 @@ def test_a_byte_that_changes_on_the_way_is_noticed(
         monkeypatch.setattr(Connection, "receive_into", damaging)
         with pytest.raises(CheckpointError, match=r"on host b/__0_0.distcp is damaged"):
             fetch_copy("b", (ADDRESS, two.port), TOKEN, "save3", 0)
-        mutate(monkeypatch, content.check_equal, "one != two", "False")
+        mutate(monkeypatch, transfer.check_equal, "one != two", "False")
         fetch_copy("b", (ADDRESS, two.port), TOKEN, "save3", 0).memory.close()
 
 
@@ -210,9 +211,10 @@ def test_the_bandwidth_is_limited() -> None:
             sent.append((clock.now(), len(data)))
 
     rate = 1e6
-    pace = content.Pace(rate, Waits(clock), clock)
+    pace = transfer.Pace(rate, Waits(clock), clock)
     with memory_of(SIZE) as memory:
-        content.send_content(cast(Any, Network()), snapshot_of(3, SIZE), memory.view, b"", pace)
+        stored = StoredSnapshot(snapshot_of(3, SIZE), b"", memory)
+        transfer.send_content(cast(Any, Network()), stored, pace)
     total = 0
     for at, size in sent:
         assert total <= at * rate + 1

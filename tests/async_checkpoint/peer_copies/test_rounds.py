@@ -17,10 +17,9 @@ import pytest
 from async_checkpoint.peer_copies.keepers import ADDRESS, FAST, TOKEN, Keeper, snapshot_of
 from inprocess.mutations import mutate
 from outlast.async_checkpoint.peer_copies.arrangement import Arrangement
-from outlast.async_checkpoint.peer_copies.messages import Arrange
 from outlast.async_checkpoint.peer_copies.rounds import CopyRounds
 from outlast.async_checkpoint.snapshot.buffers import BufferPool, NoFreeBuffer, SnapshotBuffer
-from outlast.async_checkpoint.writer.messages import SnapshotDescription
+from outlast.async_checkpoint.writer.handover import SnapshotDescription
 from outlast.coordination import MemoryStore
 from outlast.coordination.call_ledger import CallLedger
 from outlast.errors import CheckpointError
@@ -46,9 +45,8 @@ class Rank:
     def __init__(self, folder: Path, store: MemoryStore, rank: int) -> None:
         self.rank = rank
         self.keeper = Keeper(folder, str(rank))
-        request = Arrange(address=ADDRESS, token=TOKEN, bytes_per_s=FAST)
         client = self.keeper.client
-        client.arrange(request)
+        client.arrange(ADDRESS, TOKEN, FAST)
         client.port()
         arrangement = Arrangement(["a", "b"], ADDRESS, TOKEN, client)
         self.pool = BufferPool(cast(Any, None))
@@ -73,7 +71,7 @@ class Rank:
         description = snapshot_of(step, SIZE, self.rank)
         snapshot = Snapshot(description, b"", buffer, threading.Event(), found)
         snapshot.sealed.set()
-        self.rounds.submit(step, step, snapshot)
+        self.rounds.submit(step, step, cast(Any, snapshot))
         return snapshot
 
     def after(self, step: int) -> Event:
@@ -216,5 +214,5 @@ def test_a_save_waits_for_no_copy() -> None:
     assert first.usable
     other.snapshot = cast(Any, {"save_id": "x", "number": 0})
     first.snapshot = cast(Any, {"save_id": "y", "number": 1})
-    pool.precious = "x"
+    pool.overwritten_last = "x"
     assert pool.take(structure, 0.0) is first

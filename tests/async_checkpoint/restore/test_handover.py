@@ -17,7 +17,7 @@ WRITER = """
 import os, sys
 from pathlib import Path
 from outlast.async_checkpoint.writer.handover import (
-    Announcement, HandedOver, KeptMemory, hand_over
+    Announcement, StoredSnapshot, hand_over
 )
 from outlast.system.shared_memory import SharedMemory
 path, main = Path(sys.argv[1]), int(sys.argv[2])
@@ -28,13 +28,15 @@ what = sys.stdin.readline()
 if what != "end\\n":
     memory = SharedMemory(4)
     memory.view[:4] = b"kept"
-    snapshots = [HandedOver({"socket": str(path)}, b"values", os.memfd_create("buffer"))]
+    snapshots = [StoredSnapshot({"step": 1, "layout": []}, b"values", SharedMemory(4))]
+    lost = SharedMemory(4)
+    os.ftruncate(lost.descriptor, 0)
+    snapshots.append(StoredSnapshot({"step": 3, "layout": []}, b"values of the lost", lost))
     launcher = os.pidfd_open(os.getppid())
-    kept = KeptMemory(memory, path)
     if what == "listen\\n":
-        hand_over(snapshots, 60.0, launcher, announcement)
+        hand_over(announcement, snapshots, None, 60.0, launcher)
     else:
-        hand_over([], 60.0, launcher, announcement, kept)
+        hand_over(announcement, [], memory, 60.0, launcher)
 announcement.withdraw()
 """
 
@@ -63,8 +65,13 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("does", ["listen", "end", "give kept memory"])
 def test_a_replacement_waits_for_the_writer_of_a_dead_process(
-    path: Path, dead: int, monkeypatch: pytest.MonkeyPatch, does: str
+    path: Path,
+    dead: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    does: str,
 ) -> None:
+    """Memory that is not there any more is not taken over."""
     asked = handover.is_announced
     told = []
     with writer(path, dead) as process:
@@ -79,29 +86,31 @@ def test_a_replacement_waits_for_the_writer_of_a_dead_process(
             return found
 
         monkeypatch.setattr(handover, "is_announced", is_announced)
-        found = handover.take_over(path)
-        for each in found.snapshots:
-            os.close(each.descriptor)
+        found, kept = handover.take_over(path)
+        for each in found:
+            each.memory.close()
         content = b""
-        if found.kept >= 0:
-            content = os.pread(found.kept, 4, 0)
-            os.close(found.kept)
+        if kept is not None:
+            content = bytes(kept.view[:4])
+            kept.close()
     assert told == [True]
-    assert [each.values for each in found.snapshots] == ([b"values"] if does == "listen" else [])
+    assert [each.values for each in found] == ([b"values"] if does == "listen" else [])
+    lost = "the memory with the snapshot of step 3 is lost"
+    assert (lost in caplog.text) == (does == "listen")
     assert content == (b"kept" if does == "give kept memory" else b"")
     assert os.listdir(path.parent) == []
 
 
 def test_a_process_does_not_wait_for_the_writer_of_a_living_one(path: Path) -> None:
     with writer(path, os.getpid()) as process:
-        assert not handover.take_over(path).snapshots
+        assert handover.take_over(path) == ([], None)
         process.communicate("end\n")
 
 
 def test_a_killed_writer_announces_nothing(path: Path, dead: int) -> None:
     with writer(path, dead) as process:
         process.kill()
-    assert not handover.take_over(path).snapshots
+    assert handover.take_over(path) == ([], None)
 
 
 def test_the_socket_of_a_writer_that_was_killed_is_removed(path: Path, dead: int) -> None:
@@ -112,6 +121,5 @@ def test_the_socket_of_a_writer_that_was_killed_is_removed(path: Path, dead: int
             assert handover._connect(path) is None
             assert path.exists()  # the writer is about to listen
             process.kill()
-        found = handover.take_over(path)
-    assert not found.snapshots
+        assert handover.take_over(path) == ([], None)
     assert not path.exists()

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ from outlast.async_checkpoint import Checkpointer
 from outlast.async_checkpoint.save import save as module
 from outlast.async_checkpoint.storage.local import LocalStorage
 from outlast.async_checkpoint.writer.client import WriterClient
-from outlast.async_checkpoint.writer.messages import BeginSave
+from outlast.async_checkpoint.writer.main import Writer
 from outlast.errors import CheckpointError
 from procs import Job
 
@@ -145,7 +146,7 @@ def test_the_writer_is_killed_at_random_moments(tmp_path: Path) -> None:
 
 
 def await_sent(client: WriterClient) -> None:
-    while not client._half_read:
+    while not client._pending:
         time.sleep(0.001)
 
 
@@ -196,20 +197,19 @@ def test_a_second_writer_killed_as_a_save_begins_fails_it(
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state_of(1)).wait(NET)
         client = checkpointer._session.writer
-        start, killed = client.start, []
+        running, killed = client._running, []
 
-        def and_stopped() -> None:
-            start()
+        def and_stopped(method: str = "") -> Any:
+            process = running(method)
             if len(killed) < 2:
-                assert client.pid is not None
-                os.kill(client.pid, signal.SIGSTOP)
+                os.kill(process.pid, signal.SIGSTOP)
+            return process
 
-        monkeypatch.setattr(client, "start", and_stopped)
+        monkeypatch.setattr(client, "_running", and_stopped)
         handle = checkpointer.save(2, state_of(2))
         for _ in range(2):
             await_sent(client)
-            pid = client.pid
-            assert pid is not None
+            (pid,) = {each.process.pid for each in client._pending.values() if each.process}
             killed.append(pid)
             os.kill(pid, signal.SIGKILL)
             while client.pid == pid:
@@ -225,7 +225,7 @@ def running_writer(checkpointer: Checkpointer) -> int:
     writer = checkpointer._session.writer
     while True:
         with contextlib.suppress(CheckpointError):
-            writer.request(BeginSave())
+            writer.request(Writer.begin_save)
             assert writer.pid is not None
             return writer.pid
 

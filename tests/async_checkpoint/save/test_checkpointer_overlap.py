@@ -26,7 +26,7 @@ from async_checkpoint.staged_writer import Plan
 from inprocess.mutations import mutate
 from outlast.async_checkpoint import Checkpointer
 from outlast.async_checkpoint.snapshot import overlapped_copy as copies
-from outlast.async_checkpoint.writer.messages import BeginSave, SnapshotSealed
+from outlast.async_checkpoint.writer.main import Writer
 from outlast.errors import CheckpointError
 
 
@@ -326,13 +326,13 @@ def test_a_seal_that_comes_while_the_writer_is_replaced_reaches_the_new_one(
         ask = client.request
         replaying, sealed = threading.Event(), threading.Event()
 
-        def killed_before(request: Any) -> Any:
-            if isinstance(request, BeginSave):
+        def killed_before(method: Any, **arguments: Any) -> Any:
+            if method is Writer.begin_save:
                 monkeypatch.setattr(client, "request", ask)
                 assert client._process is not None
                 client._process.kill()
                 client._process.wait()
-            return ask(request)
+            return ask(method, **arguments)
 
         class Ends(dict[int, Any]):
             """Messages repeated to the new writer: the seal comes after they are read."""
@@ -367,11 +367,11 @@ def test_an_interrupted_seal_is_completed_later(
         client = checkpointer._session.writer
         tell = client.tell
 
-        def interrupted(message: Any) -> None:
-            if isinstance(message, SnapshotSealed):
+        def interrupted(method: Any, **arguments: Any) -> None:
+            if method is Writer.sealed:
                 monkeypatch.setattr(client, "tell", tell)
                 raise KeyboardInterrupt
-            tell(message)
+            tell(method, **arguments)
 
         monkeypatch.setattr(client, "tell", interrupted)
         with pytest.raises(KeyboardInterrupt):

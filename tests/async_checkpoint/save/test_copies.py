@@ -63,7 +63,9 @@ def test_chunks_are_copied_and_their_checksums_taken(memory: SharedMemory, seed:
         EagerCopy(copies, filled).run()
         assert bytes(memory.view) == expected
         if hashed:
-            assert filled.checksums() == checksums_of(memory.view, files, {})
+            assert filled.checksums() == checksums_of(
+                (n, memory.view[at : at + size]) for n, at, size in files
+            )
 
 
 def test_copies_that_are_not_in_order_are_refused(memory: SharedMemory) -> None:
@@ -86,7 +88,9 @@ def test_tensors_at_other_addresses_next_time(memory: SharedMemory) -> None:
         assert bytes(memory.view) != expected
         assert bytes(memory.view) != before
         assert all(torch.equal(source, to) for source, to in copies)
-        assert filled.checksums() == checksums_of(memory.view, files, {})
+        assert filled.checksums() == checksums_of(
+            (n, memory.view[at : at + size]) for n, at, size in files
+        )
 
 
 @pytest.mark.parametrize("order", ["aeb", "eab", "abe", "eee"])

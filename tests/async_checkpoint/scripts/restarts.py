@@ -15,7 +15,7 @@ from ranks import main, say, scenario
 from async_checkpoint.checkpoints import NET, blank, same, state_of
 from outlast.async_checkpoint import Checkpointer, Retention
 from outlast.async_checkpoint.writer.client import WriterClient
-from outlast.async_checkpoint.writer.messages import BeginSave
+from outlast.async_checkpoint.writer.main import Writer
 from outlast.inprocess import CallWrapper, Wrapper
 
 ELEMENTS = 300_000
@@ -39,7 +39,7 @@ def held(writing: WriterClient) -> dict[str, int]:
             thread.join(20)
             assert not thread.is_alive(), thread.name
     gc.collect()
-    writing.request(BeginSave())  # done in order: everything dropped earlier has ended
+    writing.request(Writer.begin_save)  # done in order: everything dropped earlier has ended
     writer = psutil.Process(writing.pid)
     return {
         "threads": len(threading.enumerate()),

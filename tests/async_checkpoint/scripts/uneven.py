@@ -20,8 +20,8 @@ from async_checkpoint.staged_writer import Plan
 from outlast.async_checkpoint import Checkpointer
 from outlast.async_checkpoint.restore.from_memory import MemorySnapshot
 from outlast.async_checkpoint.storage import read_errors
-from outlast.async_checkpoint.writer.client import WriterFailed
-from outlast.async_checkpoint.writer.messages import DescribeSnapshots
+from outlast.async_checkpoint.writer.client import ProcessFailed
+from outlast.async_checkpoint.writer.main import Writer
 from outlast.chaos.storage import flip_byte
 from outlast.coordination.call_ledger import CallLedger
 from outlast.errors import CheckpointError, CheckpointReadError
@@ -313,10 +313,10 @@ def one_writer_does_not_answer(path: str, plan: str) -> None:
         writer = checkpointer._session.writer
         ask = writer.request
 
-        def lost(request: Any) -> Any:
-            if isinstance(request, DescribeSnapshots):
-                raise WriterFailed("it is lost")
-            return ask(request)
+        def lost(method: Any, **arguments: Any) -> Any:
+            if method is Writer.describe_snapshots:
+                raise ProcessFailed("it is lost")
+            return ask(method, **arguments)
 
         with pytest.MonkeyPatch.context() as patch:
             if RANK == 1:

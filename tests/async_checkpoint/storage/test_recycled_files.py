@@ -21,7 +21,7 @@ from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.local import LocalStorage
 from outlast.async_checkpoint.storage.recycled_files import RECYCLED, RecycledFiles
 from outlast.async_checkpoint.writer import client
-from outlast.async_checkpoint.writer.messages import AwaitRemovals
+from outlast.async_checkpoint.writer.main import Writer
 from outlast.async_checkpoint.writer.write_files import write_files
 from outlast.events import CheckpointRemoved, Event, MemorySink
 from outlast.system.shared_memory import SharedMemory
@@ -71,7 +71,7 @@ class Saving:
         self.checkpointer.save(step, {"w": torch.full((elements,), float(step))}).wait(NET)
         if step > 1:
             assert self._removals.told.acquire(timeout=60)
-            self.checkpointer._session.writer.request(AwaitRemovals(tidy=False))
+            self.checkpointer._session.writer.request(Writer.await_removals, tidy=False)
         found = {"w": torch.zeros(elements)}
         assert self.checkpointer.restore(found, step=step) == step
         assert torch.equal(found["w"], torch.full((elements,), float(step)))

@@ -1,4 +1,4 @@
-"""How the ranks of a checkpointer arrange their copies: who holds whose, the token, the keepers.
+"""How the ranks of a checkpointer arrange their copies: who holds whose, the token, the keeper.
 
 The failure domains form a ring, in the order of their lowest ranks, and each domain's copies are in
 the next one. So a domain holds the copies of one other domain only, and what it sends and receives
@@ -8,11 +8,15 @@ of the ring.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hmac
 import math
+import os
 import secrets
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from outlast.async_checkpoint.environment import (
     copies_key,
@@ -21,12 +25,14 @@ from outlast.async_checkpoint.environment import (
     own_address,
     runtime_folder,
 )
-from outlast.async_checkpoint.peer_copies.client import KeeperClient
-from outlast.async_checkpoint.peer_copies.messages import Arrange
+from outlast.async_checkpoint.peer_copies.keeper import Keeper
 from outlast.async_checkpoint.storage.manifest import checksum
+from outlast.async_checkpoint.writer.client import Pending, ProcessClient, ProcessFailed
+from outlast.async_checkpoint.writer.remote import Call
 from outlast.coordination.call_ledger import CallLedger
 from outlast.errors import CheckpointError
 from outlast.system.arguments import as_int
+from outlast.system.error_text import describe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +41,12 @@ class Place:
 
     host: str
     domain: str
+
+    @classmethod
+    def here(cls) -> Place:
+        """The place of this process."""
+        host = host_name()
+        return cls(host, failure_domain() or host)
 
 
 def holders(places: Sequence[Place]) -> list[int] | None:
@@ -80,24 +92,86 @@ def check_replicas(replicas: int, bandwidth: float) -> tuple[int, float]:
     return replicas, float(bandwidth)
 
 
-def new_keeper(url: str, linger_s: float, launcher: int, main: int) -> KeeperClient:
-    """The keeper of this process for a folder of checkpoints; not started yet."""
-    group = checksum(f"{url}\0{host_name()}".encode())
-    folder = runtime_folder()
-    return KeeperClient(
-        {
-            "linger_s": linger_s,
-            "launcher": launcher,
-            "socket": str(folder / f"copies-{group}-{main}.sock"),
-            "sockets": str(folder / f"copies-{group}-*.writer"),
-        }
-    )
+class KeeperClient(ProcessClient):
+    """The main process's side of its keeper. The replacement of a lost one is arranged as that was.
 
+    An interrupt in the middle of a message would end the connection, and with it the copies that
+    the keeper holds. So threads of their own send, and callers only wait.
 
-def own_place() -> Place:
-    """Where this rank runs."""
-    host = host_name()
-    return Place(host, failure_domain() or host)
+    Attributes:
+        kept: the save whose copies are complete on all ranks; empty if there is none.
+    """
+
+    name = "keeper process"
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.timeout_s = 20.0  # but for what waits for another host
+        self.kept = ""
+        self._arrangement: dict[str, Any] | None = None
+        self._arranged: Pending[int] | None = None
+
+    @classmethod
+    def of_folder(cls, url: str, linger_s: float) -> KeeperClient:
+        """The keeper of this process for a folder of checkpoints; not started yet."""
+        group = checksum(f"{url}\0{host_name()}".encode())
+        folder = runtime_folder()
+        return cls(
+            {
+                "linger_s": linger_s,
+                "launcher": os.getppid(),
+                "socket": str(folder / f"copies-{group}-{os.getpid()}.sock"),
+                "sockets": str(folder / f"copies-{group}-*.writer"),
+            }
+        )
+
+    def arrange(self, address: str, token: str, bytes_per_s: float) -> None:
+        """Begins a new arrangement (`Keeper.arrange`); does not wait for it."""
+        self._arrangement = {"address": address, "token": token, "bytes_per_s": bytes_per_s}
+        self._arranged = self.begin(Keeper.arrange, **self._arrangement)
+
+    def port(self) -> int:
+        """The port at which the keeper listens.
+
+        Raises:
+            CheckpointError: if it cannot.
+        """
+        assert self._arrangement is not None
+        assert self._arranged is not None
+        if self._process is None and self._arranged.done:
+            self._arranged = self.begin(Keeper.arrange, **self._arrangement)
+        return self._arranged.result(self.timeout_s)
+
+    def keep_only(self, save_id: str) -> None:
+        """Releases all copies but those of this save; without one, all."""
+        self.kept = save_id
+        with contextlib.suppress(CheckpointError):  # a keeper that is lost holds nothing
+            self.request(Keeper.keep_only, save_id=save_id)
+
+    def close(self, timeout_s: float) -> None:
+        """Ends the keeper, after `timeout_s` with a kill. Its copies are lost."""
+        with self._sending:
+            self.tell(Keeper.goodbye)
+            self._closed = True
+        self.end(timeout_s)
+
+    def _program(self) -> str:
+        return "outlast.async_checkpoint.peer_copies.keeper"
+
+    def _send_request(self, pending: Pending[Any], arguments: dict[str, Any]) -> None:
+        def send() -> None:
+            try:
+                super(KeeperClient, self)._send_request(pending, arguments)
+            except (OSError, ProcessFailed) as e:
+                cause = f"the keeper of copies cannot be reached: {describe(e)}"
+                pending.end(ProcessFailed(cause))
+
+        threading.Thread(target=send, name="outlast-keeper-request", daemon=True).start()
+
+    def _replayed(self, method: str) -> Iterator[tuple[Call, Pending[Any] | None]]:
+        if self._arrangement is not None and method != "arrange":
+            self._arranged = Pending(self, "arrange")
+            yield Call("arrange", self._arrangement), self._arranged
 
 
 @dataclasses.dataclass
@@ -136,5 +210,5 @@ class Arrangement:
                 f"replicas=1: the address of host {host_name()} for other hosts is unknown ({e}): "
                 "set OUTLAST_HOST_ADDR to it"
             ) from e
-        keeper.arrange(Arrange(address=address, token=token, bytes_per_s=bytes_per_s))
+        keeper.arrange(address, token, bytes_per_s)
         return cls(hosts, address, token, keeper)

@@ -1,213 +1,314 @@
 """The keeper: a process beside each rank that sends its snapshots to another host's keeper, and
 holds the copies that such a keeper has sent.
 
-It is a separate program, without torch and with low priority; `client.py` starts it and talks to
-it. It maps the snapshot buffers of the main process, and uses its own connections: nothing of this
-passes through the training's process groups. What it holds survives the main process. When that
-ends without a goodbye, the keeper waits for a while, as a writer does (`writer/handover.py`), for
-another keeper of this host, which takes the copies over: the one of the replacement process, or one
-of a rank that has survived. It ends at once when the process that would start a replacement is gone
-too.
+It is a separate program, without torch and with low priority. It maps the snapshot buffers of the
+main process, and uses its own connections: nothing of this passes through the training's process
+groups. What it holds survives the main process (`writer/remote.py`): another keeper of this host
+takes it over, the one of the replacement process, or one of a rank that has survived.
+
+A connection asks for one thing, in its first frame:
+
+    offer   a rank's keeper sends a snapshot: description, bytes, checksums; the copy is held once
+            the checksums of what arrived are equal
+    fetch   a rank that lost its memory asks for the copy of a save and a rank, and verifies it
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import sys
+import socket
 import threading
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from outlast.async_checkpoint.peer_copies.content import HeldCopies, HeldCopy
-from outlast.async_checkpoint.peer_copies.messages import (
-    Arrange,
-    Arranged,
-    Copies,
-    DescribeCopies,
-    KeepOnly,
-    SendCopy,
+from outlast.async_checkpoint.peer_copies.connection import Connection, ConnectionRefused, listen
+from outlast.async_checkpoint.peer_copies.transfer import (
+    Transfer,
+    check_described,
+    described,
+    receive_copy,
+    send_content,
 )
-from outlast.async_checkpoint.peer_copies.server import CopyServer
-from outlast.async_checkpoint.peer_copies.transfer import Transfer
-from outlast.async_checkpoint.writer.handover import (
-    Announcement,
-    HandedOver,
-    hand_over,
-    take_over,
-)
-from outlast.async_checkpoint.writer.messages import (
-    Done,
-    Goodbye,
-    HeldSnapshot,
-    Message,
-    RequestFailed,
-    decode,
-    encode,
-)
+from outlast.async_checkpoint.writer.handover import SnapshotDescription, StoredSnapshot, take_over
+from outlast.async_checkpoint.writer.remote import Call, Service, run
 from outlast.errors import CheckpointError
-from outlast.system.background_process import settle
-from outlast.system.channel import Channel, unpack
+from outlast.system.channel import Channel
 from outlast.system.error_text import describe
-from outlast.system.processes import open_process
 from outlast.system.shared_memory import SharedMemory
-from outlast.system.waiting import readable
+from outlast.system.units import size_text
 
 _NICE = 10  # below the writer: a checkpoint on storage comes first
+# More connections than a keeper has at any time; others wait to be accepted.
+_MAX_CONNECTIONS = 64
 
 
-class Keeper:
-    """The keeper process. `config`: `main` and `launcher` are process ids; `socket` is where it
-    hands its copies over, `sockets` a pattern for those of all keepers of this folder and host.
+class Keeper(Service):
+    """The keeper process. `config`: `socket` is where it hands its copies over, `sockets` a pattern
+    for those of all keepers of this folder and host.
     """
 
     def __init__(self, channel: Channel, config: dict[str, Any]) -> None:
-        self.channel = channel
-        parent = os.getppid()
-        self.main_process = open_process(parent) if parent == config["main"] else None
         self.copies = HeldCopies()
-        self.announcement = Announcement(config["main"])
-        self._socket = Path(config["socket"])
+        self._socket = str(config["socket"])
         self._sockets = str(config["sockets"])
-        self._lingers = config["linger_s"] > 0
         self._server: CopyServer | None = None
         self._token = ""
         self._bytes_per_s = 1.0
         self._transfer = Transfer()
+        super().__init__(channel, config)
 
-    def serve(self) -> bool:
-        """Serves the main process until it is gone; returns whether it said goodbye."""
-        main_process = () if self.main_process is None else (self.main_process,)
-        while True:
-            # A fork of the main process may hold the channel open longer.
-            if self.channel.fileno() not in readable(self.channel.fileno(), *main_process):
-                return False
-            try:
-                payload, descriptors = self.channel.receive()
-            except EOFError:
-                return False
-            request, number = decode(payload)
-            match request:
-                case Goodbye():
-                    return True
-                case SendCopy():
-                    memory = SharedMemory(request.size_bytes, descriptors[0])
-                    self._transfer = Transfer()
-                    threading.Thread(
-                        target=self._send,
-                        args=(self._transfer, request, memory, number),
-                        name="outlast-send",
-                        daemon=True,
-                    ).start()
-                case _:
-                    self._answer(number, self._carry_out(request))
+    def accept(self, request: Call) -> None:
+        """See `Service.accept`. Sends in a thread of its own, that `arrange` can call off."""
+        if request.method != "send_copy":
+            super().accept(request)
+            return
+        self._transfer = Transfer()
+        sending = Call(
+            request.method, {**request.arguments, "transfer": self._transfer}, request.number
+        )
+        threading.Thread(
+            target=self.answer, args=(sending,), name="outlast-send", daemon=True
+        ).start()
 
-    def handed_over(self) -> list[HandedOver]:
-        """The copies, as another keeper takes them over."""
-        return [
-            HandedOver(
-                cast(HeldSnapshot, {**copy.snapshot, "buffer": 0, "socket": str(self._socket)}),
-                copy.values,
-                copy.memory.descriptor,
-            )
-            for copy in self.copies.all()
-        ]
+    def explain(self, error: Exception) -> str:
+        """See `Service.explain`."""
+        return str(error) if isinstance(error, CheckpointError) else describe(error)
 
-    def close(self) -> None:
-        """Stops sending and listening."""
+    def snapshots(self) -> list[StoredSnapshot]:
+        """See `Service.snapshots`. Stops sending and listening first."""
         self._transfer.cancel()
         if self._server is not None:
             self._server.close()
+        return self.copies.all()
 
-    def _carry_out(self, request: Message) -> Message:
-        try:
-            match request:
-                case Arrange():
-                    return self._arrange(request)
-                case KeepOnly():
-                    self.copies.keep_only(request.save_ids)
-                    return Done()
-                case DescribeCopies():
-                    return Copies(copies=[copy.snapshot for copy in self.copies.all()])
-                case _:
-                    raise TypeError(f"{type(request).__name__} is no request")
-        except Exception as e:  # noqa: BLE001 - the main process raises it
-            return RequestFailed(error=describe(e), traceback="")
+    # ------------------------------------------------------------- called by the main process
 
-    def _arrange(self, request: Arrange) -> Arranged:
+    def arrange(self, address: str, token: str, bytes_per_s: float) -> int:
+        """A checkpointer begins: the keeper listens at `address`, speaks only with processes that
+        know `token`, and sends at most `bytes_per_s`. Once it has answered, with its port, it does
+        not complete a copy that it was sending, and it has the copies of keepers of this host whose
+        main process is dead.
+        """
         # First: the main process may write into its buffers once this is answered.
         self._transfer.cancel()
-        self._token, self._bytes_per_s = request.token, request.bytes_per_s
-        if self._server is not None and self._server.address != request.address:
+        self._token, self._bytes_per_s = token, bytes_per_s
+        if self._server is not None and self._server.address != address:
             self._server.close()
             self._server = None
         if self._server is None:
-            self._server = CopyServer(request.address, request.token, self.copies, self._received)
+            self._server = CopyServer(self, address, token)
         else:
-            self._server.change_token(request.token)
-        self._adopt_copies()
-        return Arranged(port=self._server.port)
-
-    def _adopt_copies(self) -> None:
-        """Takes over the copies of keepers of this host whose main process is dead."""
+            self._server.change_token(token)
         folder, pattern = os.path.split(self._sockets)
         for announced in sorted(Path(folder).glob(pattern)):
             path = announced.with_suffix(".sock")
-            if path == self._socket:
-                continue
-            for handed in take_over(path).snapshots:
-                size = os.fstat(handed.descriptor).st_size
-                copy = HeldCopy(
-                    handed.snapshot, handed.values, SharedMemory(size, handed.descriptor)
-                )
-                self.copies.add(copy)
-                self._received(copy)
+            for stored in take_over(path)[0] if str(path) != self._socket else ():
+                self.hold(stored)
+        return self._server.port
 
-    def _received(self, _: HeldCopy) -> None:
-        if self._lingers:
-            self.announcement.place(self._socket)
-
-    def _send(
-        self, transfer: Transfer, request: SendCopy, memory: SharedMemory, number: int
+    def send_copy(
+        self,
+        snapshot: SnapshotDescription,
+        memory: SharedMemory,
+        address: str,
+        port: int,
+        blob: bytes = b"",
+        transfer: Transfer | None = None,
     ) -> None:
-        answer: Message = Done()
+        """Sends a sealed snapshot, whose pickled values are in `blob`, to the keeper at `address`
+        and `port`. The answer comes when the copy is there and verified, or failed.
+        """
+        assert transfer is not None
         try:
-            transfer.send(
-                (request.address, request.port),
-                self._token,
-                self._bytes_per_s,
-                request.snapshot,
-                memory,
-                request.blob,
-            )
-        except CheckpointError as e:
-            answer = RequestFailed(error=str(e), traceback="")
-        except Exception as e:  # noqa: BLE001 - the main process reports it
-            answer = RequestFailed(error=describe(e), traceback="")
+            stored = StoredSnapshot(snapshot, blob, memory)
+            transfer.send((address, port), self._token, self._bytes_per_s, stored)
         finally:
             memory.close()
-        self._answer(number, answer)
 
-    def _answer(self, number: int, answer: Message) -> None:
-        with contextlib.suppress(OSError):  # `serve` notices that the main process is gone
-            self.channel.send(encode(answer, number))
+    def keep_only(self, save_id: str) -> None:
+        """Releases all copies except those of this save; without one, all."""
+        self.copies.keep_only(save_id)
+
+    def describe_copies(self) -> list[SnapshotDescription]:
+        """The copies that the keeper holds."""
+        return [stored.description for stored in self.copies.all()]
+
+    def hold(self, stored: StoredSnapshot) -> None:
+        """Holds a complete copy."""
+        self.copies.add(stored)
+        self.announce(self._socket)
+
+
+class HeldCopies:
+    """All copies of a keeper. Any thread may use it.
+
+    There are at most two copies of each rank's snapshots, the older one complete everywhere. A rank
+    sends the copy of a save only once the copies of the save before have ended on all ranks, and
+    every keeper has released what that made superfluous (`rounds.py`). So a keeper that is sent a
+    copy holds one complete copy of that rank, besides the one that is arriving.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[str, int], StoredSnapshot] = {}
+        self._lock = threading.Lock()
+
+    def all(self) -> list[StoredSnapshot]:
+        """The copies, the oldest first."""
+        with self._lock:
+            return list(self._copies.values())
+
+    def find(self, save_id: str, rank: int) -> StoredSnapshot | None:
+        """The copy of a rank's snapshot of a save."""
+        with self._lock:
+            return self._copies.get((save_id, rank))
+
+    def add(self, stored: StoredSnapshot) -> None:
+        """Adds a complete copy; it replaces one of the same save and rank."""
+        with self._lock:
+            before = self._copies.pop(_key(stored), None)
+            self._copies[_key(stored)] = stored
+        if before is not None:
+            before.memory.close()
+
+    def keep_only(self, save_id: str) -> None:
+        """Releases the copies of other saves."""
+        self._release([each for each in self.all() if each.description["save_id"] != save_id])
+
+    def make_room(self, rank: int, folder_id: str) -> None:
+        """Before a copy of this rank arrives: releases all but the newest one of that rank. There
+        are more only after a fault that came before `keep_only`.
+        """
+        of_rank = [
+            each
+            for each in self.all()
+            if (each.description["rank"], each.description["folder_id"]) == (rank, folder_id)
+        ]
+        self._release(of_rank[:-1])
+
+    def _release(self, copies: Collection[StoredSnapshot]) -> None:
+        with self._lock:
+            released = [self._copies.pop(_key(each), None) for each in copies]
+        for each in released:
+            if each is not None:
+                each.memory.close()
+
+
+def _key(stored: StoredSnapshot) -> tuple[str, int]:
+    return stored.description["save_id"], stored.description["rank"]
+
+
+class CopyServer:
+    """Receives copies for a keeper, and gives them to restores: listens at `address`, for processes
+    that know `token`.
+    """
+
+    def __init__(self, keeper: Keeper, address: str, token: str) -> None:
+        self.address = address
+        self._keeper = keeper
+        self._token = token
+        self._connections: set[Connection] = set()
+        self._lock = threading.Lock()
+        self._free = threading.Semaphore(_MAX_CONNECTIONS)
+        self._listener = listen(address)
+        self.port = int(self._listener.getsockname()[1])
+        threading.Thread(target=self._accept_all, name="outlast-accept", daemon=True).start()
+
+    def change_token(self, token: str) -> None:
+        """Accepts this token from now on; ends connections that were made with another one."""
+        with self._lock:
+            changed = token != self._token
+            self._token = token
+            cut = list(self._connections) if changed else []
+        for connection in cut:
+            connection.cut()
+
+    def close(self) -> None:
+        """Stops listening."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # ends the wait in `accept`
+        self._listener.close()
+
+    def _accept_all(self) -> None:
+        while True:
+            self._free.acquire()
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(
+                target=self._serve, args=(sock,), name="outlast-copy", daemon=True
+            ).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        try:
+            # A client that fails, or is none of ours, is its own problem.
+            with sock, contextlib.suppress(OSError, EOFError, ConnectionRefused):
+                token = self._token
+                connection = Connection.accept(sock, token)
+                with self._lock:
+                    if token != self._token:
+                        return
+                    self._connections.add(connection)
+                try:
+                    self._answer(connection, connection.receive_frame())
+                except (CheckpointError, ValueError, KeyError, TypeError) as e:
+                    connection.send_frame({"error": describe(e)})
+                finally:
+                    with self._lock:
+                        self._connections.discard(connection)
+        finally:
+            self._free.release()
+
+    def _answer(self, connection: Connection, asked: dict[str, Any]) -> None:
+        if asked["op"] == "offer":
+            self._receive(connection, asked)
+        elif asked["op"] == "fetch":
+            save_id, rank = str(asked["save_id"]), int(asked["rank"])
+            stored = self._keeper.copies.find(save_id, rank)
+            if stored is None:
+                raise CheckpointError(
+                    f"there is no copy of rank {rank}'s snapshot of save {save_id}"
+                )
+            connection.send_frame(described(stored))
+            send_content(connection, stored)
+        else:
+            raise ValueError(f"unknown operation {asked['op']!r}")
+
+    def _receive(self, connection: Connection, offer: dict[str, Any]) -> None:
+        check_described(offer)
+        snapshot, needed = offer["snapshot"], offer["size_bytes"] + offer["values_bytes"]
+        self._keeper.copies.make_room(snapshot["rank"], snapshot["folder_id"])
+        free = _available_bytes()
+        if free is not None and needed > free:
+            raise CheckpointError(
+                f"{size_text(needed)} were offered, and only {size_text(free)} of memory are "
+                "available"
+            )
+        connection.send_frame({"ok": True})
+        where = f"the snapshot of step {snapshot['step']}"
+        self._keeper.hold(
+            receive_copy(connection, offer, lambda: connection.receive_frame()["files"], where)
+        )
+        connection.send_frame({"ok": True})
+
+
+def _available_bytes() -> int | None:
+    """How much memory the system can give without swapping; `None` if it does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return None
 
 
 def main() -> None:
     """Runs the keeper."""
-    channel = settle(nice=_NICE, ends_with_parent=False)
-    config = unpack(sys.argv[1].encode())[0]
-    launcher = open_process(config["launcher"])
-    keeper = Keeper(channel, config)
-    try:
-        if not keeper.serve() and keeper.main_process is not None and config["linger_s"] > 0:
-            # The channel may end before the process does.
-            readable(keeper.main_process, timeout=config["linger_s"])
-            keeper.close()
-            hand_over(keeper.handed_over(), config["linger_s"], launcher, keeper.announcement)
-        keeper.announcement.withdraw()
-    finally:
-        os._exit(0)  # threads in the middle of a transfer must not hold up the end
+    run(Keeper, _NICE)
 
 
 if __name__ == "__main__":

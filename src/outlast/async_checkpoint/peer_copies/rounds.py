@@ -25,12 +25,11 @@ import json
 import logging
 import queue
 import threading
-from typing import Protocol
 
 from outlast.async_checkpoint.peer_copies.arrangement import Arrangement
-from outlast.async_checkpoint.peer_copies.messages import SendCopy, SentSnapshot
-from outlast.async_checkpoint.snapshot.buffers import BufferPool, SnapshotBuffer
-from outlast.async_checkpoint.writer.messages import SnapshotDescription
+from outlast.async_checkpoint.peer_copies.keeper import Keeper
+from outlast.async_checkpoint.snapshot.buffers import BufferPool
+from outlast.async_checkpoint.snapshot.snapshot import Snapshot
 from outlast.coordination.call_ledger import CallFailure, CallLedger
 from outlast.errors import CheckpointError, StoreError
 from outlast.events import CopyCompleted, CopySkipped, Emitter
@@ -42,21 +41,11 @@ _JOIN_S = 10.0
 _CLOSED = "the checkpointer was closed"
 
 
-class Copyable(Protocol):
-    """What a round needs to know of a snapshot (`snapshot.snapshot.Snapshot`)."""
-
-    description: SnapshotDescription
-    values: bytes
-    buffer: SnapshotBuffer
-    sealed: threading.Event
-    error: CheckpointError | None
-
-
 @dataclasses.dataclass(frozen=True)
 class _Round:
     index: int
     step: int
-    snapshot: Copyable | None
+    snapshot: Snapshot | None
     refusal: str  # why this rank is not ready for it
 
 
@@ -85,7 +74,7 @@ class CopyRounds:
         self._thread = threading.Thread(target=self._run, name="outlast-copies", daemon=True)
         self._thread.start()
 
-    def submit(self, index: int, step: int, snapshot: Copyable) -> None:
+    def submit(self, index: int, step: int, snapshot: Snapshot) -> None:
         """Copies a snapshot, unless a copy is in progress. On the training thread, in the order of
         the saves, on all ranks.
         """
@@ -160,8 +149,8 @@ class CopyRounds:
             self._ledger.forget(call)
             if not self._closed:  # later, the next checkpointer decides what is kept
                 if skipped is None:
-                    self._pool.precious = this.snapshot.description["save_id"]
-                    self._keeper.kept = self._pool.precious
+                    self._pool.overwritten_last = this.snapshot.description["save_id"]
+                    self._keeper.kept = self._pool.overwritten_last
                 self._keeper.keep_only(self._keeper.kept)
         self._ledger.forget(2 * this.index)
         return skipped
@@ -210,7 +199,7 @@ class CopyRounds:
             self._ledger.finish(call, said.encode())
         return self._ledger.await_verdict(call, None).failure
 
-    def _copy(self, this: _Round, snapshot: Copyable) -> str | None:
+    def _copy(self, this: _Round, snapshot: Snapshot) -> str | None:
         """Sends this rank's snapshot; returns why that failed."""
         holder = self._holder
         host = self._arranged.hosts[holder]
@@ -219,15 +208,14 @@ class CopyRounds:
             memory, structure = snapshot.buffer.memory, snapshot.buffer.structure
             assert memory is not None
             assert structure is not None
-            sent: SentSnapshot = {**snapshot.description, "index": structure.index.decode()}
-            request = SendCopy(
-                snapshot=sent,
-                size_bytes=_size_of(snapshot),
+            self._keeper.begin(
+                Keeper.send_copy,
+                snapshot={**snapshot.description, "index": structure.index.decode()},
+                memory=memory,
                 address=address,
                 port=port,
                 blob=snapshot.values,
-            )
-            self._keeper.begin(request, [memory.descriptor]).result(None)
+            ).result(None)
         except StoreError:
             raise
         except Exception as e:  # noqa: BLE001 - the other ranks wait for this one
@@ -240,5 +228,5 @@ class CopyRounds:
         return CallFailure.here(index, f"copy {index}", self._ledger.rank, line)
 
 
-def _size_of(snapshot: Copyable) -> int:
+def _size_of(snapshot: Snapshot) -> int:
     return max((at + size for _, at, size in snapshot.description["layout"]), default=0)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
-from outlast.async_checkpoint.peer_copies.arrangement import Arrangement, Place, holders, own_place
-from outlast.async_checkpoint.peer_copies.messages import DescribeCopies
+from outlast.async_checkpoint.peer_copies.arrangement import Arrangement, Place, holders
+from outlast.async_checkpoint.peer_copies.keeper import Keeper
 from outlast.async_checkpoint.peer_copies.rounds import CopyRounds
 from outlast.async_checkpoint.peer_copies.transfer import fetch_copy
 from outlast.async_checkpoint.save.folder_session import FolderSession
-from outlast.async_checkpoint.writer.messages import HeldSnapshot
+from outlast.async_checkpoint.writer.handover import SnapshotDescription
 from outlast.coordination.agreement import Agreement
 from outlast.coordination.call_ledger import CallFailure, CallLedger
 from outlast.errors import CheckpointError
@@ -46,7 +46,7 @@ class CopiesInReach:
         arrangement, keeper = self._arrangement, self._arrangement.keeper
         try:
             port = keeper.port()
-            copies = keeper.request(DescribeCopies()).copies
+            copies = keeper.request(Keeper.describe_copies)
         except CheckpointError as e:  # the other ranks must not wait for this one's list
             log.warning("copies in this rank's memory cannot be used, storage can: %s", e)
             return {"at": None, "copies": []}
@@ -61,7 +61,7 @@ class CopiesInReach:
             ],
         }
 
-    def fetch(self, save_id: str, at: Sequence[Any]) -> tuple[HeldSnapshot, Fetched]:
+    def fetch(self, save_id: str, at: Sequence[Any]) -> tuple[SnapshotDescription, Fetched]:
         """Fetches the copy of this rank's snapshot of a save, verifies it, and adopts it.
 
         Raises:
@@ -70,20 +70,16 @@ class CopiesInReach:
         address, port, host = at
         token = self._arrangement.token
         copy = fetch_copy(host, (address, port), token, save_id, self._rank)
-        index = copy.snapshot["index"]
-        place = self._session.socket_path(self._rank, copy.snapshot["world_size"])
+        place = self._session.socket_path(self._rank, copy.description["world_size"])
         # Only the path of this host: the other one says what its own was.
-        description = {**copy.snapshot, "socket": str(place)}
-        buffer = self._session.pool.adopt(
-            cast(HeldSnapshot, description), copy.values, copy.memory, index
-        )
-        held = cast(HeldSnapshot, {**description, "buffer": buffer.number})
-        return held, Fetched(copy.memory.size_bytes + len(copy.values), host)
+        copy.description["socket"] = str(place)
+        copy.description["buffer"] = self._session.pool.adopt(copy).number
+        return copy.description, Fetched(copy.memory.size_bytes + len(copy.values), host)
 
     def restored(self, save_id: str) -> None:
         """After a restore: releases the copies of other saves, or all if it was from storage."""
         self._arrangement.keeper.keep_only(save_id)
-        self._session.pool.precious = save_id
+        self._session.pool.overwritten_last = save_id
 
 
 def plans(
@@ -129,7 +125,7 @@ def arrange_copies(
     if keeper is None:
         return None
     ledger = ledger.child("copies")
-    own = own_place()
+    own = Place.here()
     places = [Place(*each) for each in ranks.exchange([own.host, own.domain])]
     found = holders(places)
     hosts = [place.host for place in places]

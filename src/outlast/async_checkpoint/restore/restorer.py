@@ -33,8 +33,9 @@ from outlast.async_checkpoint.save.folder_session import FolderSession
 from outlast.async_checkpoint.storage.directory import candidates, leftovers, read_manifest
 from outlast.async_checkpoint.storage.fence import raise_fence, stale
 from outlast.async_checkpoint.storage.recycled_files import RECYCLED
-from outlast.async_checkpoint.writer.client import WriterFailed
-from outlast.async_checkpoint.writer.messages import DescribeSnapshots, HeldSnapshot, RemoveFolders
+from outlast.async_checkpoint.writer.client import ProcessFailed
+from outlast.async_checkpoint.writer.handover import SnapshotDescription
+from outlast.async_checkpoint.writer.main import Writer
 from outlast.coordination.agreement import MISFIT, UNREAD, Agreement
 from outlast.coordination.call_ledger import CallFailure
 from outlast.errors import CheckpointError, CheckpointMismatch, CheckpointReadError, FolderInUse
@@ -144,7 +145,7 @@ class Restorer:
                     # Hidden by a rename first: a process that the job has left behind, and that
                     # wakes up now, must not commit what is being removed.
                     hidden = name if mine is None else storage.hide(name)
-                    self._session.writer.request(RemoveFolders(folders=[hidden or name]))
+                    self._session.writer.request(Writer.remove_folders, folders=[hidden or name])
                 except (CheckpointError, OSError) as e:
                     # Harmless: its name is not that of a checkpoint.
                     log.warning(
@@ -243,7 +244,7 @@ class Restorer:
             CheckpointRestored(step=step, source=source, seconds=seconds, fetched_bytes=size_bytes)
         )
 
-    def _snapshots(self, after: int = -1) -> dict[str, HeldSnapshot]:
+    def _snapshots(self, after: int = -1) -> dict[str, SnapshotDescription]:
         """This rank's snapshots in memory, by the ids of their saves. The writer is not asked, and
         takes no checksums, unless there is one of a later step than `after`.
         """
@@ -251,21 +252,21 @@ class Restorer:
         if not any(each.snapshot is not None and each.snapshot["step"] > after for each in held):
             return {}
         try:
-            answer = self._session.writer.request(DescribeSnapshots())
-        except WriterFailed as e:  # the other ranks must not wait for this one's snapshots
+            answer = self._session.writer.request(Writer.describe_snapshots)
+        except ProcessFailed as e:  # the other ranks must not wait for this one's snapshots
             log.warning("snapshots in memory cannot be used, storage can: %s", e)
             return {}
         place = self._ranks.rank, self._ranks.world_size
         return {
             s["save_id"]: s
-            for s in answer.snapshots
+            for s in answer
             if (s["rank"], s["world_size"]) == place
             # Not from a removed directory of the same name.
             and s["folder_id"] == self._session.identity
         }
 
     def _candidates(
-        self, snapshots: Mapping[str, HeldSnapshot], step: int | None
+        self, snapshots: Mapping[str, SnapshotDescription], step: int | None
     ) -> list[_Candidate]:
         """The candidates, the best first: the same list on all ranks."""
         copies = self.copies
@@ -295,7 +296,7 @@ class Restorer:
         return [_Candidate(*each) for each in self._ranks.gather(mine, sort)]
 
     def _load(
-        self, candidate: _Candidate, snapshots: dict[str, HeldSnapshot], request: _Request
+        self, candidate: _Candidate, snapshots: dict[str, SnapshotDescription], request: _Request
     ) -> CallFailure | None:
         """Loads one candidate. Returns `None`, or the failure of one rank, the same on all."""
         state_dict = request.state_dict
@@ -326,7 +327,7 @@ class Restorer:
             lambda: load(content, state_dict, fitting.items, request.weights_only)
         )
 
-    def _fetch(self, candidate: _Candidate, snapshots: dict[str, HeldSnapshot]) -> Fetched:
+    def _fetch(self, candidate: _Candidate, snapshots: dict[str, SnapshotDescription]) -> Fetched:
         at = candidate.fetches.get(str(self._ranks.rank))
         if at is None:
             return Fetched()
@@ -342,7 +343,7 @@ class Restorer:
         fill_empty(state_dict, index, partial(check_sizes, source))
         return Content(index, [(source, index)])
 
-    def _memory_of(self, snapshot: HeldSnapshot) -> MemorySnapshot:
+    def _memory_of(self, snapshot: SnapshotDescription) -> MemorySnapshot:
         buffers = (*self._session.pool.buffers, *self._session.pool.handed_over)
         (buffer,) = (each for each in buffers if each.number == snapshot["buffer"])
         assert buffer.memory is not None

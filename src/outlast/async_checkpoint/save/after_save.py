@@ -14,7 +14,7 @@ from outlast.async_checkpoint.save.save import Save
 from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.fence import stale
 from outlast.async_checkpoint.storage.manifest import Manifest
-from outlast.async_checkpoint.writer.messages import AwaitRemovals, HideFolders, RemovalErrors
+from outlast.async_checkpoint.writer.main import Writer
 from outlast.async_checkpoint.writer.write_files import Dropped
 from outlast.errors import CheckpointError, OutlastError, SaveCancelled, StoreError
 from outlast.events import (
@@ -125,7 +125,8 @@ class SaveOutcomes:
             if names:
                 self._session.recycles = True
                 allowed = dataclasses.asdict(self._session.credentials)
-                self._warn(self._session.writer.request(HideFolders(folders=names, **allowed)))
+                errors = self._session.writer.request(Writer.hide_folders, folders=names, **allowed)
+                self._warn(errors)
         except (CheckpointError, OSError, Dropped):
             self._not_removed()  # the save is committed, and old checkpoints only take up space
         else:
@@ -137,7 +138,8 @@ class SaveOutcomes:
         if self._session.writer.pid is None:
             return
         try:
-            self._warn(self._session.writer.request(AwaitRemovals(tidy=self._session.recycles)))
+            tidy = self._session.recycles
+            self._warn(self._session.writer.request(Writer.await_removals, tidy=tidy))
         except (CheckpointError, Dropped):
             self._not_removed()
 
@@ -146,8 +148,8 @@ class SaveOutcomes:
         level = logging.DEBUG if self._abandoned.is_set() else logging.WARNING
         log.log(level, "%s", _NOT_REMOVED, exc_info=True)
 
-    def _warn(self, answer: RemovalErrors) -> None:
-        for error in answer.errors:
+    def _warn(self, errors: list[str]) -> None:
+        for error in errors:
             log.warning(
                 "%s, and take up room until the next job removes them: %s", _NOT_REMOVED, error
             )

@@ -9,13 +9,9 @@ from typing import Any
 from outlast.async_checkpoint.save.catalog import METADATA
 from outlast.async_checkpoint.save.folder_session import FolderSession
 from outlast.async_checkpoint.storage.manifest import MANIFEST, Manifest, encode, saved_by
-from outlast.async_checkpoint.writer.client import WriterFailed
-from outlast.async_checkpoint.writer.messages import (
-    Commit,
-    RemoveFolders,
-    SettleCommit,
-    SnapshotDescription,
-)
+from outlast.async_checkpoint.writer.client import ProcessFailed
+from outlast.async_checkpoint.writer.handover import SnapshotDescription
+from outlast.async_checkpoint.writer.main import Writer
 from outlast.async_checkpoint.writer.write_files import Dropped
 from outlast.errors import CheckpointError, CheckpointTimeout, OutlastError
 from outlast.system.error_text import describe
@@ -36,7 +32,16 @@ def commit_checkpoint(
     manifest: Manifest | None = None
     try:
         manifest, metadata = make_manifest()
-        session.writer.request(_request(session, snapshot, manifest, metadata))
+        content = encode(manifest)
+        session.writer.request(
+            Writer.commit,
+            working=snapshot["working"],
+            final=snapshot["final"],
+            files=[(METADATA, len(metadata)), (MANIFEST, len(content))],  # the manifest is the last
+            blob=metadata + content,
+            writer=session.credentials.writer,
+            lease=session.credentials.lease,
+        )
     except Exception as e:  # noqa: BLE001 - the other ranks wait for the result
         why = str(e) if isinstance(e, OutlastError) and str(e) else describe(e)
         try:
@@ -58,22 +63,8 @@ def commit_checkpoint(
 
 def remove_files(session: FolderSession, snapshot: SnapshotDescription) -> None:
     """Removes the files of a save that failed. If that fails too, the next job does it."""
-    with contextlib.suppress(WriterFailed, Dropped):
-        session.writer.request(RemoveFolders(folders=[snapshot["working"]]))
-
-
-def _request(
-    session: FolderSession, snapshot: SnapshotDescription, manifest: Manifest, metadata: bytes
-) -> Commit:
-    content = encode(manifest)
-    return Commit(
-        working=snapshot["working"],
-        final=snapshot["final"],
-        files=[(METADATA, len(metadata)), (MANIFEST, len(content))],  # the manifest is the last
-        blob=metadata + content,
-        writer=session.credentials.writer,
-        lease=session.credentials.lease,
-    )
+    with contextlib.suppress(ProcessFailed, Dropped):
+        session.writer.request(Writer.remove_folders, folders=[snapshot["working"]])
 
 
 def _is_committed(session: FolderSession, snapshot: SnapshotDescription, error: Exception) -> bool:
@@ -86,10 +77,8 @@ def _is_committed(session: FolderSession, snapshot: SnapshotDescription, error: 
     """
     if isinstance(error, CheckpointTimeout):
         raise error
-    request = SettleCommit(
-        working=snapshot["working"], final=snapshot["final"], save_id=snapshot["save_id"]
-    )
-    return session.writer.request(request).committed
+    names = {name: snapshot[name] for name in ("working", "final", "save_id")}
+    return session.writer.request(Writer.settle_commit, **names)
 
 
 def _is_visible(session: FolderSession, snapshot: SnapshotDescription) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outlast.async_checkpoint.writer.client import WriterFailed
+from outlast.async_checkpoint.writer.client import ProcessFailed
 from outlast.async_checkpoint.writer.write_files import Dropped
 from outlast.coordination.call_ledger import CallFailure
 from outlast.errors import (
@@ -31,7 +31,7 @@ def failure_from(error: BaseException, index: int, name: str, rank: int) -> Call
     if isinstance(error, Dropped | SaveCancelled):
         return CallFailure.here(index, name, rank, ABORTED)
     if isinstance(error, OutlastError):
-        traceback = error.remote_traceback if isinstance(error, WriterFailed) else ""
+        traceback = error.remote_traceback if isinstance(error, ProcessFailed) else ""
         return CallFailure.here(index, name, rank, str(error) or describe(error), traceback)
     return CallFailure.of(error, index, name, rank)
 

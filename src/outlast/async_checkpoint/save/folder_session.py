@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outlast.async_checkpoint.environment import events_folder, runtime_folder
-from outlast.async_checkpoint.peer_copies.arrangement import new_keeper
+from outlast.async_checkpoint.peer_copies.arrangement import KeeperClient
 from outlast.async_checkpoint.peer_copies.rounds import CopyRounds
 from outlast.async_checkpoint.save.structures import StructureMemo
 from outlast.async_checkpoint.snapshot.buffers import BufferPool
@@ -59,9 +59,7 @@ class FolderSession:
         self.writer = WriterClient(
             {"url": url, "threads": threads, "linger_s": linger_s, "launcher": os.getppid()}
         )
-        self.keeper = (
-            new_keeper(url, linger_s, launcher=os.getppid(), main=os.getpid()) if replicas else None
-        )
+        self.keeper = KeeperClient.of_folder(url, linger_s) if replicas else None
         self.copies: CopyRounds | None = None
         self.memo = StructureMemo()
         self.pool = BufferPool(self.writer)

@@ -34,7 +34,8 @@ from outlast.async_checkpoint.snapshot.snapshot import Snapshot, Snapshotter
 from outlast.async_checkpoint.snapshot.structure import Structure, values_file
 from outlast.async_checkpoint.state_dict.tree import signature_and_leaves
 from outlast.async_checkpoint.storage.manifest import Manifest
-from outlast.async_checkpoint.writer.messages import SnapshotDescription, WriteSnapshot
+from outlast.async_checkpoint.writer.handover import SnapshotDescription
+from outlast.async_checkpoint.writer.main import Writer
 from outlast.async_checkpoint.writer.write_files import Dropped
 from outlast.coordination.call_ledger import CallFailure, CallLedger
 from outlast.errors import CheckpointError, CheckpointTimeout, SaveCancelled, StoreError
@@ -215,21 +216,21 @@ class Save:
         """
         snapshot, writer = self._snapshot, self._shared.session.writer
         description = snapshot.description
-        request = WriteSnapshot(
-            buffer=snapshot.buffer.number,
-            save_id=snapshot.save_id,
-            folder=description["working"],
-            files=description["layout"],
-            values_file=description["values"],
-            hashed=snapshot.hashed,
-            blob=snapshot.values,
-        )
         try:
             with writer.exclusive:  # no `BeginSave` of another checkpointer in between
                 writer.begin_save()
                 if self._shared.aborted:
                     raise Dropped
-                answer = writer.request(request)
+                files = writer.request(
+                    Writer.write_snapshot,
+                    buffer=snapshot.buffer.number,
+                    save_id=snapshot.save_id,
+                    folder=description["working"],
+                    files=description["layout"],
+                    values_file=description["values"],
+                    hashed=snapshot.hashed,
+                    blob=snapshot.values,
+                )
         finally:
             # Even after an error: once the snapshot is sealed, nothing is being copied, and no hook
             # is left. If it is torn, that is why its save was dropped.
@@ -239,7 +240,7 @@ class Save:
         record: dict[str, Any] = {
             "id": snapshot.save_id,
             "structure": self._structure,
-            "files": description.get("files") if snapshot.hashed else answer.files,
+            "files": description.get("files") if snapshot.hashed else files,
             "places": description["places"],
         }
         if self.finite:

@@ -29,7 +29,7 @@ from outlast.async_checkpoint.save.structures import Structures
 from outlast.async_checkpoint.snapshot.snapshot import Snapshotter
 from outlast.async_checkpoint.state_dict.tree import signature_and_leaves
 from outlast.async_checkpoint.storage.manifest import Manifest
-from outlast.async_checkpoint.writer.messages import DropSaves, SnapshotCommitted
+from outlast.async_checkpoint.writer.main import Writer
 from outlast.coordination.agreement import OF_ALL_RANKS
 from outlast.coordination.call_ledger import CallLedger
 from outlast.errors import CheckpointError, StoreError
@@ -175,7 +175,7 @@ class Saves:
         if error is None:
             taken.description["committed"] = True
             number = taken.buffer.number
-            session.writer.tell(SnapshotCommitted(buffer=number, save_id=taken.save_id))
+            session.writer.tell(Writer.committed, buffer=number, save_id=taken.save_id)
         session.pool.give_back(taken.buffer, taken.turn)
         save.handle._end(error, save.step)
         self._outcomes.ended(save, size_bytes, error, queued)
@@ -208,7 +208,7 @@ class Saves:
             if save.taken is not None:
                 save.taken.call_off()
         if pending:
-            self.shared.session.writer.tell(DropSaves())
+            self.shared.session.writer.tell(Writer.drop_saves)
             threading.Thread(
                 target=self._claim_abort, args=(pending,), name="outlast-abort", daemon=True
             ).start()

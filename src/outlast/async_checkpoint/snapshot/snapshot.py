@@ -31,12 +31,8 @@ from outlast.async_checkpoint.snapshot.overlapped_copy import (
 from outlast.async_checkpoint.snapshot.structure import Structure
 from outlast.async_checkpoint.state_dict.last_value import Last
 from outlast.async_checkpoint.writer.client import WriterClient
-from outlast.async_checkpoint.writer.messages import (
-    SnapshotCopied,
-    SnapshotDescription,
-    SnapshotSealed,
-    SnapshotTorn,
-)
+from outlast.async_checkpoint.writer.handover import SnapshotDescription
+from outlast.async_checkpoint.writer.main import Writer
 from outlast.async_checkpoint.writer.write_files import checksums_of
 from outlast.errors import CheckpointError, SaveCancelled
 
@@ -72,7 +68,7 @@ class Snapshot:
         self._now: DeviceCopy | EagerCopy | None = None
         self._outcome: tuple[CheckpointError | None] | None = None
         self._lock = threading.Lock()
-        buffer.in_progress = self
+        buffer.stop = self.call_off
 
     @property
     def save_id(self) -> str:
@@ -113,14 +109,12 @@ class Snapshot:
         if error is None:
             if self.hashed:
                 assert self.copy is not None
-                name = description["values"]
-                values = {name: self.values} if name else {}
-                of_values = checksums_of(memoryview(b""), (), values)
-                description["files"] = {**self.copy.checksums(), **of_values}
+                values = [(description["values"], memoryview(self.values))] if self.values else []
+                description["files"] = {**self.copy.checksums(), **checksums_of(values)}
             self.buffer.snapshot, self.buffer.values = description, self.values
-            self._writer.tell(SnapshotSealed(buffer=number, snapshot=description, blob=self.values))
+            self._writer.tell(Writer.sealed, buffer=number, snapshot=description, blob=self.values)
         else:
-            self._writer.tell(SnapshotTorn(buffer=number, save_id=self.save_id))
+            self._writer.tell(Writer.torn, buffer=number, save_id=self.save_id)
         self.sealed.set()
 
     def call_off(self) -> None:
@@ -184,8 +178,7 @@ class Snapshotter:
         number, save_id, address = buffer.number, snapshot.save_id, memory.address
 
         def reached(upto: int) -> None:
-            told = SnapshotCopied(buffer=number, save_id=save_id, upto=upto - address)
-            self._writer.tell(told)
+            self._writer.tell(Writer.copied, buffer=number, save_id=save_id, upto=upto - address)
 
         chunks = (
             DeviceChunks(later)

@@ -1,11 +1,11 @@
-"""The main process's side of its writer process: started when needed, replaced when lost.
+"""The main process's side of a process beside it: started when needed, replaced when lost.
 
-`request` waits for an answer; `tell` sends a notification, from any thread. Both processes map the
-snapshot buffers, so a replaced writer gets them again; what the lost one was writing has failed.
+`begin` and `request` call a method and get its result; `tell` calls one that has no answer. Any
+thread may use them: the caller sends, and a thread receives the answers.
 
-A restart in place interrupts the main thread anywhere. A message that was cut short breaks the
-channel, and an answer that may have been read in part ends the writer: its replacement gets the
-buffers again, and the messages that say which snapshots are in them.
+A restart in place interrupts the main thread anywhere. A message that was cut short ends the
+connection, and with it the process. Its replacement is told again what it must know (`_replayed`);
+what the lost one was doing has failed.
 """
 
 from __future__ import annotations
@@ -15,266 +15,338 @@ import logging
 import os
 import select
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from typing import Any, TypeVar, cast
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 from outlast.async_checkpoint.observers import writer_program
-from outlast.async_checkpoint.writer.messages import (
-    AwaitRemovals,
-    BeginSave,
-    BufferReused,
-    Commit,
-    Goodbye,
-    HideFolders,
-    KeepMemory,
-    Message,
-    ReleaseBuffer,
-    RemoveFolders,
-    Request,
-    RequestFailed,
-    SaveDropped,
-    SettleCommit,
-    ShareBuffer,
-    SnapshotSealed,
-    SnapshotTorn,
-    WriteSnapshot,
-    decode,
-    encode,
-)
+from outlast.async_checkpoint.writer.main import Writer
+from outlast.async_checkpoint.writer.remote import Call
 from outlast.async_checkpoint.writer.write_files import Dropped
 from outlast.errors import CheckpointError, CheckpointTimeout
 from outlast.system.background_process import BackgroundProcess, start_process
-from outlast.system.channel import Channel, pack
+from outlast.system.channel import Channel, pack, unpack
 from outlast.system.error_text import exit_text
 from outlast.system.shared_memory import SharedMemory
+from outlast.system.waiting import readable
 
 log = logging.getLogger("outlast.checkpoint")
 
-A = TypeVar("A", bound=Message)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_EXIT_S = 1.0  # how long a process whose connection has ended may take to exit
+_KILL_S = 5.0  # how long a killed one may take: if it waits for a disk, until the disk answers
+_LEAST_S = 0.001  # 0 would mean not to wait at all
 
 
-class WriterFailed(CheckpointError):
-    """A request to the writer failed, with this traceback in the writer, or the writer was lost."""
+class ProcessFailed(CheckpointError):
+    """A request failed, with this traceback in the other process, or that was lost."""
 
     def __init__(self, cause: str, remote_traceback: str = "") -> None:
         super().__init__(cause)
         self.remote_traceback = remote_traceback
 
 
-class WriterLost(WriterFailed):
-    """The writer ended before it answered a request."""
+class ProcessLost(ProcessFailed):
+    """The process ended before it answered a request."""
 
 
-class WriterTimeout(WriterFailed, CheckpointTimeout):
-    """The writer did not answer a request within the time limit, and was killed."""
+class ProcessTimeout(ProcessFailed, CheckpointTimeout):
+    """The process did not answer a request within the time limit, and was killed."""
 
 
-_REQUESTS: dict[type[Message], str] = {
-    WriteSnapshot: "write the files of this rank",
-    Commit: "commit a checkpoint",
-    SettleCommit: "find out whether a checkpoint is committed",
-    RemoveFolders: "remove the files of a failed save",
-    HideFolders: "remove old checkpoints",
-    AwaitRemovals: "remove old checkpoints",
-}
-# How long a killed process may take to end. One that waits for a disk ends when the disk answers.
-_KILL_S = 5.0
-_EXIT_S = 1.0  # how long a writer whose connection has ended may take to exit
-_LEAST_S = 0.001  # 0 would mean not to wait for messages at all
+class Pending(Generic[R]):
+    """A request that is being carried out."""
+
+    def __init__(self, client: ProcessClient, method: str) -> None:
+        self.method = method
+        self.process: BackgroundProcess | None = None
+        self._client = client
+        self._ended = threading.Event()
+        self._outcome: dict[str, Any] | ProcessFailed = {}
+
+    @property
+    def done(self) -> bool:
+        """Whether there is an answer, or will be none."""
+        return self._ended.is_set()
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Waits for the answer; returns whether it has come, or never will."""
+        return self._ended.wait(timeout_s)
+
+    def result(self, timeout_s: float | None) -> R:
+        """Waits for the answer.
+
+        Raises:
+            ProcessTimeout: if there is none within `timeout_s`; the process is then killed.
+            ProcessFailed: names the cause.
+            Dropped: if the request was dropped.
+        """
+        if not self.wait(timeout_s):
+            assert timeout_s is not None
+            self._client.kill_late(self.process or self._client._process)
+            raise self._client.too_late(self, timeout_s)
+        if isinstance(self._outcome, ProcessFailed):
+            raise self._outcome
+        if "dropped" in self._outcome:
+            raise Dropped
+        if "error" in self._outcome:
+            traceback = self._outcome["traceback"]
+            if self._outcome["outside"]:  # its text says enough
+                log.debug("%s", traceback)
+                traceback = ""
+            raise ProcessFailed(self._outcome["error"], traceback)
+        return cast(R, self._outcome["value"])
+
+    def end(self, outcome: dict[str, Any] | ProcessFailed) -> None:
+        """Ends it, with an answer or without."""
+        self._outcome = outcome
+        self._ended.set()
 
 
-class WriterClient:
-    """Starts the writer process with `config` (url, threads, linger_s, launcher); talks to it.
+class ProcessClient:
+    """Starts a process with `config` (linger_s, launcher, and what it needs besides), and talks to
+    it.
 
     Attributes:
-        timeout_s: how long the writer may take to read a message, or to answer a request.
+        name: of the process, in messages.
+        requests: what each request does, in messages.
+        timeout_s: how long the process may take to read a message, or to answer a request.
+        exclusive: held during a `request`; holds back those of other threads.
     """
+
+    name = "process"
+    requests: dict[str, str] = {}  # noqa: RUF012 - read, and never written
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.timeout_s = 1800.0
         self._config = {**config, "main": os.getpid()}
         self._process: BackgroundProcess | None = None
-        self._buffers: dict[int, tuple[SharedMemory, bytes]] = {}
-        self._starting = threading.Lock()
-        self._kept: tuple[SharedMemory, str] | None = None
+        self._reader: threading.Thread | None = None
+        self._over = threading.Event()  # the reader has ended
+        self._pending: dict[int, Pending[Any]] = {}
+        self._count = 0
         self._closed = False
-        # How the copy into each buffer ended, for the replacement of a lost writer.
-        self._ends: dict[int, SnapshotSealed | SnapshotTorn] = {}
-        self._half_read = False
-        self._requests = 0
-        self._requesting = threading.RLock()
-        self._telling = threading.Lock()
-        self._deaf: BackgroundProcess | None = None  # did not read a notification in time
+        self.exclusive = threading.RLock()
+        self._sending = threading.RLock()
+        self._late: BackgroundProcess | None = None  # did not read or answer a message in time
         self._busy: BackgroundProcess | None = None  # did not answer before a restart went on
 
     @property
     def pid(self) -> int | None:
-        """The process id of the writer, if it is running."""
+        """The process id, if it is running."""
         process = self._process
         return process.pid if process is not None else None
 
     def start(self) -> None:
-        """Starts the writer process, unless it is running.
+        """Starts the process, unless it is running.
 
         Raises:
-            WriterFailed: after `close`: a save that was dropped by it must not start another one.
+            ProcessFailed: after `close`: a save that was dropped by it must not start another one.
         """
-        with self._starting:
-            if self._closed:
-                raise WriterFailed("the checkpointer was closed")
+        with self._sending:
+            self._running()
+
+    def begin(
+        self, method: Callable[Concatenate[Any, P], R], *_: P.args, **arguments: P.kwargs
+    ) -> Pending[R]:
+        """Calls a method of the process, by keyword arguments; starts the process if needed. The
+        caller keeps an argument `memory` open until the answer.
+        """
+        pending: Pending[R] = Pending(self, method.__name__)
+        self._send_request(pending, arguments)
+        return pending
+
+    def request(
+        self, method: Callable[Concatenate[Any, P], R], *_: P.args, **arguments: P.kwargs
+    ) -> R:
+        """`begin`, and its result within `timeout_s`; see `Pending.result`."""
+        with self.exclusive:
+            return self.begin(method, *_, **arguments).result(self.timeout_s)
+
+    def tell(
+        self, method: Callable[Concatenate[Any, P], None], *_: P.args, **arguments: P.kwargs
+    ) -> None:
+        """Calls a method that has no answer. A lost process does not need it."""
+        call = Call(method.__name__, arguments)
+        with self._sending:  # either this process gets it, or its replacement
+            self._remember(call)
             if self._process is not None:
-                usable = self._process is not self._deaf and self._process.alive
-                if usable and not _hung_up(self._process.channel):
-                    return
-                _end(self._process)
-                self._process = None
-            process = start_process(
-                writer_program(),
-                arguments=[pack(self._config).decode().rstrip("\n")],
-            )
+                self._send(self._process, call)
+
+    def await_idle(self, timeout_s: float) -> None:
+        """Waits for the requests in progress, for `timeout_s`. A process that does not answer in
+        time, because its disk does not respond, is killed and will be replaced: the buffers are
+        mapped here too.
+        """
+        deadline = time.monotonic() + timeout_s
+        for pending in list(self._pending.values()):
+            if not pending.wait(max(deadline - time.monotonic(), 0.0)):
+                process = pending.process
+                if process is not None:
+                    self._busy = process  # before the kill: it takes a moment
+                    process.kill()
+
+    def kill_late(self, process: BackgroundProcess | None) -> None:
+        """Kills a process that did not read or answer a message in time. The channel may hold a
+        part of a message; the next request starts another process.
+        """
+        self._late = process  # before the kill: it takes a moment, and ends waits for answers
+        if process is not None:
+            process.kill()
+
+    def too_late(self, pending: Pending[Any], timeout_s: float) -> ProcessTimeout:
+        """The error of a request to a process that was killed by `kill_late`."""
+        what, process = self.requests.get(pending.method, "answer"), pending.process
+        where, why = "", ""
+        if "url" in self._config:
+            where, why = f" in {self._config['url']}", " (the disk may not respond)"
+        return ProcessTimeout(
+            f"the {self.name} {process.pid if process else ''} could not {what}{where} within "
+            f"{timeout_s:g} s{why}, and was killed"
+        )
+
+    def end(self, timeout_s: float) -> None:
+        """Waits for the end of the process, which has been told to end; kills it after `timeout_s`.
+        May be repeated, if an interrupt has cut it short.
+        """
+        process, reader = self._process, self._reader
+        if process is not None and not self._over.wait(timeout_s):
+            process.kill()
+        if reader is not None:
+            reader.join(_KILL_S)
+
+    # -------------------------------------------------------------------------- for subclasses
+
+    def _program(self) -> str:
+        """The module that the process runs."""
+        raise NotImplementedError
+
+    def _remember(self, call: Call) -> None:
+        """Notes what a replacement must be told again. The lock is held."""
+
+    def _replayed(self, method: str) -> Iterator[tuple[Call, Pending[Any] | None]]:
+        """The calls that a new process gets first, before that of this method. The lock is held."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------------------------ private
+
+    def _send_request(self, pending: Pending[Any], arguments: dict[str, Any]) -> None:
+        with self._sending:
+            process = self._running(pending.method)
             process.channel.limit(max(self.timeout_s, _LEAST_S))
-            try:
-                for number, (memory, index) in self._buffers.items():
-                    if memory.intact:
-                        _share(process, number, memory, index)
-                if self._kept is not None and self._kept[0].intact:
-                    _keep(process, *self._kept)
-                # A notification sent meanwhile follows these, to the new process.
-                with self._telling:
-                    for message in self._ends.values():
-                        process.channel.send(encode(message))
-                    self._process = process
-            except TimeoutError:
-                _end(process)
-                raise WriterTimeout(
-                    f"the writer process {process.pid} was not ready for {self._config['url']} "
-                    f"within {self.timeout_s:g} s, and was killed"
-                ) from None
+            self._send(process, self._numbered(Call(pending.method, arguments), process, pending))
 
-    def share(self, number: int, memory: SharedMemory, index: bytes) -> None:
-        """Shares a buffer with the writer, replacing the one with that number. `index` says what a
-        snapshot in it holds, and where (`Structure.index`).
-        """
-        with self._starting:
-            self._buffers[number] = (memory, index)
-            with self._telling:
-                self._ends.pop(number, None)
-            if self._process is not None:
-                with self._killed_if_late(self._process):  # its replacement gets the buffer
-                    _share(self._process, number, memory, index)
+    def _numbered(self, call: Call, process: BackgroundProcess, pending: Pending[Any]) -> Call:
+        self._count += 1
+        pending.process = process
+        self._pending[self._count] = pending  # ended by the reader, even if the send fails
+        return Call(call.method, call.arguments, self._count)
 
-    def forget(self, number: int) -> None:
-        """Stops sharing this buffer with replacements of the writer."""
-        with self._starting:
-            self._buffers.pop(number, None)
+    def _send(self, process: BackgroundProcess, call: Call) -> None:
+        try:
+            call.send(process.channel)
+        except TimeoutError:
+            self.kill_late(process)
+        except OSError:
+            pass  # lost: the reader ends what is pending
+
+    def _running(self, method: str = "") -> BackgroundProcess:
+        if self._closed:
+            raise ProcessFailed("the checkpointer was closed")
+        process = self._process
+        if process is not None:
+            if process is not self._late and process.alive and not _hung_up(process.channel):
+                return process
+            process.kill()
+            self._process = None
+        process = start_process(
+            self._program(), arguments=[pack(self._config).decode().rstrip("\n")]
+        )
+        process.channel.limit(max(self.timeout_s, _LEAST_S))
+        self._over = over = threading.Event()
+        self._reader = threading.Thread(
+            target=self._read, args=(process, over), name="outlast-answers", daemon=True
+        )
+        self._reader.start()
+        for call, pending in self._replayed(method):
+            self._send(process, call if pending is None else self._numbered(call, process, pending))
+        if process is self._late:
+            raise ProcessTimeout(
+                f"the {self.name} {process.pid} was not ready for {self._config.get('url')} within "
+                f"{self.timeout_s:g} s, and was killed"
+            )
+        self._process = process
+        return process
+
+    def _read(self, process: BackgroundProcess, over: threading.Event) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                readable(process.channel.fileno())  # without the limit that a message has
+                answer, _ = unpack(process.channel.receive()[0])
+                pending = self._pending.pop(answer["number"], None)
+                if pending is not None:
+                    pending.end(answer)
+        with self._sending:  # a request that comes now starts another process
+            if self._process is process:
+                self._process = None
+            lost = {n: each for n, each in self._pending.items() if each.process is process}
+            for number in lost:
+                del self._pending[number]
+        how = ""
+        if process.wait(_EXIT_S) is None:
+            how = f"did not end within {_EXIT_S:g} s of the end of its connection, and was killed"
+        code = process.close()
+        if process is self._busy:
+            how = "was still at work when a restart took its buffers back, and was killed for that"
+        for pending in lost.values():
+            error: ProcessFailed = ProcessLost(
+                f"the {self.name} {process.pid} {how or exit_text(code)}"
+            )
+            pending.end(self.too_late(pending, self.timeout_s) if process is self._late else error)
+        over.set()
+
+
+class WriterClient(ProcessClient):
+    """Starts the writer process with `config` (url, threads, linger_s, launcher); talks to it. Both
+    processes map the snapshot buffers, so a replaced writer gets them again.
+    """
+
+    name = "writer process"
+    requests = {  # noqa: RUF012 - read, and never written
+        "write_snapshot": "write the files of this rank",
+        "commit": "commit a checkpoint",
+        "settle_commit": "find out whether a checkpoint is committed",
+        "remove_folders": "remove the files of a failed save",
+        "hide_folders": "remove old checkpoints",
+        "await_removals": "remove old checkpoints",
+    }
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self._buffers: dict[int, Call] = {}
+        self._ends: dict[int, Call] = {}  # how the copy into each buffer ended
+        self._kept: Call | None = None
 
     def keep(self, memory: SharedMemory, socket: str) -> None:
         """Makes the writer keep `memory`, instead of what it kept before: after a kill of this
         process, its replacement gets it at `socket`. Starts the writer. Memory that was lost is not
         kept.
         """
-        if not memory.intact:
-            return
-        with self._starting:
-            self._kept = (memory, socket)
-            process = self._process
-            if process is not None:
-                with self._killed_if_late(process):  # its replacement gets the memory
-                    _keep(process, memory, socket)
-        if process is None:
+        if memory.intact:
             self.start()
-
-    def tell(self, message: Message) -> None:
-        """Sends a notification. A lost writer does not need it."""
-        with self._telling:  # either this writer gets it, or its replacement
-            match message:
-                case SnapshotSealed() | SnapshotTorn():
-                    self._ends[message.buffer] = message
-                case BufferReused() | ReleaseBuffer():
-                    self._ends.pop(message.buffer, None)
-            process = self._process
-        if process is not None:
-            with self._killed_if_late(process):
-                process.channel.send(encode(message))
-
-    def await_idle(self, timeout: float) -> None:
-        """Waits for the request in progress, for `timeout` seconds. A writer that does not answer
-        in time, because its disk does not respond, is killed and will be replaced: the buffers are
-        mapped here too.
-        """
-        if self._requesting.acquire(timeout=timeout):
-            self._requesting.release()
-            return
-        process = self._process
-        if process is not None:
-            self._busy = process  # before the kill, as `_deaf`
-            process.kill()  # the end of the channel ends the wait for its answer
-
-    @property
-    def exclusive(self) -> AbstractContextManager[Any]:
-        """Holds back requests of other threads during several of this thread."""
-        return self._requesting
-
-    def request(self, request: Request[A]) -> A:
-        """Sends a request, and waits for the answer.
-
-        Raises:
-            WriterTimeout: if there is no answer within `timeout_s`; the writer is then killed.
-            WriterFailed: names the cause.
-            Dropped: if the request was dropped.
-        """
-        with self._requesting:
-            answer = self._exchange(request)
-        if isinstance(answer, SaveDropped):
-            raise Dropped
-        if isinstance(answer, RequestFailed):
-            if answer.external:  # its text says enough
-                log.debug("%s", answer.traceback)
-                raise WriterFailed(answer.error)
-            raise WriterFailed(answer.error, answer.traceback)
-        return cast(A, answer)
-
-    def _exchange(self, request: Message) -> Message:
-        if self._half_read:
-            with self._starting:
-                if self._process is not None:
-                    _end(self._process)
-                    self._process = None
-            self._half_read = False
-        self.start()
-        process = self._process
-        assert process is not None
-        process.channel.limit(max(self.timeout_s, _LEAST_S))
-        self._requests += 1
-        number = self._requests
-        try:
-            process.channel.send(encode(request, number))
-            self._half_read = True
-            while True:
-                answer, answered = decode(process.channel.receive()[0])
-                if answered == number:
-                    break
-            self._half_read = False
-        except TimeoutError:
-            self._half_read = False
-            raise self._too_late(process, request) from None
-        except (OSError, EOFError):
-            self._half_read = False
-            if self._deaf is process:  # killed meanwhile by `tell`, on another thread
-                raise self._too_late(process, request) from None
-            raise WriterLost(self._how_lost(process)) from None
-        return answer
+            self.tell(Writer.keep_memory, memory=memory, socket=socket)
 
     def begin_save(self) -> None:
-        """Sends `BeginSave`, and sends it again to another writer if this one ends before it
+        """Calls `begin_save`, and calls it again of another writer if this one ends before it
         answers.
 
         A writer that was killed between two saves looks alive to `start` until the kernel has ended
-        it, milliseconds later, and then only this request fails. A second attempt is safe:
-        `BeginSave` comes before everything that a save writes, and no rank has reported a result.
-        The new writer has the buffers, and knows how each copy ended (`start`). A copy in progress
-        tells it the offset that it reaches next, which covers those that the lost writer was told.
+        it, milliseconds later, and then only this request fails. A second attempt is safe: it comes
+        before everything that a save writes, and no rank has reported a result. The new writer has
+        the buffers, and knows how each copy ended. A copy in progress tells it the offset that it
+        reaches next, which covers those that the lost writer was told.
 
         It is the only request that is sent again: a writer that was lost later may have written
         files or committed. It is sent again once: if the second writer is lost too, whatever ends
@@ -282,91 +354,53 @@ class WriterClient:
         disk does not respond.
         """
         try:
-            self.request(BeginSave())
-        except WriterLost as lost:
+            self.request(Writer.begin_save)
+        except ProcessLost as lost:
             if self._closed:
                 raise
             log.warning("%s before a save began: another one is started", lost)
-            self.request(BeginSave())
+            self.request(Writer.begin_save)
 
-    def close(self, timeout: float, *, tidy: bool = False, last: bool = False) -> None:
-        """Ends the writer process, after `timeout` seconds with a kill; what it is writing and its
+    def close(self, timeout_s: float, *, tidy: bool = False, last: bool = False) -> None:
+        """Ends the writer process, after `timeout_s` with a kill; what it is writing and its
         snapshots are lost. With `tidy` it deletes the recycled files first; with `last`, also the
         files of saves that were not committed.
         """
-        with self._starting:  # a request that loses this writer starts no other one
-            self.tell(Goodbye(tidy=tidy, last=last))
+        with self._sending:  # a request that loses this writer starts no other one
+            self.tell(Writer.leave, tidy=tidy, last=last)
             self._closed = True
-            if self._process is not None:
-                _end(self._process, timeout)
-                self._process = None
+        self.end(timeout_s)
 
-    @contextlib.contextmanager
-    def _killed_if_late(self, process: BackgroundProcess) -> Iterator[None]:
-        """For a message without an answer. A lost writer does not need it; one that does not read
-        it in time is killed, because the channel holds a part of the message. The next request
-        starts another one.
-        """
-        try:
-            yield
-        except TimeoutError:
-            self._deaf = process  # before the kill: it takes a moment, and ends a wait for answers
-            process.kill()
-        except OSError:
-            pass
+    def _program(self) -> str:
+        return writer_program()
 
-    def _how_lost(self, process: BackgroundProcess) -> str:
-        # `close`, on another thread, may have ended the connection, and gives the writer time to
-        # tidy up. It holds the lock until the writer has ended: so this does not kill it meanwhile.
-        with self._starting:
-            how = _end(process, _EXIT_S)
-            if self._process is process:
-                self._process = None
-        if self._busy is process:
-            how = "was still at work when a restart took its buffers back, and was killed for that"
-        return f"the writer process {process.pid} {how}"
+    def _remember(self, call: Call) -> None:
+        buffer = call.arguments.get("buffer", -1)
+        match call.method:
+            case "share_buffer":
+                self._buffers[buffer] = call
+                self._ends.pop(buffer, None)
+            case "release_buffer":
+                self._buffers.pop(buffer, None)
+                self._ends.pop(buffer, None)
+            case "reuse_buffer":
+                self._ends.pop(buffer, None)
+            case "sealed" | "torn":
+                self._ends[buffer] = call
+            case "keep_memory":
+                self._kept = call
 
-    def _too_late(self, process: BackgroundProcess, request: Message) -> WriterTimeout:
-        _end(process)
-        with self._starting:
-            if self._process is process:
-                self._process = None
-        what = _REQUESTS.get(type(request), "answer")
-        return WriterTimeout(
-            f"the writer process {process.pid} could not {what} in {self._config['url']} within "
-            f"{self.timeout_s:g} s (the disk may not respond), and was killed"
-        )
-
-
-def _share(process: BackgroundProcess, number: int, memory: SharedMemory, index: bytes) -> None:
-    message = ShareBuffer(buffer=number, size_bytes=memory.size_bytes, blob=index)
-    process.channel.send(encode(message), [memory.descriptor])
-
-
-def _keep(process: BackgroundProcess, memory: SharedMemory, socket: str) -> None:
-    message = KeepMemory(size_bytes=memory.size_bytes, socket=socket)
-    process.channel.send(encode(message), [memory.descriptor])
-
-
-def _end(process: BackgroundProcess, timeout_s: float = 0.0) -> str:
-    """Ends the process, with a kill after `timeout_s`, and reaps it; returns how it ended. If it
-    waits for its disk, it cannot be killed yet: a thread waits for it.
-    """
-    process.channel.close()
-    if process.wait(timeout_s) is None:
-        process.kill()
-        if process.wait(_KILL_S) is None:
-            threading.Thread(target=process.close, name="outlast-reap", daemon=True).start()
-            return "cannot be killed: it waits for its disk"
-        process.close()
-        return f"did not end within {timeout_s:g} s of the end of its connection, and was killed"
-    return exit_text(process.close())
+    def _replayed(self, method: str) -> Iterator[tuple[Call, Pending[Any] | None]]:
+        kept = [] if self._kept is None else [self._kept]
+        for call in (*self._buffers.values(), *kept):
+            if call.arguments["memory"].intact:
+                yield call, None
+        for call in self._ends.values():
+            yield call, None
 
 
 def _hung_up(channel: Channel) -> bool:
     """Whether either end has ended the connection."""
-    if channel.fileno() < 0:
-        return True
     poll = select.poll()
     poll.register(channel.fileno(), 0)
     return any(event & (select.POLLHUP | select.POLLERR) for _, event in poll.poll(0))

@@ -1,13 +1,12 @@
-"""Hands the snapshots of a dead main process from its writer to the replacement process, and with
-them the memory that the main process asked the writer to keep.
+"""Snapshots in shared memory, and how they reach the replacement of a dead main process.
 
-The writer opens a socket only once its main process is dead, so a process that can connect gets
-snapshots of a dead process only. The socket is in a folder that only this user can enter, and both
-ends check that the other one belongs to this user.
+The process that holds them opens a socket only once its main process is dead, so a process that can
+connect gets snapshots of a dead process only. The socket is in a folder that only this user can
+enter, and both ends check that the other one belongs to this user.
 
-A replacement may be faster than the writer, which first takes checksums. So a writer with snapshots
-announces itself: it locks a file beside the socket, in which its main process is named. As long as
-the file is locked and that process is dead, the replacement waits for the socket.
+A replacement may be faster than the holder, which first takes checksums. So a holder announces
+itself: it locks a file beside the socket, in which its main process is named. As long as the file
+is locked and that process is dead, the replacement waits for the socket.
 
 Nothing here imports torch.
 """
@@ -17,56 +16,86 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import logging
 import os
 import socket
 import stat
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, TypedDict, cast
 
-from outlast.async_checkpoint.writer.messages import HeldSnapshot
 from outlast.system.channel import Channel, pack, unpack
 from outlast.system.files import FileLocked, lock_file
 from outlast.system.processes import is_dying
-from outlast.system.shared_memory import SharedMemory
+from outlast.system.shared_memory import PAGE_BYTES, SharedMemory
 from outlast.system.sockets import unix_address
 from outlast.system.waiting import readable
 
+log = logging.getLogger("outlast.checkpoint")
+
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
-# A replacement that connects and then sends nothing must not keep the writer forever.
+# A replacement that connects and then sends nothing must not keep the holder forever.
 _PATIENCE_S = 10.0
-# How long a replacement waits for a writer that has announced itself: it may be hashing snapshots.
+# How long a replacement waits for a holder that has announced itself: it may be hashing snapshots.
 _OPENING_S = 60.0
 _POLL_S = 0.01
 
 
-@dataclasses.dataclass(frozen=True)
-class HandedOver:
-    """A snapshot: its description, its pickled values, the descriptor of its buffer."""
-
-    snapshot: HeldSnapshot
-    values: bytes
-    descriptor: int
+class _Added(TypedDict, total=False):
+    files: dict[str, dict[str, Any]] | None
+    committed: bool
+    buffer: int
+    index: str
 
 
-@dataclasses.dataclass(frozen=True)
-class KeptMemory:
-    """Memory that a writer keeps for its main process, and where a replacement gets it."""
+class SnapshotDescription(_Added):
+    """One snapshot, in JSON: its holder keeps it, another process or host reads it.
 
-    memory: SharedMemory
-    socket: Path
-
-
-@dataclasses.dataclass(frozen=True)
-class Inheritance:
-    """What a dead process has left: its snapshots, and the descriptor of the memory that its writer
-    kept, or -1.
+    Attributes:
+        number: counts the saves of its checkpointer.
+        save_id: identifies the save; the same on all ranks.
+        folder_id: identifies the folder of checkpoints.
+        working, final: the folder of the checkpoint, before and after the commit.
+        layout: name, offset in the buffer and size of each file of tensors.
+        values: the file of the pickled values; empty if there are none.
+        places: offset and size of each value in that file.
+        socket: where its holder waits for a replacement of the main process.
+        files: `size_bytes` and `checksums` of each file, once they are known.
+        buffer: the number of its buffer in the writer.
+        index: what it holds and where (`Structure.index`), outside of the process that made it.
     """
 
-    snapshots: Sequence[HandedOver] = ()
-    kept: int = -1
+    step: int
+    number: int
+    save_id: str
+    folder_id: str
+    rank: int
+    world_size: int
+    working: str
+    final: str
+    layout: list[tuple[str, int, int]]
+    values: str
+    places: list[list[int]]
+    socket: str
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredSnapshot:
+    """A complete snapshot: its description, its pickled values, the memory with its tensors."""
+
+    description: SnapshotDescription
+    values: bytes | bytearray
+    memory: SharedMemory
+
+    @property
+    def parts(self) -> Iterator[tuple[str, memoryview]]:
+        """The name and the content of each file."""
+        for name, at, size in self.description["layout"]:
+            yield name, self.memory.view[at : at + size]
+        if self.description["values"]:
+            yield self.description["values"], memoryview(self.values)
 
 
 def private_folder(folder: Path) -> Path:
@@ -82,46 +111,46 @@ def private_folder(folder: Path) -> Path:
 
 
 class Announcement:
-    """A writer's announcement that it will hand over snapshots once `main`, a process id, is dead.
-    It ends with the writer, however that ends.
+    """The announcement that snapshots are handed over at `socket` once `main`, a process id, is
+    dead. It ends with the process that makes it, however that ends.
     """
 
     def __init__(self, main: int) -> None:
+        self.socket: Path | None = None
         self._main = main
-        self._path: Path | None = None
         self._descriptor = -1
 
-    def place(self, socket_path: Path) -> None:
+    def place(self, socket: str | Path) -> None:
         """Announces a socket instead of the one before. Without success, a replacement that is too
         early restores from storage; the next snapshot tries again.
         """
-        path = _announcement(socket_path)
-        if self._descriptor >= 0 and path == self._path:
+        path = Path(socket)
+        if self._descriptor >= 0 and path == self.socket:
             return
         self.withdraw()
+        self.socket = path
         with contextlib.suppress(OSError, FileLocked):
             private_folder(path.parent)
-            self._descriptor = lock_file(path, str(self._main))
-            self._path = path
+            self._descriptor = lock_file(_lock_of(path), str(self._main))
 
     def withdraw(self) -> None:
         """Ends it."""
-        if self._descriptor >= 0 and self._path is not None:
-            self._path.unlink(missing_ok=True)
+        if self._descriptor >= 0 and self.socket is not None:
+            _lock_of(self.socket).unlink(missing_ok=True)
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 def is_announced(socket_path: Path) -> bool:
-    """Whether the writer of a dead process will listen at this socket."""
+    """Whether snapshots of a dead process will be handed over at this socket."""
     try:
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        descriptor = os.open(_announcement(socket_path), flags)
+        descriptor = os.open(_lock_of(socket_path), flags)
     except OSError:
         return False
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:  # the writer lives
+    except OSError:  # the holder lives
         main = os.pread(descriptor, 20, 0)
         return main.isdigit() and is_dying(int(main))
     finally:
@@ -129,25 +158,24 @@ def is_announced(socket_path: Path) -> bool:
     return False
 
 
-def _announcement(socket_path: Path) -> Path:
+def _lock_of(socket_path: Path) -> Path:
     return socket_path.with_suffix(".writer")
 
 
 def hand_over(
-    snapshots: Sequence[HandedOver],
+    announcement: Announcement,
+    snapshots: Sequence[StoredSnapshot],
+    kept: SharedMemory | None,
     linger_s: float,
     launcher: int | None,
-    announcement: Announcement,
-    kept: KeptMemory | None = None,
 ) -> None:
-    """Waits for a replacement of the main process, for `linger_s` seconds, and hands it all
-    snapshots and the kept memory. `launcher` is the pidfd of the process that would start one;
-    without it, or with nothing to hand over, it does not wait.
+    """Waits for a replacement of the main process, for `linger_s` seconds, at the socket that was
+    announced, and hands it all snapshots and the memory that was kept. `launcher` is the pidfd of
+    the process that would start one; without it, or with nothing to hand over, it does not wait.
     """
-    if launcher is None or (not snapshots and kept is None):
+    path = announcement.socket
+    if launcher is None or path is None or (not snapshots and kept is None):
         return
-    # The main process says again where the memory goes whenever its rank changes.
-    path = kept.socket if kept is not None else Path(snapshots[-1].snapshot["socket"])
     private_folder(path.parent)
     path.unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX) as listener:
@@ -159,7 +187,7 @@ def hand_over(
                 return
             connection, _ = listener.accept()
             path.unlink(missing_ok=True)
-            announcement.withdraw()  # before the writer of the replacement places its own
+            announcement.withdraw()  # before the holder of the replacement places its own
             if _is_ours(connection):
                 _give(connection, snapshots, kept)
             else:
@@ -169,48 +197,63 @@ def hand_over(
 
 
 def _give(
-    connection: socket.socket, snapshots: Sequence[HandedOver], kept: KeptMemory | None
+    connection: socket.socket, snapshots: Sequence[StoredSnapshot], kept: SharedMemory | None
 ) -> None:
     channel = Channel(connection)
     with contextlib.suppress(OSError, EOFError):  # the replacement died too
         if kept is not None:
-            channel.send(pack({"kept": kept.memory.size_bytes}), [kept.memory.descriptor])
-        for snapshot in snapshots:
-            channel.send(pack(dict(snapshot.snapshot), snapshot.values), [snapshot.descriptor])
+            channel.send(pack({"kept": True}), [kept.descriptor])
+        for each in snapshots:
+            channel.send(pack(dict(each.description), bytes(each.values)), [each.memory.descriptor])
         channel.send(b"")
         if readable(channel.fileno(), timeout=_PATIENCE_S):
             channel.receive()
     channel.close()
 
 
-def take_over(path: Path) -> Inheritance:
-    """What a dead predecessor has left, if its writer is still there. The caller closes the
-    descriptors.
+def take_over(path: Path) -> tuple[list[StoredSnapshot], SharedMemory | None]:
+    """The snapshots that a dead predecessor has left, and the memory that was kept for it, if their
+    holder is still there. What is lost is left out: an access to it would end the process.
     """
     deadline = time.monotonic() + _OPENING_S
     while (connection := _connect(path)) is None:
         if not is_announced(path) or time.monotonic() > deadline:
-            return Inheritance()
+            return [], None
         time.sleep(_POLL_S)
     channel = Channel(connection)
-    found: list[HandedOver] = []
-    kept = -1
+    found: list[StoredSnapshot] = []
+    kept: SharedMemory | None = None
     try:
         while True:
             payload, descriptors = channel.receive()
             if not payload:
                 break
             header, values = unpack(payload)
+            ends = [at + size for _, at, size in header.get("layout", ())]
+            memory = _intact(descriptors[0], max(ends, default=1))
             if "kept" in header:
-                kept = descriptors[0]
-                continue
-            found.append(HandedOver(cast(HeldSnapshot, header), values, descriptors[0]))
+                kept = memory
+            elif memory is not None:
+                found.append(StoredSnapshot(cast(SnapshotDescription, header), values, memory))
+            else:
+                log.warning(
+                    "the memory with the snapshot of step %d is lost; a checkpoint is used instead",
+                    header["step"],
+                )
         channel.send(b"thanks")
     except (OSError, EOFError):  # what has arrived is usable: checksums decide
         pass
     finally:
         channel.close()
-    return Inheritance(found, kept)
+    return found, kept
+
+
+def _intact(descriptor: int, needed_bytes: int) -> SharedMemory | None:
+    size_bytes = os.fstat(descriptor).st_size
+    if size_bytes >= needed_bytes:
+        return SharedMemory(size_bytes - size_bytes % PAGE_BYTES, descriptor)
+    os.close(descriptor)
+    return None
 
 
 def _connect(path: Path) -> socket.socket | None:
@@ -225,8 +268,8 @@ def _connect(path: Path) -> socket.socket | None:
             raise PermissionError(f"{path} belongs to another user")
     except ConnectionRefusedError:
         connection.close()
-        # A writer that was killed has left its socket. Between its `bind` and its `listen`, a live
-        # writer refuses too, but it is announced.
+        # A holder that was killed has left its socket. Between its `bind` and its `listen`, a live
+        # one refuses too, but it is announced.
         if not is_announced(path):
             path.unlink(missing_ok=True)
         return None

@@ -4,48 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Callable
 from typing import Any
 
-from outlast.async_checkpoint.writer.handover import HandedOver
-from outlast.async_checkpoint.writer.messages import HeldSnapshot, SnapshotDescription
+from outlast.async_checkpoint.writer.handover import SnapshotDescription, StoredSnapshot
 from outlast.async_checkpoint.writer.write_files import checksums_of
 from outlast.system.shared_memory import SharedMemory
 
 
-class CopyProgress:
-    """The progress of the copy of one snapshot: the writer writes during the copy.
+@dataclasses.dataclass
+class _Copy:
+    """The copy of one snapshot: every byte of the buffer before `upto` is final."""
 
-    When a writer dies, its knowledge of copies is lost. The main process sends `SnapshotSealed` and
-    `SnapshotTorn` again to its replacement, so no wait for a copy lasts forever.
-    """
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._upto = 0
-        self._torn = False
-
-    def reached(self, upto: int) -> None:
-        """Every byte of the buffer before `upto` is final."""
-        with self._changed:
-            self._upto = max(self._upto, upto)
-            self._changed.notify_all()
-
-    def tear(self) -> None:
-        """The copy will not be completed."""
-        with self._changed:
-            self._torn = True
-            self._changed.notify_all()
-
-    def wake(self) -> None:
-        """Makes every `wait_for` check its conditions again."""
-        with self._changed:
-            self._changed.notify_all()
-
-    def wait_for(self, upto: int, dropped: threading.Event) -> bool:
-        """Waits until the copy has reached `upto`; `False` if it never will, or was dropped."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._upto >= upto or self._torn or dropped.is_set())
-            return self._upto >= upto and not self._torn and not dropped.is_set()
+    upto: int = 0
+    torn: bool = False  # it will not be completed
 
 
 @dataclasses.dataclass
@@ -57,31 +29,19 @@ class HeldBuffer:
         index: describes what a snapshot in it holds, and where.
         snapshot, values: the sealed snapshot, and its pickled values.
         written: the save that was last written from it, and the checksums that were taken then.
+        copies: the copies into it, by the ids of their saves.
     """
 
     memory: SharedMemory | None = None
-    index: bytes = b""
+    index: str = ""
     snapshot: SnapshotDescription | None = None
     values: bytes = b""
     written: tuple[str, dict[str, Any]] | None = None
-    progress: dict[str, CopyProgress] = dataclasses.field(default_factory=dict)
+    copies: dict[str, _Copy] = dataclasses.field(default_factory=dict)
 
-    def invalidate(self) -> None:
-        """Forgets the snapshot, and ends every wait for more of it."""
-        self.snapshot = self.written = None
-        for save_id in list(self.progress):
-            self.progress.pop(save_id).tear()
-
-    def close(self) -> None:
-        """Releases the memory."""
-        self.invalidate()
-        memory, self.memory = self.memory, None
-        if memory is not None:
-            memory.close()
-
-    def progress_of(self, save_id: str) -> CopyProgress:
-        """The progress of the copy of a save. Two threads ask; both get the same object."""
-        return self.progress.setdefault(save_id, CopyProgress())
+    def copy_of(self, save_id: str) -> _Copy:
+        """The copy of a save. Two threads ask; both get the same object."""
+        return self.copies.setdefault(save_id, _Copy())
 
     def take_checksums(self) -> None:
         """Gives the snapshot the checksums that it was written with. The thread that seals and the
@@ -94,44 +54,86 @@ class HeldBuffer:
 
 
 class HeldBuffers:
-    """All held buffers, by number."""
+    """All held buffers, by number. `dropped` is set when what is being written is dropped.
+
+    The writer writes during a copy. When a writer dies, its knowledge of copies is lost; the main
+    process says again to its replacement how they ended, so no wait for a copy lasts forever.
+    """
 
     def __init__(self) -> None:
+        self.dropped = threading.Event()
         self._buffers: dict[int, HeldBuffer] = {}
+        self._changed = threading.Condition()
 
     def __getitem__(self, number: int) -> HeldBuffer:
         return self._buffers.setdefault(number, HeldBuffer())
 
+    def reached(self, number: int, save_id: str, upto: int) -> None:
+        """Notes how far the copy of a save has got."""
+        with self._changed:
+            copy = self[number].copy_of(save_id)
+            copy.upto = max(copy.upto, upto)
+            self._changed.notify_all()
+
+    def tear(self, number: int, save_id: str) -> None:
+        """Notes that the copy of a save will not be completed."""
+        with self._changed:
+            self[number].copy_of(save_id).torn = True
+            self._changed.notify_all()
+
+    def filled(self, number: int, save_id: str) -> Callable[[int], bool]:
+        """A function that waits until the copy of a save has reached an offset; `False` if it never
+        will, or was dropped.
+        """
+        copy = self[number].copy_of(save_id)
+
+        def wait_for(upto: int) -> bool:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: copy.upto >= upto or copy.torn or self.dropped.is_set()
+                )
+                return copy.upto >= upto and not copy.torn and not self.dropped.is_set()
+
+        return wait_for
+
+    def drop(self) -> None:
+        """Sets `dropped`, and ends every wait for a copy."""
+        with self._changed:
+            self.dropped.set()
+            self._changed.notify_all()
+
+    def invalidate(self, number: int) -> None:
+        """Forgets the snapshot in a buffer, and ends every wait for more of it."""
+        buffer = self[number]
+        buffer.snapshot = buffer.written = None
+        with self._changed:
+            while buffer.copies:
+                buffer.copies.popitem()[1].torn = True
+            self._changed.notify_all()
+
+    def share(self, number: int, memory: SharedMemory, index: str) -> None:
+        """Holds this memory as the buffer, instead of what it was."""
+        self.release(number)
+        self._buffers[number] = HeldBuffer(memory, index)
+
     def release(self, number: int) -> None:
         """Releases a buffer."""
-        self[number].close()
-        del self._buffers[number]
+        self.invalidate(number)
+        memory = self._buffers.pop(number).memory
+        if memory is not None:
+            memory.close()
 
-    def wake_all(self, dropped: threading.Event) -> None:
-        """Sets `dropped`, and makes every wait for a copy check it."""
-        dropped.set()
-        for buffer in list(self._buffers.values()):
-            for progress in list(buffer.progress.values()):
-                progress.wake()
-
-    def described(self) -> list[HeldSnapshot]:
+    def stored(self) -> list[StoredSnapshot]:
         """The snapshots that are complete, with their checksums."""
-        found: list[HeldSnapshot] = []
+        found: list[StoredSnapshot] = []
         for number, buffer in list(self._buffers.items()):
             snapshot, memory = buffer.snapshot, buffer.memory
             if snapshot is None or memory is None or not memory.intact:
                 continue
+            added: Any = {"buffer": number, "index": buffer.index}
+            stored = StoredSnapshot({**snapshot, **added}, buffer.values, memory)
             if snapshot.get("files") is None:  # sealed, but not yet written and hashed
-                values = {snapshot["values"]: buffer.values} if snapshot["values"] else {}
-                snapshot["files"] = checksums_of(memory.view, snapshot["layout"], values)
-            found.append({**snapshot, "buffer": number, "index": buffer.index.decode()})
-        return found
-
-    def handover(self) -> list[HandedOver]:
-        """The snapshots for a replacement of the main process."""
-        found = []
-        for snapshot in self.described():
-            buffer = self._buffers[snapshot["buffer"]]
-            assert buffer.memory is not None
-            found.append(HandedOver(snapshot, buffer.values, buffer.memory.descriptor))
+                snapshot["files"] = checksums_of(stored.parts)
+                stored.description["files"] = snapshot["files"]
+            found.append(stored)
         return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from outlast.async_checkpoint.storage.manifest import CHUNK_BYTES, checksum, pieces
@@ -29,13 +29,18 @@ class Dropped(Exception):
 
 
 class _File:
-    def __init__(self, name: str, view: memoryview, begin: int = 0) -> None:
+    def __init__(self, name: str, view: memoryview, begin: int | None = None) -> None:
         self.name = name
         self.view = view
-        self.begin = begin  # its offset in the buffer
+        self.begin = begin  # its offset in the buffer; `None` for other content
         self.checksums = [""] * len(pieces(len(view)))
         self.left = max(len(pieces(len(view), PIECE_BYTES)), 1)
         self.writer: FileWriter | None = None
+
+    @property
+    def pieces(self) -> Sequence[tuple[int, int]]:
+        """Offset and size of each piece that is written; an empty file is written, too."""
+        return pieces(len(self.view), PIECE_BYTES) or [(0, 0)]
 
 
 def write_files(
@@ -69,10 +74,9 @@ def write_files(
     storage.make(folder)
     parts = [_File(name, memory[at : at + size], at) for name, at, size in files]
     parts += [_File(name, memoryview(content)) for name, content in small.items()]
-    in_memory = {name for name, _, _ in files}
     lock = threading.Lock()
     failed = threading.Event()
-    jobs = _jobs(parts)
+    jobs = ((part, at, size) for part in parts for at, size in part.pieces)
 
     def create(part: _File) -> FileWriter:
         try:
@@ -83,32 +87,33 @@ def write_files(
         make_room()
         return storage.create(folder, part.name, len(part.view))
 
+    def write(part: _File, at: int, size: int) -> None:
+        whole = part.begin is None or filled(part.begin + at + size)
+        if dropped.is_set() or not whole:
+            raise Dropped
+        with lock:
+            if part.writer is None:
+                part.writer = create(part)
+        piece = part.view[at : at + size]
+        for begin, length in pieces(size) if hashes else ():
+            digest = checksum(piece[begin : begin + length])
+            part.checksums[(at + begin) // CHUNK_BYTES] = digest
+        if size:
+            part.writer.write_at(at, piece)
+        with lock:
+            part.left -= 1
+            last = part.left == 0
+        if last:
+            part.writer.finish()
+
     def work() -> None:
         while True:
             with lock:
                 job = next(jobs, None)
                 if job is None or failed.is_set():
                     return
-                part, at, size = job
             try:
-                whole = part.name not in in_memory or filled(part.begin + at + size)
-                if dropped.is_set() or not whole:
-                    raise Dropped
-                with lock:
-                    if part.writer is None:
-                        part.writer = create(part)
-                piece = part.view[at : at + size]
-                for begin, length in pieces(size) if hashes else ():
-                    part.checksums[(at + begin) // CHUNK_BYTES] = checksum(
-                        piece[begin : begin + length]
-                    )
-                if size:
-                    part.writer.write_at(at, piece)
-                with lock:
-                    part.left -= 1
-                    last = part.left == 0
-                if last:
-                    part.writer.finish()
+                write(*job)
             except BaseException:
                 failed.set()
                 raise
@@ -121,28 +126,19 @@ def write_files(
                 part.writer.abandon()
         raise
     storage.sync(folder)
-    return _entries(parts)
+    return {part.name: file_entry(part.view, part.checksums) for part in parts}
 
 
-def checksums_of(
-    memory: memoryview, files: Files, small: Mapping[str, bytes]
-) -> dict[str, dict[str, Any]]:
-    """The result of `write_files` for a snapshot that was never written."""
-    parts = [_File(name, memory[at : at + size]) for name, at, size in files]
-    parts += [_File(name, memoryview(content)) for name, content in small.items()]
-    for part in parts:
-        part.checksums = [checksum(part.view[at : at + n]) for at, n in pieces(len(part.view))]
-    return _entries(parts)
+def file_entry(content: memoryview, checksums: Sequence[str]) -> dict[str, Any]:
+    """What the manifest says about a file."""
+    return {"size_bytes": len(content), "checksums": list(checksums)}
 
 
-def _entries(parts: Sequence[_File]) -> dict[str, dict[str, Any]]:
+def checksums_of(files: Iterable[tuple[str, memoryview]]) -> dict[str, dict[str, Any]]:
+    """The result of `write_files` for files that were never written."""
     return {
-        part.name: {"size_bytes": len(part.view), "checksums": part.checksums} for part in parts
+        name: file_entry(
+            content, [checksum(content[at : at + n]) for at, n in pieces(len(content))]
+        )
+        for name, content in files
     }
-
-
-def _jobs(parts: Sequence[_File]) -> Iterator[tuple[_File, int, int]]:
-    for part in parts:
-        yield from ((part, at, size) for at, size in pieces(len(part.view), PIECE_BYTES))
-        if not len(part.view):
-            yield part, 0, 0
