@@ -34,7 +34,7 @@ from outlast.async_checkpoint.peer_copies.arrangement import DEFAULT_BYTES_PER_S
 from outlast.async_checkpoint.restore.from_copies import arrange_copies
 from outlast.async_checkpoint.restore.restorer import Restorer
 from outlast.async_checkpoint.retention import Retention
-from outlast.async_checkpoint.save.after_save import is_due_to_restart
+from outlast.async_checkpoint.save.failures import is_due_to_restart
 from outlast.async_checkpoint.save.folder_session import check_unused, session_for
 from outlast.async_checkpoint.save.saves import Saves
 from outlast.async_checkpoint.snapshot.overlap_argument import optimizers_of

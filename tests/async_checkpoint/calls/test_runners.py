@@ -19,9 +19,7 @@ import pytest
 from async_checkpoint.calls import work
 from async_checkpoint.calls.work import Gate
 from outlast.async_checkpoint import AsyncCallsQueue, AsyncRequest, DistributedAsyncCaller
-from outlast.async_checkpoint.calls.fork_runner import ForkRunner
-from outlast.async_checkpoint.calls.runner_protocol import Outcome, Runner
-from outlast.async_checkpoint.calls.worker_runner import WorkerRunner
+from outlast.async_checkpoint.calls.runners import ForkRunner, Outcome, Runner, WorkerRunner
 from outlast.errors import AsyncCallError
 
 NET_MS = 120_000

@@ -27,7 +27,7 @@ from async_checkpoint.checkpoints import (
 )
 from async_checkpoint.staged_writer import Plan
 from outlast.async_checkpoint import Checkpointer
-from outlast.async_checkpoint.save import save as module
+from outlast.async_checkpoint.save.save import Save
 from outlast.async_checkpoint.storage.local import LocalStorage
 from outlast.async_checkpoint.writer.client import WriterClient
 from outlast.async_checkpoint.writer.main import Writer
@@ -92,7 +92,7 @@ def test_the_check_finds_a_save_that_is_written_in_place(
 
     save_steps(tmp_path / "c", 1)
     monkeypatch.setattr(LocalStorage, "names_for", in_place)
-    monkeypatch.setattr(module, "remove_files", lambda *_: None)  # as if all had been killed
+    monkeypatch.setattr(Save, "_remove_files", lambda _: None)  # as if all had been killed
     plan.set({"op": "finish", "do": "kill"})
     with Checkpointer(tmp_path / "c") as checkpointer:
         handle = checkpointer.save(2, state_of(2))

@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from outlast.async_checkpoint.save.catalog import METADATA, Catalog
-from outlast.async_checkpoint.save.structures import StructureMemo, Structures
+from outlast.async_checkpoint.save.structures import (
+    METADATA,
+    Catalog,
+    StructureMemo,
+    Structures,
+)
 from outlast.async_checkpoint.snapshot.structure import Structure
 from outlast.async_checkpoint.state_dict.sharding import decode_items, describe, encode_items
 from outlast.errors import CheckpointError

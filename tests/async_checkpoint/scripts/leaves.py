@@ -70,7 +70,7 @@ POINTS: dict[str, tuple[Any, int, str, BaseException]] = {
     "plans": (saves, 0, "save.structures:StructureMemo.plans", RuntimeError("plans")),
     "snapshot": (saves, 1, "snapshot.snapshot:Snapshotter.take", SystemExit(3)),
     "write": (saves, 1, "save.save:Save.write", RuntimeError("write")),
-    "commit": (saves, 0, "save.catalog:Catalog.manifest", UNICODE),
+    "commit": (saves, 0, "save.structures:Catalog.manifest", UNICODE),
     "background": (
         saves_again,
         0,

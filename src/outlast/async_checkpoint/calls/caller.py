@@ -6,10 +6,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from outlast.async_checkpoint.calls.fork_runner import ForkRunner
 from outlast.async_checkpoint.calls.request import name_of
-from outlast.async_checkpoint.calls.runner_protocol import Outcome, Runner
-from outlast.async_checkpoint.calls.worker_runner import WorkerRunner
+from outlast.async_checkpoint.calls.runners import ForkRunner, Outcome, Runner, WorkerRunner
 from outlast.coordination.call_ledger import CallFailure
 from outlast.coordination.collectives import least, raise_together, rank_of
 from outlast.system.waiting import readable

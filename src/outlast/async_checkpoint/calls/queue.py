@@ -6,32 +6,31 @@
     queue.maybe_finalize_async_calls()           # from time to time; never waits
     queue.close()                                # waits for the remaining calls
 
-The ledger decides how a call ends, once for all ranks (`call_ledger.py` explains why all ranks see
-the same outcome). A thread (`reporter.py`) reports the end of background processes to the ledger.
-This file is the main thread's side: it reads the ledger, calls the finalize functions, oldest call
-first, and raises the errors of failed calls.
+The ledger decides how a call ends, once for all ranks (`coordination/call_ledger.py`). A thread
+(`reporter.py`) reports the end of background processes to the ledger. This file is the main
+thread's side: it reads the ledger, calls the finalize functions, oldest call first, and raises the
+errors of failed calls.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
-from outlast.async_checkpoint.calls.fork_runner import ForkRunner
-from outlast.async_checkpoint.calls.reporter import Reporter
-from outlast.async_checkpoint.calls.request import AsyncRequest, PendingCall
-from outlast.async_checkpoint.calls.runner_protocol import Outcome
-from outlast.async_checkpoint.calls.verdicts import Verdicts
-from outlast.async_checkpoint.calls.worker_runner import WorkerRunner
+from outlast.async_checkpoint.calls.reporter import Reporter, Verdicts
+from outlast.async_checkpoint.calls.request import AsyncRequest, name_of
+from outlast.async_checkpoint.calls.runners import ForkRunner, Outcome, WorkerRunner
 from outlast.async_checkpoint.failure_policy import FailurePolicy
 from outlast.coordination.call_ledger import CallLedger, Verdict, connect_ledger
 from outlast.coordination.collectives import least
 from outlast.errors import AsyncCallError
 from outlast.system.arguments import Duration, as_int, as_wait
-from outlast.system.error_text import describe, traceback_text
+from outlast.system.error_text import describe
 
 __all__ = ["AsyncCallsQueue"]
 
@@ -81,7 +80,7 @@ class AsyncCallsQueue:
         self._max_unfinalized = max_unfinalized
         self._runner = WorkerRunner(nice) if persistent else ForkRunner(nice)
         self._next_index = 0
-        self._calls: deque[PendingCall] = deque()
+        self._calls: deque[_PendingCall] = deque()
         self._failed_before: deque[AsyncCallError] = deque()  # to be raised at the next check
         self._ledger: CallLedger | None = None
         self._reporter: Reporter | None = None
@@ -112,7 +111,8 @@ class AsyncCallsQueue:
         if self._max_unfinalized is not None:
             while len(self._calls) >= self._max_unfinalized:
                 self._settle_oldest(None)
-        call = PendingCall.of(request, self._next_index)
+        name, finalize_fns = name_of(request.async_fn), tuple(request.finalize_fns)
+        call = _PendingCall(self._next_index, name, finalize_fns)
         self._next_index += 1
         self._calls.append(call)
         try:
@@ -127,7 +127,7 @@ class AsyncCallsQueue:
             )
         except BaseException as e:
             # Raised here; the other ranks read it from the ledger.
-            reporter.report(call.index, call.name, Outcome(describe(e), traceback_text(e)))
+            reporter.report(call.index, call.name, Outcome.of(e))
             reporter.leave(call.index)
             self._calls.remove(call)
             raise
@@ -193,9 +193,8 @@ class AsyncCallsQueue:
                 pass
             if self._calls:
                 assert self._reporter is not None
-                calls = {call.index: call.name for call in self._calls}
                 cause = f"it was not finished within the {limit} that close() had"
-                self._reporter.drop(calls, cause)
+                self._reporter.drop(_names(self._calls), cause)
                 # Each call gets a verdict as soon as the store has one. If all ranks have finished
                 # a call meanwhile, it is finalized on all of them.
                 while self._calls and self._settle_oldest(_STORE_S):
@@ -204,7 +203,7 @@ class AsyncCallsQueue:
             self.abort()
             raise
         reporter, left = self._reporter, [f"{call.index} ({call.name})" for call in self._calls]
-        self._end()
+        self._end("the queue was closed")
         if reporter is not None:
             reporter.join(_STORE_S)
         if left:
@@ -223,11 +222,7 @@ class AsyncCallsQueue:
         """
         if self._closed:
             return
-        if self._reporter is not None:
-            calls = {call.index: call.name for call in self._calls}
-            self._reporter.give_up(calls, "the queue was aborted")
-            self._reporter = None
-        self._end()
+        self._end("the queue was aborted")
 
     def __enter__(self) -> AsyncCallsQueue:
         return self
@@ -247,9 +242,7 @@ class AsyncCallsQueue:
             self._ledger = connect_ledger("async_calls", self._group)
         if self._reporter is None:
             self._verdicts = Verdicts(self._ledger)
-            self._reporter = Reporter(
-                self._runner, self._ledger, self._verdicts.give_up, self._verdicts.await_wait
-            )
+            self._reporter = Reporter(self._runner, self._ledger, self._verdicts)
             self._abandon = weakref.finalize(self, _abandon, self._reporter, self._calls)
         return self._ledger, self._reporter
 
@@ -272,7 +265,7 @@ class AsyncCallsQueue:
             self._settle(call, verdict)
         return verdict is not None
 
-    def _settle(self, call: PendingCall, verdict: Verdict) -> bool:
+    def _settle(self, call: _PendingCall, verdict: Verdict) -> bool:
         """Finalizes the oldest call if it is done. Returns whether it was done and finalized;
         otherwise the error is kept in `_failed_before`, unless the policy ignores it.
         """
@@ -291,25 +284,54 @@ class AsyncCallsQueue:
             self._failed_before.append(error)
         return False
 
-    def _end(self) -> None:
+    def _end(self, why: str) -> None:
         self._closed = True
         if self._abandon is not None:
             self._abandon.detach()
         if self._reporter is not None:
-            for call in self._calls:
-                self._reporter.leave(call.index)
-            self._reporter.end()
+            self._reporter.end(_names(self._calls), why)
         self._calls.clear()
         self._ledger = self._reporter = self._verdicts = None  # drops the connections too
+
+
+@dataclasses.dataclass(frozen=True)
+class _PendingCall:
+    """A scheduled call that is neither finalized nor failed, with the finalize functions that its
+    request had then.
+    """
+
+    index: int
+    name: str
+    finalize_fns: tuple[Callable[[], Any], ...]
+
+    def finalize(self) -> AsyncCallError | None:
+        """Calls the finalize functions in order. If one raises, the later ones are not called, and
+        the error is returned.
+        """
+        for fn in self.finalize_fns:
+            try:
+                fn()
+            except Exception as e:  # noqa: BLE001 - raised by the queue, with its cause
+                error = AsyncCallError(
+                    f"finalize function {name_of(fn)} of background call {self.index} "
+                    f"({self.name}) failed on this rank: {describe(e)}"
+                )
+                error.__cause__ = e
+                return error
+        return None
+
+
+def _names(calls: Iterable[_PendingCall]) -> dict[int, str]:
+    return {call.index: call.name for call in calls}
 
 
 def _left(deadline: float | None) -> float | None:
     return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
-def _abandon(reporter: Reporter, calls: deque[PendingCall]) -> None:
+def _abandon(reporter: Reporter, calls: deque[_PendingCall]) -> None:
     """Drops the calls of a queue that was never closed: it was collected, or the program ends."""
     if calls:
         what = ", ".join(f"{call.index} ({call.name})" for call in calls)
         log.warning("background calls dropped because their queue was never closed: %s", what)
-    reporter.give_up({call.index: call.name for call in calls}, "its queue was never closed")
+    reporter.end(_names(calls), "its queue was never closed")

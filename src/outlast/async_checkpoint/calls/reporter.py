@@ -1,60 +1,122 @@
-"""The thread of a queue that reports the end of background processes to the other ranks.
+"""The threads of a queue: one reports the end of background processes to the other ranks, others
+wait for verdicts.
 
-It waits for events: the end of a process, or a wake-up from the main thread. So the other ranks see
-this rank's outcome even while its main thread is busy, in a long step or in a collective.
-
-The same thread has the ledger forget a call once this rank's outcome has been reported *and* the
-main thread no longer needs the call: nothing may be reported after that.
+The reporter waits for events: the end of a process, or a wake-up from the main thread. So the other
+ranks see this rank's outcome even while its main thread is busy, in a long step or in a collective.
+It has the ledger forget a call once this rank's outcome has been reported *and* the main thread no
+longer needs the call: nothing may be reported after that.
 """
 
 from __future__ import annotations
 
 import logging
+import queue
 import socket
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from outlast.async_checkpoint.calls.runner_protocol import Outcome, Runner
-from outlast.coordination.call_ledger import CallFailure, CallLedger
+from outlast.async_checkpoint.calls.runners import Outcome, Runner
+from outlast.coordination.call_ledger import CallFailure, CallLedger, Verdict
 from outlast.errors import AsyncCallError, OutlastError, StoreError
-from outlast.system.waiting import readable
+from outlast.system.waiting import ThreadedWait, readable
 
 log = logging.getLogger("outlast.async_checkpoint")
 
+_STORE_S = 10.0
+"""How long to wait for a store that should answer at once."""
 
-class Reporter:
-    """Owns a runner. The public methods are for the main thread.
 
-    Args:
-        on_error: called in the reporter's thread if outcomes can no longer be reported, because the
-            store cannot be reached or the thread has failed.
-        before_forgetting: called in the reporter's thread with the index of a call that has a
-            verdict, before its keys may be deleted.
+class Verdicts:
+    """The verdicts of a ledger, for the main thread: a look, or a wait that can be interrupted.
+    torch's stores wait in C++, where neither signals nor Python exceptions arrive. So a thread
+    waits there, and the main thread waits for that thread, in Python.
+
+    One thread asks; any other may call `give_up`. `look` and `wait` raise `StoreError` when the
+    store cannot be reached.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        ledger: CallLedger,
-        on_error: Callable[[OutlastError], None],
-        before_forgetting: Callable[[int], None],
-    ) -> None:
-        self._runner = runner
+    def __init__(self, ledger: CallLedger) -> None:
         self._ledger = ledger
-        self._on_error = on_error
-        self._before_forgetting = before_forgetting
-        self._guard = threading.Lock()  # guards everything below, and the runner
-        self._names: dict[int, str] = {}  # of calls without a reported outcome
-        self._outcomes: deque[tuple[int, Outcome]] = deque()  # to be reported
-        self._left: set[int] = set()  # the main thread no longer needs them
-        self._drop: tuple[dict[int, str], str] | None = None
-        self._given_up: tuple[dict[int, str], str] | None = None
-        self._ending = False
+        self._known: dict[int, Verdict] = {}  # a verdict never changes
+        # The wait for the verdict with this index. It cannot be cancelled: it continues until the
+        # verdict is there or the store is gone, so a later call joins the same wait.
+        self._wait: tuple[int, ThreadedWait[Verdict]] | None = None
+        self._error: OutlastError | None = None
+
+    def look(self, index: int) -> Verdict | None:
+        """The verdict, or `None` while there is none."""
+        self._raise()
+        if index not in self._known:
+            verdict = self._ledger.verdict(index)
+            if verdict is None:
+                return None
+            self._known[index] = verdict
+        return self._known[index]
+
+    def wait(self, index: int, timeout: float | None) -> Verdict | None:
+        """Waits for the verdict; returns `None` after `timeout` seconds."""
+        verdict = self.look(index)
+        if verdict is not None or timeout == 0.0:
+            return verdict
+        if self._wait is None or self._wait[0] != index:
+            self._wait = (
+                index,
+                ThreadedWait(lambda: self._ledger.await_verdict(index, None), "outlast-verdict"),
+            )
+        wait = self._wait[1]
+        # `give_up` sets the error, then looks for a wait; here the order is reversed.
+        self._raise()
+        if not wait.over.wait(timeout):
+            return None
+        self._known[index] = verdict = wait.result()
+        return verdict
+
+    def settled(self, index: int) -> None:
+        """Forgets a verdict that will not be asked for again."""
+        self._known.pop(index, None)
+
+    def await_wait(self, index: int) -> None:
+        """From any thread: returns when nothing waits for this verdict, which exists by now.
+
+        Call it before the ledger forgets the call: a wait that was given up, or overtaken by a
+        look, continues until it has read the verdict, and would continue forever if the verdict
+        were deleted first.
+        """
+        wait = self._wait
+        if wait is not None and wait[0] == index:
+            wait[1].join(_STORE_S)  # takes one answer of the store
+
+    def give_up(self, error: OutlastError) -> None:
+        """Ends all waits, from any thread: this rank cannot report, so there may be no verdict."""
+        self._error = error
+        wait = self._wait
+        if wait is not None:
+            wait[1].abandon(error)
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+class Reporter:
+    """Owns a runner. The public methods are for the main thread; those that take no lock may also
+    be called where the program was interrupted, and by the garbage collector in any thread.
+    """
+
+    def __init__(self, runner: Runner, ledger: CallLedger, verdicts: Verdicts) -> None:
+        self._runner = runner
+        self._using = threading.Lock()  # the runner
+        self._ledger = ledger
+        self._verdicts = verdicts
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # for the thread
         self._wake, self._woken = socket.socketpair()
         self._woken.setblocking(False)
         self._wake.setblocking(False)
+        # Of the thread:
+        self._names: dict[int, str] = {}  # of calls without a reported outcome
+        self._left: set[int] = set()  # the main thread no longer needs them
+        self._ending = False
         self._thread = threading.Thread(target=self._run, name="outlast-calls", daemon=True)
         self._thread.start()
 
@@ -67,57 +129,49 @@ class Reporter:
         kwargs: Mapping[str, Any],
     ) -> None:
         """Starts a call; raises what `Runner.start` raises. A call without a function is done."""
-        with self._guard:
-            if fn is None:
-                self._outcomes.append((index, Outcome()))
-            else:
-                self._runner.start(index, fn, args, kwargs)
-            self._names[index] = name
+        if fn is None:
+            self.report(index, name, Outcome())
+            return
+        self._do(lambda: self._names.update({index: name}))  # first: it may end at once
+        with self._using:
+            self._runner.start(index, fn, args, kwargs)
         self._wake_up()
 
     def report(self, index: int, name: str, outcome: Outcome) -> None:
-        """Reports an outcome that does not come from a background process."""
-        with self._guard:
-            self._names[index] = name
-            self._outcomes.append((index, outcome))
-        self._wake_up()
+        """Reports an outcome that does not come from a background process. Takes no lock."""
+        self._do(lambda: self._report(index, name, outcome))
 
     def leave(self, index: int) -> None:
-        """Marks that the main thread no longer needs the call."""
-        with self._guard:
-            self._left.add(index)
-        self._wake_up()
+        """Marks that the main thread no longer needs the call. Takes no lock."""
+        self._do(lambda: self._left.add(index))
 
     def drop(self, calls: Mapping[int, str], cause: str) -> None:
         """Kills the calls in flight, and fails these calls (name by index) on all ranks, except
-        those that all ranks have finished. Waits neither for the processes nor for the store.
+        those that all ranks have finished. Waits for nothing, and takes no lock.
         """
-        with self._guard:
-            earlier, first_cause = self._drop or ({}, cause)  # not seen by the thread yet
-            self._drop = ({**calls, **earlier}, first_cause)
-            self._runner.kill()
-        self._wake_up()
+        self._do(lambda: self._drop(calls, cause))
 
-    def end(self) -> None:
-        """Ends the thread after it has reported all outcomes. Processes that still run are killed:
-        their calls have failed on another rank. Does not wait.
+    def end(self, calls: Mapping[int, str], cause: str) -> None:
+        """`drop` and `leave` for these calls; then the thread ends. Processes that still run are
+        killed: their calls have failed on another rank. Takes no lock.
         """
-        with self._guard:
+        left = dict(calls)
+
+        def end() -> None:
+            self._drop(left, cause)
+            self._left.update(left)
             self._ending = True
-        self.drop({}, "the queue was closed")
 
-    def give_up(self, calls: Mapping[int, str], cause: str) -> None:
-        """Makes the thread do `leave` for these calls, `drop` and `end`. Takes no lock: it may be
-        called where the program was interrupted, and by the garbage collector in any thread,
-        including the reporter's.
-        """
-        self._given_up = (dict(calls), cause)
-        self._wake_up()
+        self._do(end)
 
     def join(self, timeout: float | None = None) -> bool:
         """Waits for the end of the thread, at most `timeout` seconds; returns whether it ended."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
+
+    def _do(self, work: Callable[[], None]) -> None:
+        self._work.put(work)
+        self._wake_up()
 
     def _wake_up(self) -> None:
         try:
@@ -129,20 +183,30 @@ class Reporter:
 
     def _run(self) -> None:
         try:
-            while not self._step():
+            while True:
+                while not self._work.empty():
+                    self._work.get()()
+                self._collect()
+                for index in sorted(self._left - self._names.keys()):
+                    self._left.remove(index)
+                    self._verdicts.await_wait(index)
+                    self._try(self._ledger.forget, index)
+                if self._ending and not self._names:
+                    return
                 self._wait()
         except Exception as e:
             # A bug, or a system out of resources: the main thread must not wait for outcomes.
             log.exception("the thread that reports background calls has failed")
-            self._on_error(AsyncCallError(f"background calls are not reported any more: {e!r}"))
+            error = AsyncCallError(f"background calls are not reported any more: {e!r}")
+            self._verdicts.give_up(error)
         finally:
-            with self._guard:
+            with self._using:
                 self._runner.close()
             self._wake.close()
             self._woken.close()
 
     def _wait(self) -> None:
-        with self._guard:
+        with self._using:
             descriptors = self._runner.descriptors()
         # If the main thread starts another call now, it wakes this thread.
         readable(self._woken.fileno(), *descriptors)
@@ -152,44 +216,27 @@ class Reporter:
         except BlockingIOError:
             return
 
-    def _step(self) -> bool:
-        """Reports all outcomes so far. Returns whether the thread must end."""
-        if self._given_up is not None:
-            (calls, why), self._given_up = self._given_up, None
-            with self._guard:
-                self._left.update(calls)
-            self.drop(calls, why)
-            self.end()
-        with self._guard:
-            self._outcomes.extend(self._runner.collect())
-            outcomes, self._outcomes = list(self._outcomes), deque()
-            dropped: dict[int, str] = {}
-            cause = ""
-            if self._drop is not None:
-                # Calls that have succeeded count; all others, killed or not, are dropped.
-                (dropped, cause), self._drop = self._drop, None
-                outcomes = [(index, outcome) for index, outcome in outcomes if not outcome.cause]
-                dropped = dropped | self._names
-            names = dict(self._names)
-            ending = self._ending
-        for index, outcome in outcomes:
-            if index in names:  # otherwise it was given up while it was being scheduled
-                self._report(index, names[index], outcome)
-        for index, name in dropped.items():
-            # Including a call that this rank has just finished: others may not have, and nothing
-            # waits for them now. If all have, this claim comes too late and changes nothing.
+    def _collect(self, *, only_done: bool = False) -> None:
+        with self._using:
+            ended = self._runner.collect()
+        for index, outcome in ended:
+            # Without a name, it was dropped.
+            if index in self._names and not (only_done and outcome.cause):
+                self._report(index, self._names[index], outcome)
+
+    def _drop(self, calls: Mapping[int, str], cause: str) -> None:
+        with self._using:
+            self._runner.kill()
+        # Calls that have succeeded count; all others, killed or not, are dropped. So is a call that
+        # this rank has just finished: others may not have, and nothing waits for them now. If all
+        # have, this claim comes too late and changes nothing.
+        in_flight = {**calls, **self._names}
+        self._collect(only_done=True)
+        for index, name in in_flight.items():
             self._report(index, name, Outcome(cause))
-        with self._guard:
-            for index in [*dropped, *(index for index, _ in outcomes)]:
-                self._names.pop(index, None)
-            finished = sorted(self._left - self._names.keys())
-            self._left -= set(finished)
-        for index in finished:
-            self._before_forgetting(index)
-            self._try(self._ledger.forget, index)
-        return ending and not self._names
 
     def _report(self, index: int, name: str, outcome: Outcome) -> None:
+        self._names.pop(index, None)
         if outcome.cause is None:
             self._try(self._ledger.finish, index)
             return
@@ -201,4 +248,4 @@ class Reporter:
         try:
             operation(*arguments)
         except StoreError as e:
-            self._on_error(e)
+            self._verdicts.give_up(e)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
-
-from outlast.errors import AsyncCallError
-from outlast.system.error_text import describe
 
 __all__ = ["AsyncRequest", "name_of"]
 
@@ -62,36 +58,6 @@ class AsyncRequest(NamedTuple):
         raise_together(error, f"{name_of(self.async_fn)} failed", rank_of(None))
         for fn in self.finalize_fns:
             fn()
-
-
-@dataclasses.dataclass(frozen=True)
-class PendingCall:
-    """A scheduled call that is neither finalized nor failed."""
-
-    index: int
-    name: str
-    finalize_fns: tuple[Callable[[], Any], ...]
-
-    @classmethod
-    def of(cls, request: AsyncRequest, index: int) -> PendingCall:
-        """The pending call for a request, with the finalize functions that it has now."""
-        return cls(index, name_of(request.async_fn), tuple(request.finalize_fns))
-
-    def finalize(self) -> AsyncCallError | None:
-        """Calls the finalize functions in order. If one raises, the later ones are not called, and
-        the error is returned.
-        """
-        for fn in self.finalize_fns:
-            try:
-                fn()
-            except Exception as e:  # noqa: BLE001 - raised by the queue, with its cause
-                error = AsyncCallError(
-                    f"finalize function {name_of(fn)} of background call {self.index} "
-                    f"({self.name}) failed on this rank: {describe(e)}"
-                )
-                error.__cause__ = e
-                return error
-        return None
 
 
 def name_of(fn: Callable[..., Any] | None) -> str:

@@ -16,13 +16,10 @@ import types
 from collections.abc import Mapping
 from typing import IO, Any
 
-from outlast.async_checkpoint.calls.runner_protocol import Outcome, run_here
+from outlast.async_checkpoint.calls import runners
+from outlast.async_checkpoint.calls.runners import Outcome, run_here
 from outlast.system.background_process import settle
-from outlast.system.error_text import describe, traceback_text
 from outlast.system.fork import flush_streams
-
-importing_main = False
-"""Whether the parent's program is being imported in this process."""
 
 
 def main() -> None:
@@ -46,9 +43,7 @@ def _run(descriptor: int, surroundings: Mapping[str, Any]) -> Outcome:
             file.seek(0)  # the position is shared with the descriptor that was written to
             fn, args, kwargs = _Unpickler(file, surroundings).load()
     except BaseException as e:  # noqa: BLE001 - reported to the parent process
-        return Outcome(
-            f"the call cannot be unpickled in the worker: {describe(e)}", traceback_text(e)
-        )
+        return Outcome.of(e, "the call cannot be unpickled in the worker: ")
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)  # the other cores are for training
@@ -75,10 +70,7 @@ def _import_main(surroundings: Mapping[str, Any]) -> None:
         return
     # The name that multiprocessing uses for this: programs may check for it.
     module = types.ModuleType("__mp_main__")
-    # The flag of the importable module, not of the one that runs as `__main__`.
-    from outlast.async_checkpoint.calls import worker_main as shared
-
-    shared.importing_main = True
+    runners.importing_main = True
     try:
         if surroundings["main_name"] is not None:
             content = runpy.run_module(surroundings["main_name"], run_name="__mp_main__")
@@ -87,7 +79,7 @@ def _import_main(surroundings: Mapping[str, Any]) -> None:
         else:
             return  # the parent's program is not in a file: nothing to import
     finally:
-        shared.importing_main = False
+        runners.importing_main = False
     module.__dict__.update(content)
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module
 

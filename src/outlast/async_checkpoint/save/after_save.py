@@ -9,36 +9,27 @@ import threading
 from outlast.async_checkpoint.failure_policy import FailurePolicy
 from outlast.async_checkpoint.handle import SaveHandle
 from outlast.async_checkpoint.retention import Retention
+from outlast.async_checkpoint.save.failures import is_due_to_restart
 from outlast.async_checkpoint.save.folder_session import FolderSession
 from outlast.async_checkpoint.save.save import Save
-from outlast.async_checkpoint.storage import directory as folders
+from outlast.async_checkpoint.storage.directory import list_checkpoints
 from outlast.async_checkpoint.storage.fence import stale
 from outlast.async_checkpoint.storage.manifest import Manifest
 from outlast.async_checkpoint.writer.main import Writer
 from outlast.async_checkpoint.writer.write_files import Dropped
-from outlast.errors import CheckpointError, OutlastError, SaveCancelled, StoreError
-from outlast.events import (
-    CheckpointCommitted,
-    CheckpointFailed,
-    CheckpointRemoved,
-    Emitter,
-    Event,
-)
+from outlast.errors import CheckpointError, OutlastError
+from outlast.events import CheckpointCommitted, CheckpointFailed, CheckpointRemoved, Emitter
 
 log = logging.getLogger("outlast.checkpoint")
 
 _NOT_REMOVED = "old checkpoints could not be removed"
 
 
-def is_due_to_restart(error: Exception) -> bool:
-    """Whether a save has ended without a fault of its own: it was dropped, or the store was lost.
-    Such an error is raised if the caller continues, but not logged.
-    """
-    return isinstance(error, SaveCancelled) or isinstance(error.__cause__, StoreError)
-
-
 class SaveOutcomes:
-    """Handles the outcomes of one rank's saves. Without a policy, the first failure is raised."""
+    """Handles the outcomes of one rank's saves. Without a policy, the first failure is raised.
+    `abandoned` is set after an abort: the program may end the writer at any time then, and a
+    removal of old checkpoints that is cut off is no failure.
+    """
 
     def __init__(
         self,
@@ -47,18 +38,12 @@ class SaveOutcomes:
         policy: FailurePolicy | None,
         emitter: Emitter,
     ) -> None:
+        self.abandoned = threading.Event()
         self._session = session
         self._keep = keep
         self._policy = policy
         self._emitter = emitter
         self._unseen: list[SaveHandle] = []
-        self._abandoned = threading.Event()
-
-    def abandon(self) -> None:
-        """After an abort the program may end the writer at any time: a removal of old checkpoints
-        that is cut off is no failure.
-        """
-        self._abandoned.set()
 
     def watch(self, handle: SaveHandle) -> None:
         """Makes `raise_unseen` raise the error of this save, unless the handle was read before."""
@@ -82,51 +67,51 @@ class SaveOutcomes:
             if self._policy is not None:
                 self._policy.succeeded()
             assert save.taken is not None
-            event: Event = CheckpointCommitted(
-                step=save.step,
-                size_bytes=size_bytes,
-                own_bytes=save.taken.size_bytes,
-                blocked_seconds=save.blocked_s,
-                seconds=seconds,
-                queued=queued,
+            self._emitter.emit(
+                CheckpointCommitted(
+                    step=save.step,
+                    size_bytes=size_bytes,
+                    own_bytes=save.taken.size_bytes,
+                    blocked_seconds=save.blocked_s,
+                    seconds=seconds,
+                    queued=queued,
+                )
             )
-        else:
-            event = CheckpointFailed(
+            return
+        if is_due_to_restart(error):
+            # A restart in place drops the saves in progress, and the store may be gone before this
+            # process is told. If training continues, the next call raises the error.
+            log.debug("%s", error)
+        elif self._policy is None or not self._policy.failed(error):
+            another = isinstance(error, OutlastError) and error.of_another_rank
+            log.log(logging.INFO if another else logging.ERROR, "%s", error)
+        self._emitter.emit(
+            CheckpointFailed(
                 step=save.step,
                 cause=str(error),
                 blocked_seconds=save.blocked_s,
                 seconds=seconds,
                 queued=queued,
             )
-            if is_due_to_restart(error):
-                # A restart in place drops the saves in progress, and the store may be gone before
-                # this process is told. If training continues, the next call raises the error.
-                log.debug("%s", error)
-            elif self._policy is None or not self._policy.failed(error):
-                another = isinstance(error, OutlastError) and error.of_another_rank
-                log.log(logging.INFO if another else logging.ERROR, "%s", error)
-        self._emitter.emit(event)
+        )
 
     def apply_retention(self, manifest: Manifest) -> None:
         """Removes the checkpoints that the commit of this one makes superfluous. On rank 0."""
-        if self._abandoned.is_set() or (
-            self._keep.keeps_all and not self._session.credentials.writer
-        ):
+        session, keep = self._session, self._keep
+        if self.abandoned.is_set() or (keep.keeps_all and not session.credentials.writer):
             return
-        removable: list[folders.CheckpointInfo] = []
         try:
-            if not self._keep.keeps_all:
-                present = folders.list_checkpoints(self._session.storage)
-                removable = self._keep.removable(present, manifest.step)
+            removable = []
+            if not keep.keeps_all:
+                removable = keep.removable(list_checkpoints(session.storage), manifest.step)
             names = [info.folder for info in removable]
-            for folder, cause in stale(self._session.storage).items():
-                log.warning("removed %s/%s, %s", self._session.storage.where, folder, cause)
+            for folder, cause in stale(session.storage).items():
+                log.warning("removed %s/%s, %s", session.storage.where, folder, cause)
                 names.append(folder)
             if names:
-                self._session.recycles = True
-                allowed = dataclasses.asdict(self._session.credentials)
-                errors = self._session.writer.request(Writer.hide_folders, folders=names, **allowed)
-                self._warn(errors)
+                session.recycles = True
+                allowed = dataclasses.asdict(session.credentials)
+                self._warn(session.writer.request(Writer.hide_folders, folders=names, **allowed))
         except (CheckpointError, OSError, Dropped):
             self._not_removed()  # the save is committed, and old checkpoints only take up space
         else:
@@ -135,17 +120,17 @@ class SaveOutcomes:
 
     def await_removals(self) -> None:
         """After the last save: waits until the files of removed checkpoints are gone."""
-        if self._session.writer.pid is None:
+        session = self._session
+        if session.writer.pid is None:
             return
         try:
-            tidy = self._session.recycles
-            self._warn(self._session.writer.request(Writer.await_removals, tidy=tidy))
+            self._warn(session.writer.request(Writer.await_removals, tidy=session.recycles))
         except (CheckpointError, Dropped):
             self._not_removed()
 
     def _not_removed(self) -> None:
         # After an abort the writer process may have ended: the next job removes them.
-        level = logging.DEBUG if self._abandoned.is_set() else logging.WARNING
+        level = logging.DEBUG if self.abandoned.is_set() else logging.WARNING
         log.log(level, "%s", _NOT_REMOVED, exc_info=True)
 
     def _warn(self, errors: list[str]) -> None:

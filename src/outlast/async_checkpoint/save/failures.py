@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from outlast.async_checkpoint.writer.client import ProcessFailed
 from outlast.async_checkpoint.writer.write_files import Dropped
 from outlast.coordination.call_ledger import CallFailure
@@ -17,13 +20,6 @@ from outlast.system.tracebacks import drop_tracebacks
 
 ABORTED = "aborted: it was dropped for all ranks"
 """The cause of the failure of a save that a rank dropped (`Saves.abort`)."""
-
-
-def save_name(step: int) -> str:
-    """The name of the save of a step in messages, which differs between ranks that save different
-    steps.
-    """
-    return f"save of step {step}"
 
 
 def failure_from(error: BaseException, index: int, name: str, rank: int) -> CallFailure:
@@ -51,6 +47,18 @@ def error_of(failure: CallFailure, rank: int, late: bool = False) -> CheckpointE
     return error
 
 
+def error_of_commit(name: str, result: Mapping[str, Any], rank: int) -> CheckpointError:
+    """The error that every rank raises when rank 0 has told this result of the commit."""
+    if "dropped" in result:
+        return SaveCancelled(f"the {name} was {result['dropped']}")
+    if "unknown" in result:
+        text = f"it is not known whether the {name} was committed: {result['unknown']}"
+        return CheckpointError(text)
+    error = CheckpointError(f"the {name} was not committed: {result['error']}")
+    error.of_another_rank = rank != 0
+    return error
+
+
 def own_error(name: str, rank: int, cause: Exception) -> CheckpointError:
     """The error of a save that this rank could not carry out. Only rank 0 commits: it knows that it
     did not, and the other ranks cannot know without the store.
@@ -63,9 +71,16 @@ def own_error(name: str, rank: int, cause: Exception) -> CheckpointError:
         drop_tracebacks(cause)
     if isinstance(cause, CheckpointError):
         return cause
-    text = f"the {name} failed: {describe(cause)}"
     if isinstance(cause, StoreError) and rank != 0:
-        text = f"it is not known whether the {name} was committed: {describe(cause)}"
-    error = CheckpointError(text)
+        error = error_of_commit(name, {"unknown": describe(cause)}, rank)
+    else:
+        error = CheckpointError(f"the {name} failed: {describe(cause)}")
     error.__cause__ = cause
     return error
+
+
+def is_due_to_restart(error: Exception) -> bool:
+    """Whether a save has ended without a fault of its own: it was dropped, or the store was lost.
+    Such an error is raised if the caller continues, but not logged.
+    """
+    return isinstance(error, SaveCancelled) or isinstance(error.__cause__, StoreError)

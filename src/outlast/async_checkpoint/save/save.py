@@ -23,33 +23,36 @@ from typing import Any
 from outlast.async_checkpoint.finite import not_finite_in
 from outlast.async_checkpoint.handle import SaveHandle
 from outlast.async_checkpoint.observers import notify
-from outlast.async_checkpoint.save.catalog import Catalog
-from outlast.async_checkpoint.save.commit import commit_checkpoint, remove_files
-from outlast.async_checkpoint.save.failures import ABORTED, error_of, failure_from, save_name
+from outlast.async_checkpoint.save.failures import (
+    ABORTED,
+    error_of,
+    error_of_commit,
+    failure_from,
+)
 from outlast.async_checkpoint.save.folder_session import FolderSession
 from outlast.async_checkpoint.save.round import SaveRound
-from outlast.async_checkpoint.save.structures import Structures
+from outlast.async_checkpoint.save.structures import METADATA, Catalog, Structures
 from outlast.async_checkpoint.snapshot.buffers import NoFreeBuffer
 from outlast.async_checkpoint.snapshot.snapshot import Snapshot, Snapshotter
 from outlast.async_checkpoint.snapshot.structure import Structure, values_file
 from outlast.async_checkpoint.state_dict.tree import signature_and_leaves
-from outlast.async_checkpoint.storage.manifest import Manifest
+from outlast.async_checkpoint.storage.manifest import MANIFEST, Manifest, encode, saved_by
+from outlast.async_checkpoint.writer.client import ProcessFailed
 from outlast.async_checkpoint.writer.handover import SnapshotDescription
 from outlast.async_checkpoint.writer.main import Writer
 from outlast.async_checkpoint.writer.write_files import Dropped
 from outlast.coordination.call_ledger import CallFailure, CallLedger
-from outlast.errors import CheckpointError, CheckpointTimeout, SaveCancelled, StoreError
+from outlast.errors import CheckpointError, CheckpointTimeout, OutlastError, StoreError
+from outlast.system.error_text import describe
 from outlast.system.tracebacks import drop_tracebacks
+
+_DROPPED = "dropped for all ranks by rank 0, while it was being committed"
 
 
 @dataclasses.dataclass
 class Shared:
-    """What all saves of a checkpointer share.
-
-    Attributes:
-        job: the ids of its saves begin with this.
-        timeout_s: how long each wait may take.
-        aborted: whether all saves are being dropped; set by another thread, once.
+    """What all saves of a checkpointer share. The ids of its saves begin with `job`; each wait may
+    take `timeout_s`. `aborted`: all saves are being dropped; set by another thread, once.
     """
 
     session: FolderSession
@@ -66,6 +69,7 @@ class Save:
 
     Attributes:
         index: of the save in its checkpointer, the same on all ranks.
+        name: in messages; differs between ranks that save different steps.
         finite: the names of tensors whose values must be finite.
         taken: the snapshot, if there is one.
         began, blocked_s: when `Checkpointer.save` was called, and how long training waited.
@@ -81,12 +85,13 @@ class Save:
         began: float,
     ) -> None:
         self.index, self.step, self.metric, self.finite = index, step, metric, finite
-        self.name = save_name(step)
+        self.name = f"save of step {step}"
         self.round = SaveRound(shared.ledger, index, self.name, shared.structures.divide)
         self.handle = SaveHandle(step, self.seal)
         self.taken: Snapshot | None = None
         self.began, self.blocked_s = began, 0.0
         self._shared = shared
+        self._rank = shared.ledger.rank
         self._structure = ""  # the digest of what is saved
         self._catalog: Catalog | None = None  # of a rank alone
 
@@ -98,16 +103,18 @@ class Save:
         Raises:
             CheckpointError: if something cannot be saved, or a wait took too long; names it.
         """
-        shared, session = self._shared, self._shared.session
+        shared, session, structures = self._shared, self._shared.session, self._shared.structures
         signature, leaves = signature_and_leaves(state_dict)
-        structure = shared.structures.known(signature)
+        structure = structures.known(signature)
         if structure is None:
-            self._await(earlier)
-            agree = shared.structures.agree
-            structure = agree(state_dict, signature, self.round, shared.timeout_s)
+            # On rank 0, none of them may use the catalog while it changes.
+            waits_for = earlier if self._rank == 0 and shared.ledger.world_size > 1 else ()
+            if not all(save.handle._await_end(shared.timeout_s) for save in waits_for):
+                raise self._not_begun(earlier)
+            structure = structures.agree(state_dict, signature, self.round, shared.timeout_s)
         self._structure = structure.digest
         if shared.ledger.world_size == 1:
-            self._catalog = shared.structures.catalog  # the next save may replace it
+            self._catalog = structures.catalog  # the next save may replace it
         try:
             buffer = session.pool.take(structure, shared.timeout_s)
         except NoFreeBuffer:
@@ -133,35 +140,28 @@ class Save:
 
     def refuse(self, error: BaseException) -> None:
         """Fails a save that cannot go on, so that the other ranks do not wait for this one."""
-        session, rank = self._shared.session, self._shared.ledger.rank
+        session = self._shared.session
         if self.taken is not None:
             session.pool.give_back(self.taken.buffer, self.taken.turn)
         elif session.copies is not None:
             session.copies.refuse(self.index, self.step, str(error))
         # If the store is out of reach, it is for them too; this rank's error comes first.
         with contextlib.suppress(StoreError):
-            self.round.refuse(failure_from(error, self.index, self.name, rank))
-
-    def _await(self, earlier: Sequence[Save]) -> None:
-        """Waits for the saves before, on rank 0: none may use the catalog while it changes."""
-        if self._shared.ledger.rank == 0 and self._shared.ledger.world_size > 1:
-            for save in earlier:
-                if not save.handle._await_end(self._shared.timeout_s):
-                    raise self._not_begun(earlier)
+            self.round.refuse(failure_from(error, self.index, self.name, self._rank))
 
     def _not_begun(self, earlier: Sequence[Save]) -> CheckpointTimeout:
         """The error of a save that cannot begin, because earlier ones use all buffers."""
         shared, steps = self._shared, ", ".join(str(save.step) for save in earlier)
         return CheckpointTimeout(
-            f"the {self.name} could not begin: rank {shared.ledger.rank} waited "
-            f"{shared.timeout_s:g} s for a free snapshot buffer while step {steps} was being "
-            f"written to {shared.session.url} (the disk may not respond)"
+            f"the {self.name} could not begin: rank {self._rank} waited {shared.timeout_s:g} s for "
+            f"a free snapshot buffer while step {steps} was being written to {shared.session.url} "
+            "(the disk may not respond)"
         )
 
     def _describe(
         self, structure: Structure, values: bytes, places: list[list[int]]
     ) -> SnapshotDescription:
-        session, ledger = self._shared.session, self._shared.ledger
+        session, world_size = self._shared.session, self._shared.ledger.world_size
         save_id = f"{self._shared.job}{self.index:08x}"
         working, final = session.storage.names_for(self.step, save_id)
         return {
@@ -169,14 +169,14 @@ class Save:
             "number": self.index,
             "save_id": save_id,
             "folder_id": session.identity,
-            "rank": ledger.rank,
-            "world_size": ledger.world_size,
+            "rank": self._rank,
+            "world_size": world_size,
             "working": working,
             "final": final,
             "layout": structure.layout.files,
-            "values": values_file(ledger.rank) if values else "",
+            "values": values_file(self._rank) if values else "",
             "places": places,
-            "socket": str(session.socket_path(ledger.rank, ledger.world_size)),
+            "socket": str(session.socket_path(self._rank, world_size)),
         }
 
     # ------------------------------------------------------------- on the thread of the saves
@@ -195,7 +195,7 @@ class Save:
             raise
         except Exception as e:  # noqa: BLE001 - every rank must know of any error
             late = isinstance(e, CheckpointTimeout)
-            outcome = failure_from(e, self.index, self.name, shared.ledger.rank)
+            outcome = failure_from(e, self.index, self.name, self._rank)
             if shared.aborted:  # whatever this is, the abort caused it: it kills the writer
                 outcome = self.round.failure(ABORTED)
             drop_tracebacks(e)  # it may stay in the snapshot: see `own_error`
@@ -204,11 +204,11 @@ class Save:
             return self.commit()
         # Rank 0 does it for all; but a rank that was at another save has its own folder.
         # A disk that did not respond is not asked again: the next job removes what is there.
-        if not late and (shared.ledger.rank == 0 or failure.name != self.name):
-            remove_files(shared.session, self._snapshot.description)
+        if not late and (self._rank == 0 or failure.name != self.name):
+            self._remove_files()
         with contextlib.suppress(StoreError):  # another rank may have restarted already
             self.round.forget()
-        raise error_of(failure, shared.ledger.rank, late)
+        raise error_of(failure, self._rank, late)
 
     def write(self) -> str:
         """Makes this rank's files durable; returns its record, which rank 0 needs for the
@@ -217,7 +217,7 @@ class Save:
         snapshot, writer = self._snapshot, self._shared.session.writer
         description = snapshot.description
         try:
-            with writer.exclusive:  # no `BeginSave` of another checkpointer in between
+            with writer.exclusive:  # no `begin_save` of another checkpointer in between
                 writer.begin_save()
                 if self._shared.aborted:
                     raise Dropped
@@ -253,10 +253,8 @@ class Save:
         """
         shared = self._shared
         manifest: Manifest | None = None
-        if shared.ledger.rank == 0:
-            manifest, result = commit_checkpoint(
-                shared.session, self._snapshot.description, self._manifest, lambda: shared.aborted
-            )
+        if self._rank == 0:
+            manifest, result = self._publish()
             try:
                 self.round.conclude(result)
             except StoreError:
@@ -270,21 +268,82 @@ class Save:
             result = self.round.await_conclusion(shared.timeout_s)
         with contextlib.suppress(StoreError):  # the store is gone, and its keys with it
             self.round.forget()
-        if "dropped" in result:
-            raise SaveCancelled(f"the {self.name} was {result['dropped']}")
-        if "unknown" in result:
-            text = f"it is not known whether the {self.name} was committed: {result['unknown']}"
-            raise CheckpointError(text)
-        if "error" in result:
-            error = CheckpointError(f"the {self.name} was not committed: {result['error']}")
-            error.of_another_rank = shared.ledger.rank != 0
-            raise error
+        if "size_bytes" not in result:
+            raise error_of_commit(self.name, result, self._rank)
         return int(result["size_bytes"]), manifest
 
-    def _manifest(self) -> tuple[Manifest, bytes]:
-        catalog = self._catalog or self._shared.structures.catalog
-        save_id = self._snapshot.save_id
-        return catalog.manifest(self.round.records(), self.step, save_id, self.metric)
+    def _publish(self) -> tuple[Manifest | None, dict[str, Any]]:
+        """Writes the manifest and renames the folder. Returns the manifest, if the checkpoint is
+        committed, and the result for the other ranks: the `size_bytes` of the checkpoint, or why it
+        is not committed (`error`, `dropped`), or may not be (`unknown`).
+        """
+        session, snapshot = self._shared.session, self._snapshot.description
+        manifest: Manifest | None = None
+        try:
+            catalog = self._catalog or self._shared.structures.catalog
+            manifest, metadata = catalog.manifest(
+                self.round.records(), self.step, snapshot["save_id"], self.metric
+            )
+            content = encode(manifest)
+            session.writer.request(
+                Writer.commit,
+                working=snapshot["working"],
+                final=snapshot["final"],
+                files=[(METADATA, len(metadata)), (MANIFEST, len(content))],
+                blob=metadata + content,
+                writer=session.credentials.writer,
+                lease=session.credentials.lease,
+            )
+        except Exception as e:  # noqa: BLE001 - the other ranks wait for the result
+            why = str(e) if isinstance(e, OutlastError) and str(e) else describe(e)
+            try:
+                committed = manifest is not None and self._is_committed(e)
+            except (OutlastError, OSError, Dropped) as unknown:
+                if self._shared.aborted and not self._is_visible():
+                    return None, {"dropped": _DROPPED}  # its writer has ended, and renames nothing
+                # Nothing is removed: what is visible now may be gone after a power failure, and
+                # then the checkpoint that it replaced counts again.
+                also = "" if unknown is e else f"; and then {describe(unknown)}"
+                return None, {"unknown": f"rank 0: {why}{also}"}
+            if manifest is None or not committed:
+                self._remove_files()
+                if self._shared.aborted:
+                    return None, {"dropped": _DROPPED}
+                return None, {"error": f"rank 0 could not commit it: {why}"}
+        return manifest, {"size_bytes": manifest.size_bytes}
+
+    def _is_committed(self, error: Exception) -> bool:
+        """Whether the save is committed although the commit has failed with `error`: the writer may
+        have been killed between the rename and its answer, or the disk may have failed only then.
+        It is durable if so.
+
+        Raises:
+            CheckpointError: if that cannot be known. A disk that does not respond is not asked.
+        """
+        if isinstance(error, CheckpointTimeout):
+            raise error
+        snapshot = self._snapshot.description
+        return self._shared.session.writer.request(
+            Writer.settle_commit,
+            working=snapshot["working"],
+            final=snapshot["final"],
+            save_id=snapshot["save_id"],
+        )
+
+    def _is_visible(self) -> bool:
+        """Whether a restore may load the save, after its writer has ended."""
+        snapshot = self._snapshot.description
+        try:
+            storage = self._shared.session.storage
+            return saved_by(storage, snapshot["final"]) == snapshot["save_id"]
+        except (CheckpointError, OSError):
+            return True
+
+    def _remove_files(self) -> None:
+        """Removes the files of a save that failed. If that fails too, the next job does it."""
+        folder = self._snapshot.description["working"]
+        with contextlib.suppress(ProcessFailed, Dropped):
+            self._shared.session.writer.request(Writer.remove_folders, folders=[folder])
 
     @property
     def _snapshot(self) -> Snapshot:

@@ -202,7 +202,7 @@ class Saves:
         Can be called again, because an interrupt may have cut it short.
         """
         self.shared.aborted = True
-        self._outcomes.abandon()
+        self._outcomes.abandoned.set()
         pending = self.pending
         for save in pending:
             if save.taken is not None:

@@ -1,0 +1,341 @@
+"""The processes that run background calls: a fork for each call, or one worker for all of them.
+
+A fork has a copy-on-write copy of everything, so closures work and nothing is pickled. It cannot
+use CUDA (move tensors to the CPU first), and has neither the parent's threads nor its network
+connections. Those are replaced in the child: two processes cannot use one connection, and a copy in
+the child would keep a connection, or the port of a store, open after the parent has closed it,
+while peers wait for it to close. The child reports in an in-memory file, not a pipe: it never waits
+for a reader, a surviving grandchild does not delay the end, and the report is complete when the
+pidfd signals the end of the child. It exits by `os._exit`, so that it does not run the parent's
+exit handlers.
+
+A worker (`worker_main.py`) runs one call at a time; the others wait here. So a worker that dies
+fails one call, and the others go to the next worker. The pickle is written to an in-memory file
+whose descriptor is sent to the worker: the parent does not wait for the worker to read it, and
+there is only one copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pickle
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from outlast.async_checkpoint.calls.request import name_of
+from outlast.system.background_process import BackgroundProcess, start_process
+from outlast.system.error_text import describe, exit_text, traceback_text
+from outlast.system.fork import flush_streams, fork_detached
+from outlast.system.processes import end_with_parent, lower_priority, reap, send_signal
+from outlast.system.sockets import replace_tcp_sockets
+from outlast.system.waiting import readable
+
+importing_main = False
+"""Whether the parent's program is being imported in this process, a worker."""
+
+_WORKER = "outlast.async_checkpoint.calls.worker_main"
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a call ended in this rank's background process. `cause` is one line, or `None` if the
+    call succeeded.
+    """
+
+    cause: str | None = None
+    traceback: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException, what: str = "") -> Outcome:
+        return cls(f"{what}{describe(error)}", traceback_text(error))
+
+    @classmethod
+    def of_lost(cls, exit_code: int) -> Outcome:
+        """The outcome of a call whose process ended without reporting one. That is never success:
+        `os._exit(0)` in the middle of a save also ends with code 0.
+        """
+        if exit_code >= 0:
+            how = f"its process ended with exit code {exit_code}, in the middle of the call"
+            return cls(how)
+        return cls(f"its process {exit_text(exit_code)}")
+
+    def encode(self) -> bytes:
+        return json.dumps([self.cause, self.traceback]).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Outcome:
+        """The inverse of `encode`; raises `ValueError` for other data."""
+        cause, traceback = json.loads(data)
+        return cls(cause, traceback)
+
+
+class Runner(Protocol):
+    """Runs calls in the background. One thread at a time may use it."""
+
+    def start(
+        self, index: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Starts call `index`, or queues it. The call sees the arguments as they are when this
+        returns, even if they change later.
+
+        Raises:
+            TypeError: if the function cannot be sent to another process; names it.
+            OSError: if the system cannot start another process.
+        """
+
+    def descriptors(self) -> list[int]:
+        """The descriptors to wait on: one is readable when there is something to `collect`."""
+
+    def collect(self) -> list[tuple[int, Outcome]]:
+        """The calls that have ended since this was last called. Does not wait."""
+
+    def kill(self) -> None:
+        """Kills all running calls. Does not wait; their outcomes can be collected."""
+
+    def close(self) -> None:
+        """Kills and reaps all processes, and releases their resources."""
+
+
+def run_here(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
+    """Runs in the background process: calls the function and returns the outcome."""
+    try:
+        fn(*args, **kwargs)
+    except SystemExit as e:
+        # As for a program: `None` and 0 mean success, a number is a code, all else a message.
+        if e.code is not None and e.code != 0:
+            return Outcome(f"it exited with code {e.code}", traceback_text(e))
+    except BaseException as e:  # noqa: BLE001 - reported to the parent process
+        return Outcome.of(e)
+    return Outcome()
+
+
+def _await_copies() -> None:
+    """Waits for pending copies from a GPU (`non_blocking=True`): a snapshot of their target must
+    not contain half a tensor.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+class ForkRunner:
+    """A `Runner` that forks for every call, so calls run in parallel."""
+
+    def __init__(self, nice: int = 10) -> None:
+        self._nice = nice
+        self._calls: dict[int, tuple[int, int]] = {}  # pidfd, descriptor of the report
+
+    def start(
+        self, index: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        _await_copies()
+        report = os.memfd_create("outlast-report", os.MFD_CLOEXEC)
+        parent, pid = os.getpid(), 0
+        try:
+            pid = fork_detached(
+                lambda: _run_child(lambda: run_here(fn, args, kwargs), parent, report, self._nice),
+                new_session=False,
+            )
+            # Fails with too many open files; or it has ended, in a program that ignores SIGCHLD.
+            self._calls[index] = os.pidfd_open(pid), report
+        except BaseException:
+            os.close(report)
+            if pid:
+                with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+            raise
+
+    def descriptors(self) -> list[int]:
+        return [pidfd for pidfd, _ in self._calls.values()]
+
+    def collect(self) -> list[tuple[int, Outcome]]:
+        ended = readable(*self.descriptors(), timeout=0)
+        over = [index for index, (pidfd, _) in self._calls.items() if pidfd in ended]
+        return [(index, self._take(index)) for index in over]
+
+    def kill(self) -> None:
+        for pidfd in self.descriptors():
+            send_signal(pidfd, signal.SIGKILL)
+
+    def close(self) -> None:
+        self.kill()
+        while self._calls:
+            self._take(next(iter(self._calls)))
+
+    def _take(self, index: int) -> Outcome:
+        """Waits for the end of the process; returns the outcome."""
+        pidfd, report = self._calls.pop(index)
+        code = reap(pidfd)
+        data = os.pread(report, os.fstat(report).st_size, 0)
+        os.close(report)
+        os.close(pidfd)
+        try:
+            outcome = Outcome.decode(data)
+        except ValueError:  # an empty or incomplete report
+            return Outcome.of_lost(code)
+        # The report is the child's last action. Its exit code agrees, unless other code reaped it
+        # first; a signal at the last moment counts as one in the middle of the call.
+        return Outcome.of_lost(code) if code < 0 else outcome
+
+
+def _run_child(body: Callable[[], Outcome], parent: int, report: int, nice: int) -> None:
+    replace_tcp_sockets()
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        # The child lacks the threads of the OpenMP pool. With one thread, torch uses none of them;
+        # with more, the first large operation would wait for them forever.
+        torch.set_num_threads(1)
+    lower_priority(nice, own_session=False)
+    end_with_parent(parent)
+    outcome = body()
+    flush_streams()
+    os.write(report, outcome.encode())
+
+
+class WorkerRunner:
+    """A `Runner` with one persistent process, started at the first call; calls run in sequence."""
+
+    def __init__(self, nice: int = 10) -> None:
+        self._nice = nice
+        self._worker: BackgroundProcess | None = None
+        self._waiting: deque[tuple[int, int]] = deque()  # index, descriptor of the pickle
+        self._running: int | None = None
+        self._hung_up = False  # the channel has closed; the worker is about to end
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._worker is None else self._worker.pid
+
+    def start(
+        self, index: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        if importing_main:
+            raise RuntimeError(
+                "this program is being imported by its own worker: what it does when it is run "
+                'must stand under `if __name__ == "__main__":`'
+            )
+        _await_copies()
+        self._waiting.append((index, _pickled(fn, args, dict(kwargs))))
+        try:
+            self._next()
+        except OSError:
+            os.close(self._waiting.pop()[1])  # the last one: this call
+            raise
+
+    def descriptors(self) -> list[int]:
+        if self._worker is None:
+            return []
+        if self._hung_up:
+            return [self._worker.pidfd]
+        return [self._worker.pidfd, self._worker.channel.fileno()]
+
+    def collect(self) -> list[tuple[int, Outcome]]:
+        outcomes: list[tuple[int, Outcome]] = []
+        while self._worker is not None:
+            outcome = self._outcome_of(self._worker)
+            if outcome is None:
+                break
+            if self._running is not None:
+                outcomes.append((self._running, outcome))
+                self._running = None
+            self._start_next(outcomes)
+        return outcomes
+
+    def kill(self) -> None:
+        while self._waiting:
+            os.close(self._waiting.popleft()[1])
+        if self._worker is not None:
+            self._worker.kill()
+
+    def close(self) -> None:
+        self.kill()
+        self._running, self._hung_up = None, False
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+    def _outcome_of(self, worker: BackgroundProcess) -> Outcome | None:
+        """The outcome that the worker reported, or that its end implies; `None` if none yet."""
+        alive = worker.alive  # read first: a report sent before its end is received below
+        if not self._hung_up and readable(worker.channel.fileno(), timeout=0):
+            try:
+                return Outcome.decode(worker.channel.receive()[0])
+            except EOFError:
+                # The worker is ending, or a call has closed its end of the channel, which ends all
+                # reports. If it is ending already, the kill no longer changes its exit code.
+                self._hung_up = True
+                worker.kill()
+        if alive:
+            return None
+        self._worker, self._hung_up = None, False
+        return Outcome.of_lost(worker.close())
+
+    def _start_next(self, outcomes: list[tuple[int, Outcome]]) -> None:
+        """Hands over the next call; a call for which no worker can be started fails."""
+        while self._waiting and self._running is None and not self._hung_up:
+            try:
+                self._next()
+            except OSError as e:
+                index, descriptor = self._waiting.popleft()
+                os.close(descriptor)
+                outcomes.append((index, Outcome.of(e, "no worker: ")))
+
+    def _next(self) -> None:
+        if self._running is not None or self._hung_up or not self._waiting:
+            return  # `collect` calls this again once the previous call or the worker has ended
+        index, descriptor = self._waiting[0]
+        worker, new = self._worker, self._worker is None
+        if worker is None:
+            worker = start_process(_WORKER, arguments=[str(self._nice)])
+            self._worker = worker
+        try:
+            if new:
+                worker.channel.send(json.dumps(_surroundings()).encode())
+            worker.channel.send(b"", [descriptor])
+        except (BrokenPipeError, ConnectionResetError):
+            # The worker has died. The call goes to the next one; but if this one was new, the call
+            # fails, otherwise workers would be started forever.
+            self._hung_up = True
+            worker.kill()
+            if not new:
+                return
+        os.close(descriptor)
+        self._waiting.popleft()
+        self._running = index
+
+
+def _pickled(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """A descriptor of an in-memory file that holds the call."""
+    descriptor = os.memfd_create("outlast-call", os.MFD_CLOEXEC)
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            pickle.dump((fn, args, kwargs), file, protocol=pickle.HIGHEST_PROTOCOL)
+    except BaseException as e:
+        os.close(descriptor)
+        if isinstance(e, OSError) or not isinstance(e, Exception):
+            raise
+        # Pickle has no single error type for this: a lambda is an AttributeError, a lock a
+        # TypeError, and a method of an object may raise anything.
+        raise TypeError(
+            f"{name_of(fn)} cannot be given to a persistent worker, for it, or an argument, cannot "
+            f"be pickled: {describe(e)}"
+        ) from e
+    return descriptor
+
+
+def _surroundings() -> dict[str, Any]:
+    """What the worker needs to import the modules of this process."""
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    return {
+        "path": [str(entry) for entry in sys.path],
+        "main_name": None if spec is None else spec.name,
+        "main_file": getattr(main, "__file__", None) if spec is None else None,
+    }
