@@ -34,10 +34,10 @@ from outlast.async_checkpoint.peer_copies.arrangement import DEFAULT_BYTES_PER_S
 from outlast.async_checkpoint.restore.from_copies import arrange_copies
 from outlast.async_checkpoint.restore.restorer import Restorer
 from outlast.async_checkpoint.retention import Retention
-from outlast.async_checkpoint.save.failures import is_due_to_restart
 from outlast.async_checkpoint.save.folder_session import check_unused, session_for
+from outlast.async_checkpoint.save.round import is_due_to_restart
 from outlast.async_checkpoint.save.saves import Saves
-from outlast.async_checkpoint.snapshot.overlap_argument import optimizers_of
+from outlast.async_checkpoint.snapshot.overlapped_copy import optimizers_of
 from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.directory import CheckpointInfo
 from outlast.coordination import restarts

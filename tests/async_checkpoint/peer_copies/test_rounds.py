@@ -37,6 +37,11 @@ class Snapshot:
     buffer: SnapshotBuffer
     sealed: threading.Event
     error: CheckpointError | None = None
+    size_bytes = SIZE
+
+    @property
+    def save_id(self) -> str:
+        return self.description["save_id"]
 
 
 class Rank:
@@ -53,7 +58,7 @@ class Rank:
         self.pool.grow(1, spare=1)
         for buffer in self.pool.buffers:
             buffer.memory = SharedMemory(SIZE)
-            buffer.structure = cast(Any, SimpleNamespace(index=b"{}"))
+            buffer.structure = cast(Any, SimpleNamespace(index="{}"))
         self.events: list[Event] = []
         self._changed = threading.Condition()
         ledger = CallLedger(store, "copies", rank, 2)

@@ -47,8 +47,8 @@ NOT_DURABLE = {
     "a small file's": ("storage.local", "LocalStorage.put", "os.fsync(file.fileno())", "pass"),
     "the names of files": (
         "writer.main",
-        "Writer._commit",
-        "self.storage.sync(request.working)\n    replaced",
+        "Writer.commit",
+        "self.storage.sync(working)\n    replaced",
         "replaced",
     ),
     "the name of the folder": (

@@ -424,7 +424,7 @@ def test_an_interrupted_wait_for_the_copy_is_repeated(
     assert over.wait(60)
     calling.join()
     assert save.taken.copy is not None
-    assert save.taken.copy.copied
+    assert save.taken.copy._ended.is_set()
     checkpointer.abort()
     with Checkpointer(tmp_path):
         pass

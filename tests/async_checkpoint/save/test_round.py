@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from outlast.async_checkpoint.save.failures import ABORTED
-from outlast.async_checkpoint.save.round import SaveRound
+from outlast.async_checkpoint.save.round import ABORTED, SaveRound
 from outlast.coordination import MemoryStore
 from outlast.coordination.call_ledger import CallFailure, CallLedger
 from outlast.errors import CheckpointError, CheckpointTimeout

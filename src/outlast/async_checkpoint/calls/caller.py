@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from outlast.async_checkpoint.calls.request import name_of
-from outlast.async_checkpoint.calls.runners import ForkRunner, Outcome, Runner, WorkerRunner
-from outlast.coordination.call_ledger import CallFailure
+from outlast.async_checkpoint.calls.queue import AsyncCallsQueue
+from outlast.async_checkpoint.calls.request import AsyncRequest, name_of
+from outlast.coordination import MemoryStore
+from outlast.coordination.call_ledger import CallLedger
 from outlast.coordination.collectives import least, raise_together, rank_of
-from outlast.system.waiting import readable
+from outlast.errors import AsyncCallError
 
 __all__ = ["DistributedAsyncCaller"]
 
@@ -30,12 +31,11 @@ class DistributedAsyncCaller:
 
     def __init__(self, persistent: bool = False, group: Any = None, *, nice: int = 10) -> None:
         self._group = group
-        self._runner: Runner = WorkerRunner(nice) if persistent else ForkRunner(nice)
-        self._index = -1
-        self._name = ""
-        self._running = False
+        self._options: dict[str, Any] = {"persistent": persistent, "nice": nice}
+        self._queue: AsyncCallsQueue | None = None  # of this rank alone
+        self._index, self._name = -1, ""
         self._open = False  # whether the outcome of a call is still to be returned
-        self._outcome = Outcome()
+        self._error: AsyncCallError | None = None
 
     def schedule_async_call(
         self,
@@ -52,12 +52,16 @@ class DistributedAsyncCaller:
         """
         if self._open:
             raise RuntimeError(f"{self._name} still runs, or was never asked whether it is done")
+        if self._queue is None:
+            self._queue = AsyncCallsQueue(**self._options)
+            self._queue._ledger = CallLedger(MemoryStore(), "caller", rank_of(self._group), 1)
         self._index += 1
-        self._name = name_of(async_fn)
-        self._outcome = Outcome()
         if async_fn is not None:
-            self._runner.start(self._index, async_fn, save_args, save_kwargs)
-            self._running = self._open = True
+            self._name = name_of(async_fn)
+            self._queue.schedule_async_request(
+                AsyncRequest(async_fn, save_args, [], dict(save_kwargs))
+            )
+            self._open = True
 
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = True) -> bool:
         """Whether the call has succeeded. True before the first one.
@@ -71,38 +75,31 @@ class DistributedAsyncCaller:
             AsyncCallError: if the call has failed; with `no_dist=False`, if it has failed on any
                 rank, and then on all ranks. Raised once; the next call can then be scheduled.
         """
-        ended = self._look(blocking)
-        if not no_dist and not least(int(ended), self._group):
-            return False
+        ended = True
+        if self._queue is not None:
+            try:
+                self._queue.maybe_finalize_async_calls(blocking)
+            except AsyncCallError as e:
+                self._error = e
+            ended = self._queue.get_num_unfinalized_calls() == 0
+        if not no_dist:
+            ended = bool(least(int(ended), self._group))
         if not ended:
             return False
         self._open = False
-        outcome, self._outcome = self._outcome, Outcome()
-        error = None
-        rank = rank_of(self._group)
-        if outcome.cause is not None:
-            failure = CallFailure.here(
-                self._index, self._name, rank, outcome.cause, outcome.traceback
-            )
-            error = failure.to_error()
+        error, self._error = self._error, None
         if not no_dist:
-            raise_together(error, f"background call {self._index} failed", rank, self._group)
+            what = f"background call {self._index} failed"
+            raise_together(error, what, rank_of(self._group), self._group)
         elif error is not None:
             raise error
         return True
 
     def close(self) -> None:
         """Kills the process, if there is one, and releases its resources."""
-        self._runner.close()
-        self._running = self._open = False
-
-    def _look(self, blocking: bool) -> bool:
-        while self._running:
-            for index, outcome in self._runner.collect():
-                if index == self._index:
-                    self._outcome = outcome
-                    self._running = False
-            if not self._running or not blocking:
-                break
-            readable(*self._runner.descriptors())
-        return not self._running
+        queue, self._queue, self._open = self._queue, None, False
+        if queue is not None:
+            reporter = queue._reporter
+            queue.abort()
+            if reporter is not None:
+                reporter.join()

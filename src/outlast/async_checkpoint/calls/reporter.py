@@ -45,7 +45,6 @@ class Verdicts:
         self._error: OutlastError | None = None
 
     def look(self, index: int) -> Verdict | None:
-        """The verdict, or `None` while there is none."""
         self._raise()
         if index not in self._known:
             verdict = self._ledger.verdict(index)

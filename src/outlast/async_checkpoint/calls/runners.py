@@ -170,7 +170,6 @@ class ForkRunner:
             self._take(next(iter(self._calls)))
 
     def _take(self, index: int) -> Outcome:
-        """Waits for the end of the process; returns the outcome."""
         pidfd, report = self._calls.pop(index)
         code = reap(pidfd)
         data = os.pread(report, os.fstat(report).st_size, 0)
@@ -331,7 +330,6 @@ def _pickled(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _surroundings() -> dict[str, Any]:
-    """What the worker needs to import the modules of this process."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
     return {

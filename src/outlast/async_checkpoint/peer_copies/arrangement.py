@@ -44,17 +44,12 @@ class Place:
 
     @classmethod
     def here(cls) -> Place:
-        """The place of this process."""
         host = host_name()
         return cls(host, failure_domain() or host)
 
 
 def holders(places: Sequence[Place]) -> list[int] | None:
-    """The rank that holds the copies of each rank; `None` if all ranks are in one failure domain.
-
-    Raises:
-        ValueError: if a host is in two failure domains.
-    """
+    """The rank that holds the copies of each rank; `None` if there is only one failure domain."""
     domain_of: dict[str, tuple[str, int]] = {}
     ranks_in: dict[str, list[int]] = {}
     for rank, place in enumerate(places):
@@ -131,11 +126,7 @@ class KeeperClient(ProcessClient):
         self._arranged = self.begin(Keeper.arrange, **self._arrangement)
 
     def port(self) -> int:
-        """The port at which the keeper listens.
-
-        Raises:
-            CheckpointError: if it cannot.
-        """
+        """The port at which the keeper listens."""
         assert self._arrangement is not None
         assert self._arranged is not None
         if self._process is None and self._arranged.done:
@@ -193,11 +184,7 @@ class Arrangement:
     def begin(
         cls, keeper: KeeperClient, ledger: CallLedger, hosts: list[str], bytes_per_s: float
     ) -> Arrangement:
-        """Agrees on the token, and starts the keeper; does not wait for it.
-
-        Raises:
-            CheckpointError: if this host's address is unknown.
-        """
+        """Agrees on the token, and starts the keeper; does not wait for it."""
         # Whoever can read the job's store sees what was agreed. In a job with a secret that is not
         # enough: the token depends on a key as well, which only the workers of the job have.
         token = ledger.agree("token", secrets.token_hex(32))

@@ -47,12 +47,7 @@ class Connection:
 
     @classmethod
     def open(cls, address: str, port: int, token: str) -> Connection:
-        """Connects to a keeper.
-
-        Raises:
-            OSError: if it cannot be reached.
-            ConnectionRefused: if the other end does not know the token.
-        """
+        """Connects to a keeper."""
         sock = socket.create_connection((address, port), timeout=_CONNECT_S)
         try:
             _mark_as_background(sock)
@@ -72,12 +67,7 @@ class Connection:
 
     @classmethod
     def accept(cls, sock: socket.socket, token: str) -> Connection:
-        """The other side of `open`.
-
-        Raises:
-            OSError, EOFError: if the other end is gone or silent.
-            ConnectionRefused: if it does not know the token.
-        """
+        """The other side of `open`."""
         _mark_as_background(sock)
         deadline = time.monotonic() + _HANDSHAKE_S
         sock.settimeout(_HANDSHAKE_S)
@@ -91,17 +81,11 @@ class Connection:
         return cls(sock)
 
     def send_frame(self, content: dict[str, Any]) -> None:
-        """Sends a JSON object."""
         data = json.dumps(content, separators=(",", ":")).encode()
         self._socket.sendall(_LENGTH.pack(len(data)) + data)
 
     def receive_frame(self) -> dict[str, Any]:
-        """Receives a JSON object.
-
-        Raises:
-            EOFError: if the other end is gone.
-            ValueError: if it is not a JSON object.
-        """
+        """Receives a JSON object."""
         (length,) = _LENGTH.unpack(_receive(self._socket, _LENGTH.size))
         if length > _MAX_FRAME_BYTES:
             raise ValueError(f"a frame of {length} bytes")
@@ -111,7 +95,6 @@ class Connection:
         return found
 
     def send(self, data: memoryview) -> None:
-        """Sends raw bytes."""
         self._socket.sendall(data)
 
     def receive_into(self, buffer: memoryview) -> None:
@@ -124,7 +107,6 @@ class Connection:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Releases the socket."""
         self._socket.close()
 
 

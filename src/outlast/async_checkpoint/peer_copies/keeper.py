@@ -73,7 +73,6 @@ class Keeper(Service):
         ).start()
 
     def explain(self, error: Exception) -> str:
-        """See `Service.explain`."""
         return str(error) if isinstance(error, CheckpointError) else describe(error)
 
     def snapshots(self) -> list[StoredSnapshot]:
@@ -128,15 +127,12 @@ class Keeper(Service):
             memory.close()
 
     def keep_only(self, save_id: str) -> None:
-        """Releases all copies except those of this save; without one, all."""
         self.copies.keep_only(save_id)
 
     def describe_copies(self) -> list[SnapshotDescription]:
-        """The copies that the keeper holds."""
         return [stored.description for stored in self.copies.all()]
 
     def hold(self, stored: StoredSnapshot) -> None:
-        """Holds a complete copy."""
         self.copies.add(stored)
         self.announce(self._socket)
 
@@ -160,12 +156,10 @@ class HeldCopies:
             return list(self._copies.values())
 
     def find(self, save_id: str, rank: int) -> StoredSnapshot | None:
-        """The copy of a rank's snapshot of a save."""
         with self._lock:
             return self._copies.get((save_id, rank))
 
     def add(self, stored: StoredSnapshot) -> None:
-        """Adds a complete copy; it replaces one of the same save and rank."""
         with self._lock:
             before = self._copies.pop(_key(stored), None)
             self._copies[_key(stored)] = stored
@@ -173,7 +167,6 @@ class HeldCopies:
             before.memory.close()
 
     def keep_only(self, save_id: str) -> None:
-        """Releases the copies of other saves."""
         self._release([each for each in self.all() if each.description["save_id"] != save_id])
 
     def make_room(self, rank: int, folder_id: str) -> None:
@@ -225,7 +218,6 @@ class CopyServer:
             connection.cut()
 
     def close(self) -> None:
-        """Stops listening."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # ends the wait in `accept`
         self._listener.close()

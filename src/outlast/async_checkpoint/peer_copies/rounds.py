@@ -25,6 +25,8 @@ import json
 import logging
 import queue
 import threading
+from collections.abc import Callable
+from functools import partial
 
 from outlast.async_checkpoint.peer_copies.arrangement import Arrangement
 from outlast.async_checkpoint.peer_copies.keeper import Keeper
@@ -110,59 +112,94 @@ class CopyRounds:
 
     def _claim_end(self) -> None:
         index = self._current
-        with contextlib.suppress(StoreError):
-            if index >= 0:  # so that no rank waits for this one
-                self._ledger.fail(2 * index, self._failure(index, _CLOSED))
-                self._ledger.fail(2 * index + 1, self._failure(index, _CLOSED))
+        if index >= 0:  # so that no rank waits for this one
+            with contextlib.suppress(StoreError):
+                for call in (2 * index, 2 * index + 1):
+                    self._ledger.fail(call, self._failure(index, _CLOSED))
 
     # ------------------------------------------------------------------- on the rounds' thread
 
     def _run(self) -> None:
         with contextlib.suppress(StoreError):  # the iteration is over, and its store is gone
-            while (this := self._queue.get()) is not None:
-                self._current = this.index
+            while (current := self._queue.get()) is not None:
+                self._current = current.index
                 if self._closed:  # `close` may have looked before this round began
                     self._claim_end()
                 try:
                     began = self._emitter.clock.now()
-                    skipped = self._take_part(this)
+                    skipped = self._take_part(current)
                 finally:
                     self._current = -1
-                    if this.snapshot is not None:
-                        self._pool.unreserve(this.snapshot.buffer, this.snapshot)
+                    if current.snapshot is not None:
+                        self._pool.unreserve(current.snapshot.buffer, current.snapshot)
                         self._busy = ""
                 # Last: a save that follows the event is copied.
-                self._report(this, skipped, self._emitter.clock.now() - began)
+                self._report(current, skipped, self._emitter.clock.now() - began)
 
-    def _take_part(self, this: _Round) -> CallFailure | None:
+    def _take_part(self, current: _Round) -> CallFailure | None:
         """Returns `None` once the copies of all ranks are complete, or why they are not."""
-        skipped = self._await_all(this)
+        ready, complete = 2 * current.index, 2 * current.index + 1
+        skipped = self._finish(ready, current, partial(self._get_ready, current))
         if skipped is None:
-            assert this.snapshot is not None
-            failure = self._copy(this, this.snapshot)
-            call = 2 * this.index + 1
-            if failure is None:
-                self._ledger.finish(call)
-            else:
-                self._ledger.fail(call, self._failure(this.index, failure))
-            skipped = self._ledger.await_verdict(call, None).failure
-            self._ledger.forget(call)
+            assert current.snapshot is not None
+            snapshot = current.snapshot
+            skipped = self._finish(complete, current, partial(self._copy, ready, snapshot))
+            self._ledger.forget(complete)
             if not self._closed:  # later, the next checkpointer decides what is kept
                 if skipped is None:
-                    self._pool.overwritten_last = this.snapshot.description["save_id"]
-                    self._keeper.kept = self._pool.overwritten_last
+                    self._pool.overwritten_last = self._keeper.kept = snapshot.save_id
                 self._keeper.keep_only(self._keeper.kept)
-        self._ledger.forget(2 * this.index)
+        self._ledger.forget(ready)
         return skipped
 
-    def _report(self, this: _Round, skipped: CallFailure | None, seconds: float) -> None:
+    def _finish(
+        self, call: int, current: _Round, work: Callable[[], bytes | None]
+    ) -> CallFailure | None:
+        """Reports a call done by `work`, or failed; waits for all ranks; returns why it failed."""
+        try:
+            self._ledger.finish(call, work())
+        except StoreError:
+            raise
+        except Exception as e:  # noqa: BLE001 - the other ranks wait for this one
+            cause = str(e) if isinstance(e, CheckpointError) else describe(e)
+            self._ledger.fail(call, self._failure(current.index, cause))
+        return self._ledger.await_verdict(call, None).failure
+
+    def _get_ready(self, current: _Round) -> bytes:
+        """Waits until this rank can take part; returns the address of its keeper."""
+        if current.snapshot is None:
+            raise CheckpointError(current.refusal)
+        current.snapshot.sealed.wait()
+        if current.snapshot.error is not None:
+            raise current.snapshot.error
+        return json.dumps([self._arranged.address, self._keeper.port()]).encode()
+
+    def _copy(self, ready: int, snapshot: Snapshot) -> None:
+        memory, structure = snapshot.buffer.memory, snapshot.buffer.structure
+        assert memory is not None
+        assert structure is not None
+        try:
+            address, port = json.loads(self._ledger.part(ready, self._holder))
+            self._keeper.begin(
+                Keeper.send_copy,
+                snapshot={**snapshot.description, "index": structure.index},
+                memory=memory,
+                address=address,
+                port=port,
+                blob=snapshot.values,
+            ).result(None)
+        except (CheckpointError, ValueError) as e:
+            host = self._arranged.hosts[self._holder]
+            raise CheckpointError(f"the copy to host {host} failed: {e}") from e
+
+    def _report(self, current: _Round, skipped: CallFailure | None, seconds: float) -> None:
         before, self._skipped_before = self._skipped_before, skipped is not None
         if skipped is None:
-            assert this.snapshot is not None
+            assert current.snapshot is not None
             self._emitter.emit(
                 CopyCompleted(
-                    step=this.step,
-                    own_bytes=_size_of(this.snapshot) + len(this.snapshot.values),
+                    step=current.step,
+                    own_bytes=current.snapshot.size_bytes,
                     seconds=seconds,
                     held_by=self._arranged.hosts[self._holder],
                 )
@@ -174,59 +211,11 @@ class CopyRounds:
             log.log(
                 logging.WARNING if loud else logging.DEBUG,
                 "step %d was not copied to another host's memory: %s",
-                this.step,
+                current.step,
                 cause,
             )
-            self._emitter.emit(CopySkipped(step=this.step, cause=cause))
-
-    def _await_all(self, this: _Round) -> CallFailure | None:
-        """Waits until all ranks are ready; returns why they do not copy."""
-        refusal, snapshot = this.refusal, this.snapshot
-        port = 0
-        if snapshot is not None:
-            snapshot.sealed.wait()
-            try:
-                if snapshot.error is not None:
-                    raise snapshot.error
-                port = self._keeper.port()
-            except Exception as e:  # noqa: BLE001 - the other ranks wait for this one
-                refusal = str(e) if isinstance(e, CheckpointError) else describe(e)
-        call = 2 * this.index
-        if refusal:
-            self._ledger.fail(call, self._failure(this.index, refusal))
-        else:
-            said = json.dumps([self._arranged.address, port])
-            self._ledger.finish(call, said.encode())
-        return self._ledger.await_verdict(call, None).failure
-
-    def _copy(self, this: _Round, snapshot: Snapshot) -> str | None:
-        """Sends this rank's snapshot; returns why that failed."""
-        holder = self._holder
-        host = self._arranged.hosts[holder]
-        try:
-            address, port = json.loads(self._ledger.part(2 * this.index, holder))
-            memory, structure = snapshot.buffer.memory, snapshot.buffer.structure
-            assert memory is not None
-            assert structure is not None
-            self._keeper.begin(
-                Keeper.send_copy,
-                snapshot={**snapshot.description, "index": structure.index.decode()},
-                memory=memory,
-                address=address,
-                port=port,
-                blob=snapshot.values,
-            ).result(None)
-        except StoreError:
-            raise
-        except Exception as e:  # noqa: BLE001 - the other ranks wait for this one
-            cause = str(e) if isinstance(e, CheckpointError) else describe(e)
-            return f"the copy to host {host} failed: {cause}"
-        return None
+            self._emitter.emit(CopySkipped(step=current.step, cause=cause))
 
     def _failure(self, index: int, cause: str) -> CallFailure:
         line = cause.partition("\n")[0]
         return CallFailure.here(index, f"copy {index}", self._ledger.rank, line)
-
-
-def _size_of(snapshot: Snapshot) -> int:
-    return max((at + size for _, at, size in snapshot.description["layout"]), default=0)

@@ -61,7 +61,6 @@ class Transfer:
         self._connection: Connection | None = None
 
     def cancel(self) -> None:
-        """Calls the copy off."""
         with self._lock:
             self._cancelled.set()
             if self._connection is not None:
@@ -70,11 +69,7 @@ class Transfer:
     def send(
         self, to: tuple[str, int], token: str, bytes_per_s: float, stored: StoredSnapshot
     ) -> None:
-        """Sends the snapshot; returns when the other end has verified it.
-
-        Raises:
-            CheckpointError: names the cause.
-        """
+        """Sends the snapshot; returns when the other end has verified it."""
         try:
             connection = Connection.open(*to, token)
             try:
@@ -115,11 +110,7 @@ def _check_accepted(connection: Connection) -> None:
 def fetch_copy(
     host: str, at: tuple[str, int], token: str, save_id: str, rank: int
 ) -> StoredSnapshot:
-    """Fetches the copy of a rank's snapshot from the keeper at this address, on `host`.
-
-    Raises:
-        CheckpointError: if it cannot be fetched, or a byte has changed; names the host.
-    """
+    """Fetches the copy of a rank's snapshot from the keeper at this address, on `host`."""
     where = f"the copy of rank {rank}'s snapshot on host {host}"
     try:
         connection = Connection.open(*at, token)
@@ -167,9 +158,6 @@ def receive_copy(
 ) -> StoredSnapshot:
     """Receives a snapshot of which the other end has sent the description (`check_described`);
     `expected` are its checksums.
-
-    Raises:
-        CheckpointError: if a byte has changed; names the file.
     """
     description: SnapshotDescription = offer["snapshot"]
     memory = SharedMemory(offer["size_bytes"])
@@ -192,11 +180,7 @@ def receive_copy(
 
 
 def check_equal(arrived: Checksums, expected: Mapping[str, Any], where: str) -> None:
-    """Compares checksums.
-
-    Raises:
-        CheckpointError: names the file and the bytes that differ.
-    """
+    """Compares checksums."""
     for name, entry in arrived.items():
         other = expected.get(name)
         if other is None or other["size_bytes"] != entry["size_bytes"]:

@@ -9,8 +9,8 @@ import threading
 from outlast.async_checkpoint.failure_policy import FailurePolicy
 from outlast.async_checkpoint.handle import SaveHandle
 from outlast.async_checkpoint.retention import Retention
-from outlast.async_checkpoint.save.failures import is_due_to_restart
 from outlast.async_checkpoint.save.folder_session import FolderSession
+from outlast.async_checkpoint.save.round import is_due_to_restart
 from outlast.async_checkpoint.save.save import Save
 from outlast.async_checkpoint.storage.directory import list_checkpoints
 from outlast.async_checkpoint.storage.fence import stale

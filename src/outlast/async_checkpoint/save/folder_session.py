@@ -97,7 +97,6 @@ class FolderSession:
             self.writer.keep(kept, str(path))
 
     def keep(self, memory: SharedMemory, path: Path) -> None:
-        """Makes the writer keep this memory; releases what was kept or inherited before."""
         before, self.kept = self.kept, memory
         self.writer.keep(memory, str(path))
         if before is not None and before is not memory:
@@ -105,13 +104,11 @@ class FolderSession:
         self.release_inherited()
 
     def release_inherited(self) -> None:
-        """Releases what a dead process of this rank has left."""
         memory, self.inherited = self.inherited, None
         if memory is not None:
             memory.close()
 
     def unlock(self) -> None:
-        """Releases the folder's lock, if this process holds it."""
         if self.locked:
             self.storage.unlock()
             self.locked = False
@@ -161,12 +158,7 @@ class FolderSession:
 
 
 def check_unused(url: str) -> None:
-    """Checks that no checkpointer of this process is using the folder.
-
-    Raises:
-        ValueError: if there is one that was neither closed nor aborted, and was not made by an
-            iteration that a restart in place has ended.
-    """
+    """Checks that no checkpointer of this process is using the folder."""
     session = _sessions.get(url)
     owner = None if session is None else session.owner
     if owner is not None and owner.in_use:

@@ -1,4 +1,4 @@
-"""The round of one save: what the ranks tell each other about it, through the ledger.
+"""The round of one save: what the ranks tell each other, through the ledger, and their errors.
 
     announce      each rank names the save: ranks that save different steps fail it
     done          each rank reports its files, along a tree of ranks; or it claims a failure
@@ -21,21 +21,97 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from outlast.async_checkpoint.save.failures import error_of, failure_from
+from outlast.async_checkpoint.writer.client import ProcessFailed
+from outlast.async_checkpoint.writer.write_files import Dropped
 from outlast.coordination import KeyTimeout
 from outlast.coordination.call_ledger import CallFailure, CallLedger
-from outlast.errors import AsyncCallError, CheckpointTimeout, StoreError
+from outlast.errors import (
+    AsyncCallError,
+    CheckpointError,
+    CheckpointTimeout,
+    OutlastError,
+    SaveCancelled,
+    StoreError,
+)
+from outlast.system.error_text import describe
+from outlast.system.tracebacks import drop_tracebacks
 from outlast.system.waiting import ThreadedWait
 
+ABORTED = "aborted: it was dropped for all ranks"
+"""The cause of the failure of a save that a rank dropped (`Saves.abort`)."""
 _CHANGED = "the structure of the state has changed"
 
 Divide = Callable[[Sequence[bytes]], dict[str, Any]]
 """Divides the parts that ranks have sent; the answer for them. A `CheckpointError` if that cannot
 be done.
 """
+
+
+def failure_from(error: BaseException, index: int, name: str, rank: int) -> CallFailure:
+    """The failure of this rank by this error."""
+    if isinstance(error, Dropped | SaveCancelled):
+        return CallFailure.here(index, name, rank, ABORTED)
+    if isinstance(error, OutlastError):
+        traceback = error.remote_traceback if isinstance(error, ProcessFailed) else ""
+        return CallFailure.here(index, name, rank, str(error) or describe(error), traceback)
+    return CallFailure.of(error, index, name, rank)
+
+
+def error_of(failure: CallFailure, rank: int, late: bool = False) -> CheckpointError:
+    """The error that every rank raises when one has failed or dropped the save; `rank` is this one,
+    and `late` if a wait of it took too long.
+    """
+    if failure.cause == ABORTED:
+        return SaveCancelled(
+            f"the {failure.name} was dropped for all ranks by rank {failure.rank} on {failure.host}"
+        )
+    text = f"the {failure.name} failed on rank {failure.rank} on {failure.host}: {failure.cause}"
+    kind = CheckpointTimeout if late else CheckpointError
+    error = kind(f"{text}\n{failure.traceback.rstrip()}" if failure.traceback else text)
+    error.of_another_rank = failure.rank != rank
+    return error
+
+
+def error_of_commit(name: str, result: Mapping[str, Any], rank: int) -> CheckpointError:
+    """The error that every rank raises when rank 0 has told this result of the commit."""
+    if "dropped" in result:
+        return SaveCancelled(f"the {name} was {result['dropped']}")
+    if "unknown" in result:
+        text = f"it is not known whether the {name} was committed: {result['unknown']}"
+        return CheckpointError(text)
+    error = CheckpointError(f"the {name} was not committed: {result['error']}")
+    error.of_another_rank = rank != 0
+    return error
+
+
+def own_error(name: str, rank: int, cause: Exception) -> CheckpointError:
+    """The error of a save that this rank could not carry out. Only rank 0 commits: it knows that it
+    did not, and the other ranks cannot know without the store.
+
+    Its text says where it comes from. The frames of its traceback hold the save, whose handle holds
+    the error: until Python collected that cycle, it would keep the memory of the iteration and its
+    connections to the store. So only a bug, whose text may not be enough, keeps its traceback.
+    """
+    if isinstance(cause, OutlastError):
+        drop_tracebacks(cause)
+    if isinstance(cause, CheckpointError):
+        return cause
+    if isinstance(cause, StoreError) and rank != 0:
+        error = error_of_commit(name, {"unknown": describe(cause)}, rank)
+    else:
+        error = CheckpointError(f"the {name} failed: {describe(cause)}")
+    error.__cause__ = cause
+    return error
+
+
+def is_due_to_restart(error: Exception) -> bool:
+    """Whether a save has ended without a fault of its own: it was dropped, or the store was lost.
+    Such an error is raised if the caller continues, but not logged.
+    """
+    return isinstance(error, SaveCancelled) or isinstance(error.__cause__, StoreError)
 
 
 class SaveRound:
@@ -55,7 +131,6 @@ class SaveRound:
         self._listening: ThreadedWait[CallFailure | None] | None = None
 
     def failure(self, cause: str) -> CallFailure:
-        """A failure of this rank."""
         return CallFailure.here(self.index, self.name, self.rank, cause)
 
     # ------------------------------------------------------------ a structure that is new here
@@ -63,9 +138,6 @@ class SaveRound:
     def agree(self, parts: bytes, timeout_s: float) -> dict[str, Any]:
         """Makes all ranks agree, on the training thread: sends this rank's new parts, and returns
         the shares.
-
-        Raises:
-            CheckpointError: if the ranks cannot agree, or the save has failed on another rank.
         """
         with contextlib.suppress(AsyncCallError):  # it has failed the save
             self._ledger.announce(self._first, self.name)
@@ -156,11 +228,9 @@ class SaveRound:
         return self.failure(f"not all ranks had written their parts within {timeout_s:g} s")
 
     def records(self) -> list[bytes]:
-        """The records of all ranks, once all are done."""
         return self._ledger.parts(self._call)
 
     def conclude(self, result: dict[str, Any]) -> None:
-        """Tells the other ranks the result, on rank 0."""
         self._ledger.conclude(self._call, json.dumps(result).encode())
 
     def await_conclusion(self, timeout_s: float) -> dict[str, Any]:
@@ -206,10 +276,8 @@ class SaveRound:
             self._conclude_agreement(failure)  # the other ranks wait for it
 
     def _note(self, failure: CallFailure | None) -> CallFailure | None:
-        """Notes whether the first call has ended because of a new structure."""
         self._changed = failure is not None and failure.name == _CHANGED
         return failure
 
     def _verdict(self, call: int) -> CallFailure | None:
-        """Waits for the verdict of a call: `None`, or the failure."""
         return self._ledger.await_verdict(call, None).failure

@@ -23,14 +23,14 @@ from typing import Any
 from outlast.async_checkpoint.finite import not_finite_in
 from outlast.async_checkpoint.handle import SaveHandle
 from outlast.async_checkpoint.observers import notify
-from outlast.async_checkpoint.save.failures import (
+from outlast.async_checkpoint.save.folder_session import FolderSession
+from outlast.async_checkpoint.save.round import (
     ABORTED,
+    SaveRound,
     error_of,
     error_of_commit,
     failure_from,
 )
-from outlast.async_checkpoint.save.folder_session import FolderSession
-from outlast.async_checkpoint.save.round import SaveRound
 from outlast.async_checkpoint.save.structures import METADATA, Catalog, Structures
 from outlast.async_checkpoint.snapshot.buffers import NoFreeBuffer
 from outlast.async_checkpoint.snapshot.snapshot import Snapshot, Snapshotter
@@ -98,11 +98,7 @@ class Save:
     # --------------------------------------------------------------- on the training thread
 
     def snapshot(self, state_dict: Mapping[str, Any], earlier: Sequence[Save]) -> None:
-        """Takes the snapshot of `state_dict` as it is now; `earlier` saves are in progress.
-
-        Raises:
-            CheckpointError: if something cannot be saved, or a wait took too long; names it.
-        """
+        """Takes the snapshot of `state_dict` as it is now; `earlier` saves are in progress."""
         shared, session, structures = self._shared, self._shared.session, self._shared.structures
         signature, leaves = signature_and_leaves(state_dict)
         structure = structures.known(signature)
@@ -173,7 +169,7 @@ class Save:
             "world_size": world_size,
             "working": working,
             "final": final,
-            "layout": structure.layout.files,
+            "layout": structure.files,
             "values": values_file(self._rank) if values else "",
             "places": places,
             "socket": str(session.socket_path(self._rank, world_size)),
@@ -316,9 +312,6 @@ class Save:
         """Whether the save is committed although the commit has failed with `error`: the writer may
         have been killed between the rename and its answer, or the disk may have failed only then.
         It is durable if so.
-
-        Raises:
-            CheckpointError: if that cannot be known. A disk that does not respond is not asked.
         """
         if isinstance(error, CheckpointTimeout):
             raise error

@@ -21,9 +21,8 @@ from outlast.async_checkpoint.failure_policy import FailurePolicy
 from outlast.async_checkpoint.handle import SaveHandle
 from outlast.async_checkpoint.retention import Retention
 from outlast.async_checkpoint.save.after_save import SaveOutcomes
-from outlast.async_checkpoint.save.failures import ABORTED, failure_from, own_error
 from outlast.async_checkpoint.save.folder_session import FolderSession
-from outlast.async_checkpoint.save.round import SaveRound
+from outlast.async_checkpoint.save.round import ABORTED, SaveRound, failure_from, own_error
 from outlast.async_checkpoint.save.save import Save, Shared
 from outlast.async_checkpoint.save.structures import Structures
 from outlast.async_checkpoint.snapshot.snapshot import Snapshotter
@@ -70,7 +69,6 @@ class Saves:
 
     @property
     def pending(self) -> list[Save]:
-        """The saves that have not ended, oldest first."""
         with self._lock:
             return list(self._pending)
 
@@ -186,14 +184,12 @@ class Saves:
     # ----------------------------------------------------------------------------- ending
 
     def wait(self, timeout_s: float | None) -> None:
-        """Waits until all saves have ended. See `Checkpointer.wait`."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for save in self.pending:
             save.handle.result(None if deadline is None else max(deadline - time.monotonic(), 0.0))
         self.raise_unseen()
 
     def raise_unseen(self) -> None:
-        """Raises the error of a save that no caller has seen."""
         self._outcomes.raise_unseen()
 
     def abort(self) -> None:
@@ -226,7 +222,6 @@ class Saves:
             )
 
     def finish(self, timeout_s: float | None) -> bool:
-        """Ends the thread once all saves have ended; returns whether they have, in time."""
         self._queue.put(None)
         if self._thread is None:
             return True

@@ -61,9 +61,6 @@ class Catalog:
     ) -> tuple[Manifest, bytes]:
         """The manifest of a checkpoint, and the content of its file `METADATA`; `records` are what
         the ranks have reported (`Save.write`).
-
-        Raises:
-            CheckpointError: if a rank has written into another folder, or another structure.
         """
         files: dict[str, FileEntry] = {}
         values: dict[str, ValueEntry] = {}
@@ -112,7 +109,7 @@ class Catalog:
     def _add(self, structure: Structure) -> None:
         for item in (*structure.tensors, *structure.values):
             self._paths[item.name] = item.path
-        for item, extent in zip(structure.tensors, structure.layout.extents, strict=True):
+        for item, extent in zip(structure.tensors, structure.extents, strict=True):
             entry = self.tensors.setdefault(
                 item.name, TensorEntry(_listed(item.path), item.dtype, list(item.shape), [])
             )
@@ -154,7 +151,6 @@ class StructureMemo:
         self._shared: Last[tuple[dict[int, list[Key]], Catalog]] = Last()
 
     def move(self, *ranks: int) -> None:
-        """Sets the ranks of this process from now on."""
         self._ranks = ranks
 
     def items(
@@ -165,12 +161,10 @@ class StructureMemo:
         return list(self._items.of(key, lambda: describe(state_dict)))
 
     def structure(self, items: Sequence[Item], keys: Collection[Key], rank: int) -> Structure:
-        """The structure of a rank that has `items` and saves those of `keys`."""
         key = list(items), set(keys), rank
         return self._structure.of(key, lambda: Structure(items, keys, rank))
 
     def plans(self, parts: Sequence[bytes]) -> dict[int, list[Item]]:
-        """The decoded plans of the ranks that have sent one."""
         return self._plans.of(
             list(parts),
             lambda: {rank: decode_items(part) for rank, part in enumerate(parts) if part},
@@ -211,11 +205,7 @@ class Structures:
         ranks: SaveRound,
         timeout_s: float,
     ) -> Structure:
-        """Agrees with all ranks on what this one saves of a state dict whose structure is new.
-
-        Raises:
-            ValueError, CheckpointError: see `describe`, `share_out` and `SaveRound.agree`.
-        """
+        """Agrees with all ranks on what this one saves of a state dict whose structure is new."""
         items = self._memo.items(state_dict, signature)
         if self._alone:
             self.catalog = self._memo.share({0: items})[1]
@@ -235,9 +225,6 @@ class Structures:
     def divide(self, parts: Sequence[bytes]) -> dict[str, Any]:
         """Divides again, on rank 0: `parts` of ranks with a new structure are not empty. Returns
         the answer for these; the others keep their shares.
-
-        Raises:
-            CheckpointError: see `share_out`.
         """
         new = self._memo.plans(parts)
         old = self.catalog.structures

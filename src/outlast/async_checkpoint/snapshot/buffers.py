@@ -55,7 +55,6 @@ class SnapshotBuffer:
 
     @property
     def usable(self) -> bool:
-        """Whether a save may use it."""
         return not self.busy and self.reserved is None
 
     def end_copy(self) -> None:
@@ -65,7 +64,6 @@ class SnapshotBuffer:
             self.stop = None  # it holds the snapshot
 
     def drop_memory(self) -> None:
-        """Releases its memory."""
         self.targets, self.structure = (), None
         pinned, self.pinned = self.pinned, None
         if pinned is not None:
@@ -143,7 +141,6 @@ class BufferPool:
             self._freed.notify_all()
 
     def reserve(self, buffer: SnapshotBuffer, purpose: object) -> None:
-        """Keeps saves from using this buffer."""
         with self._freed:
             buffer.reserved = purpose
 
@@ -156,7 +153,6 @@ class BufferPool:
 
     @property
     def has_reserved(self) -> bool:
-        """Whether a buffer is reserved."""
         return any(buffer.reserved is not None for buffer in self.buffers)
 
     def unreserve_all(self) -> None:
@@ -219,14 +215,12 @@ class BufferPool:
         self.handed_over = []
 
     def end_copies(self) -> None:
-        """Ends all copies: nothing is written into any buffer after this returns."""
         if self._allocating is not None:
             self._allocating.join()
         for buffer in self.buffers:
             buffer.end_copy()
 
     def close(self) -> None:
-        """Releases all memory."""
         for buffer in (*self.buffers, *self.handed_over):
             buffer.drop_memory()
         self.buffers, self.handed_over = [], []
@@ -246,7 +240,7 @@ class BufferPool:
         if buffer.structure is structure and memory is not None and memory.intact:
             return
         buffer.targets, buffer.structure = (), None
-        needed = structure.layout.size_bytes
+        needed = structure.size_bytes
         if memory is not None and not (
             memory.intact and needed <= memory.size_bytes <= 2 * needed + (1 << 20)
         ):
@@ -258,8 +252,7 @@ class BufferPool:
             populate(memory)
             if device is not None:
                 buffer.pinned = PinnedMemory.pin(memory, device)
-        index = structure.index.decode()
+        index = structure.index
         self._writer.tell(Writer.share_buffer, buffer=buffer.number, memory=memory, index=index)
-        structure.layout.inscribe(memory, structure.tensors)
-        buffer.targets = structure.targets(memory)
+        buffer.targets = structure.inscribe(memory)
         buffer.structure = structure

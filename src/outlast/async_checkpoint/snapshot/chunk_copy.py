@@ -200,7 +200,6 @@ class EagerCopy:
         self._helpers = [_Helper(self._help) for _ in range(count)]
 
     def run(self) -> None:
-        """Copies, and returns when all is copied."""
         for helper in self._helpers:
             helper.start()
         self._take()

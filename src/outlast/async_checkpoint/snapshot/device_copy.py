@@ -50,7 +50,6 @@ class DeviceCopy:
         ]
 
     def run(self) -> None:
-        """Copies, and returns when all is copied."""
         if not self._copies:
             return
         with torch.no_grad():
@@ -62,7 +61,6 @@ class DeviceCopy:
         self.call_off()
 
     def call_off(self) -> None:
-        """When this returns, nothing is being copied."""
         for stream in self._streams:
             stream.synchronize()
 
@@ -110,7 +108,6 @@ class DeviceChunks:
             stream.synchronize()
 
     def checksums(self) -> dict[str, dict[str, object]]:
-        """None: the writer takes them."""
         return {}
 
     def _queue(self, called_off: Callable[[], bool]) -> None:

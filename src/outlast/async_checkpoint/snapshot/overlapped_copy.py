@@ -1,18 +1,17 @@
 """Copies tensors during training, as long as training does not change them.
 
-Tensors on a GPU are copied by the GPU (`snapshot/device_copy.py`); here a thread waits for it.
-
 An eager save returns when everything is copied. An overlapped save returns at once: tensors that
-only an optimizer changes (its parameters and its state) are copied by a thread during the next
-forward and backward pass, and the optimizer's `step` waits, in a torch hook, for the rest of the
-copy. All other tensors, such as batch-norm statistics, are copied at once (`eager_copy.py`).
+only an optimizer changes (its parameters and its state) are copied during the next forward and
+backward pass, by a thread, or by the GPU while a thread waits for it. The optimizer's `step` waits,
+in a torch hook, for the rest of the copy. All other tensors, such as batch-norm statistics, are
+copied at once.
 
 A snapshot must be the state at the moment of the save (C2), so a write to a tensor that is still
 being copied must be detected. torch counts the writes to a tensor (`_version`); a write counts when
 it ends. So the counts are compared not when the copy ends, but later, on the training thread, when
 the snapshot is sealed: no write of that thread is in progress there, and every write that began
-before has been counted. Copied bytes are written to files before that,
-but never committed: no rank reports that it has finished before its snapshot is sealed.
+before has been counted. Copied bytes are written to files before that, but never committed: no rank
+reports that it has finished before its snapshot is sealed.
 
 A write that torch does not count (through `.data`, numpy or a raw pointer) to a tensor of an
 optimizer, between `save` and `step`, is not detected: such code needs an eager save. If the write
@@ -38,6 +37,8 @@ from outlast.errors import CheckpointError, SaveCancelled
 # The writer, which writes pieces of this size, is notified whenever this much has been copied.
 _REPORTED_BYTES = 16 << 20
 _WORTH_A_CALL = 64 << 10  # below that, a call costs more than the copy
+_INSIDE = ("optimizer", "_optimizer", "optim", "base_optimizer")  # where wrappers keep theirs
+_MAX_DEPTH = 8  # in case a wrapper refers to itself
 
 
 def is_contiguous_cpu(tensor: torch.Tensor) -> bool:
@@ -101,6 +102,48 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.data_ptr()
 
 
+def optimizers_of(overlap: Any) -> tuple[list[Optimizer], list[str]]:
+    """The optimizers that the argument `overlap` gives, without their wrappers; and the types of
+    those whose `step` cannot be hooked, so that their tensors must be copied at once.
+
+    torch calls the hook for each optimizer that was constructed as a `torch.optim.Optimizer`. A
+    wrapper, such as that of accelerate, often is one by class only: the one inside has the hook.
+
+    Raises:
+        TypeError: if the argument is neither an optimizer, nor several, nor `False`.
+        ValueError: if it is `True`.
+    """
+    if overlap is False:
+        return [], []
+    if overlap is True:
+        raise ValueError(
+            "overlap=True is for a Job, which has the optimizer: pass the optimizer itself to a "
+            "Checkpointer, overlap=optimizer"
+        )
+    several = isinstance(overlap, Iterable) and not isinstance(overlap, str)
+    hooked: list[Optimizer] = []
+    others: list[str] = []
+    for each in list(overlap) if several else [overlap]:
+        if not callable(getattr(each, "step", None)):
+            raise TypeError(f"overlap must be an optimizer, several, or False, not {each!r}")
+        inside = _hooked_optimizer(each)
+        if inside is None:
+            others.append(type(each).__name__)
+        else:
+            hooked.append(inside)
+    return hooked, others
+
+
+def _hooked_optimizer(given: Any) -> Optimizer | None:
+    """The outermost optimizer whose `step` calls torch's hooks."""
+    current = given
+    for _ in range(_MAX_DEPTH):
+        if isinstance(current, Optimizer) and getattr(type(current).step, "hooked", False):
+            return current
+        current = next((v for v in (getattr(current, n, None) for n in _INSIDE) if v), None)
+    return None
+
+
 class OverlappedCopy:
     """Copies in a thread, and makes the optimizers' steps wait for it. Its owner, the `Snapshot`,
     seals: it waits for the end, removes the hook, and asks whether what was copied is correct.
@@ -131,7 +174,6 @@ class OverlappedCopy:
         self._called_off = False
         self._error: BaseException | None = None
         self._ended = threading.Event()
-        self._copied = False
         self._thread = threading.Thread(target=self._copy, name="outlast-snapshot", daemon=True)
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
@@ -139,17 +181,11 @@ class OverlappedCopy:
         """Starts the copy. Store the object first, where `call_off` will find it."""
         self._thread.start()
 
-    @property
-    def copied(self) -> bool:
-        """Whether the copy has ended."""
-        return self._ended.is_set()
-
     def call_off(self) -> None:
-        """Makes the copy end early; it cannot be used."""
+        """Makes the copy end early, without a result."""
         self._called_off = True
 
     def end(self) -> None:
-        """Waits for the end of the copy, and lets the optimizers' steps pass."""
         if self._thread.ident is not None:  # else it never starts, or sees that it was called off
             self._await_copy()
         self._hook.remove()
@@ -160,7 +196,7 @@ class OverlappedCopy:
         """
         if self._called_off:
             return SaveCancelled("the snapshot was called off")
-        if self._error is None and not self._copied:
+        if not self._ended.is_set():  # the thread was never started
             return CheckpointError("the snapshot was never copied")
         if self._error is not None:
             return CheckpointError(f"the copy of a tensor failed: {self._error}")
@@ -171,7 +207,6 @@ class OverlappedCopy:
         )
 
     def checksums(self) -> dict[str, dict[str, Any]]:
-        """`size_bytes` and `checksums` of each file; empty if the writer takes them."""
         return {} if self._chunks is None else self._chunks.checksums()
 
     def release(self) -> None:
@@ -199,7 +234,6 @@ class OverlappedCopy:
                 chunks.settle()
             if not self._called_off:
                 self._reached(sys.maxsize)
-            self._copied = True
         except BaseException as e:  # noqa: BLE001 - the seal reports it on the training thread
             self._error = e
         finally:

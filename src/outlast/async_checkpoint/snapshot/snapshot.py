@@ -72,16 +72,13 @@ class Snapshot:
 
     @property
     def save_id(self) -> str:
-        """The id of its save."""
         return self.description["save_id"]
 
     @property
     def size_bytes(self) -> int:
-        """The size of all its files."""
         return sum(size for _, _, size in self.description["layout"]) + len(self.values)
 
     def copy_now(self, copy: DeviceCopy | EagerCopy) -> None:
-        """Makes a copy for which training waits."""
         self._now = copy  # first: an interrupt may come during the copy
         copy.run()
         self._now = None  # what holds the snapshot must not hold the model
@@ -162,7 +159,7 @@ class Snapshotter:
         later, now = self._split(list(zip(sources, buffer.targets, strict=True)))
         by_chunks = [pair for pair in now if is_contiguous_cpu(pair[0])]
         by_torch = [pair for pair in now if not is_contiguous_cpu(pair[0])]
-        files = structure.layout.files
+        files = structure.files
         # The copy hashes only where training does not wait for it (`snapshot/chunk_copy.py`).
         by_gpu = bool(later) and on_gpu(later[0][0])
         snapshot.hashed = bool(later) and not by_gpu and self._are_private(sources)

@@ -1,12 +1,22 @@
 """The parts of a state dict that this rank saves: tensors, their layout, and pickled values.
 
-A `Structure` is made once for all state dicts of equal structure. A save then only looks the
-tensors up and copies them.
+A rank's tensors have the same layout in the snapshot buffer as in its files. The files have the
+format of torch.distributed.checkpoint: one `torch.save` stream for each tensor, one after another.
+The bytes around a tensor's data in its stream depend on its dtype and shape only (`Frame`), and are
+written into the buffer once. A save then copies only the tensors' data, to the offset that they
+have in the file.
+
+The frames are made by torch: `torch.save` runs under `torch.serialization.skip_data` on a tensor
+that is never filled, into a file object that records where torch skips. torch leaves the checksums
+of a skipped record (the CRC-32 of zip) at zero, and `torch.load` does not check them; our checksums
+are in the manifest.
 """
 
 from __future__ import annotations
 
 import collections
+import dataclasses
+import functools
 import io
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -15,15 +25,18 @@ from typing import Any, cast
 import torch
 
 from outlast.async_checkpoint.plain_values import Unsavable, encode
-from outlast.async_checkpoint.snapshot.layout import Layout, lay_out
 from outlast.async_checkpoint.state_dict.last_value import Last
 from outlast.async_checkpoint.state_dict.sharding import Item, Key
 from outlast.async_checkpoint.state_dict.tree import is_leaf, look_up, nodes
 from outlast.async_checkpoint.storage.manifest import checksum
 from outlast.errors import CheckpointError, CheckpointUnsavable
-from outlast.system.shared_memory import SharedMemory
+from outlast.system.shared_memory import SharedMemory, page_up
 
 _SIMPLE = (int, float, str, bool, type(None))
+_ALIGNMENT = 64  # of a tensor's stream; torch aligns the tensor's bytes in it the same way
+# A file that has this size gets no more tensors, so that several files are written and read in
+# parallel. A tensor is never split.
+FILE_BYTES = 256 << 20
 
 
 def values_file(rank: int) -> str:
@@ -31,54 +44,105 @@ def values_file(rank: int) -> str:
     return f"__{rank}_values.distcp"
 
 
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """The bytes that `torch.save` writes around the data of a tensor."""
+
+    head: bytes
+    data_bytes: int
+    tail: bytes
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.head) + self.data_bytes + len(self.tail)
+
+
+class _Recorder:
+    """A file object that keeps the bytes before and after the part that is skipped."""
+
+    def __init__(self) -> None:
+        self.parts = [bytearray(), bytearray()]
+        self.skipped = 0
+
+    def write(self, data: Any) -> int:
+        self.parts[1 if self.skipped else 0] += bytes(data)
+        return len(data)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self.skipped += offset
+        return offset
+
+    def flush(self) -> None:
+        pass
+
+
+@functools.lru_cache(maxsize=65536)
+def frame(dtype: str, shape: tuple[int, ...]) -> Frame:
+    """The frame of a contiguous tensor of `dtype` (without `torch.`) and `shape`."""
+    recorder = _Recorder()
+    # Its memory is reserved, but no page of it is ever touched.
+    tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+    with torch.serialization.skip_data():
+        torch.save(tensor, recorder)  # type: ignore[arg-type]  # all that it uses of a file
+    return Frame(bytes(recorder.parts[0]), recorder.skipped, bytes(recorder.parts[1]))
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorExtent:
+    """The place of a tensor: its stream and its data in the file, its data in the buffer."""
+
+    file: str
+    stream_at: int
+    stream_bytes: int
+    data_at: int
+    data_bytes: int
+    buffer_at: int
+
+
 class Structure:
-    """The parts of a state dict that this rank saves: `tensors` and `values`, from the `items`
-    whose key is in `keys`. `index` says what they are and where, as JSON, for a process that takes
-    the snapshot over; `digest` is the hash of that.
+    """The parts of a state dict that this rank saves: those of `items` whose key is in `keys`. The
+    same ones give the same structure on any rank.
+
+    Attributes:
+        tensors, extents: the tensors, and the place of each.
+        values: what is pickled.
+        files: name, offset in the buffer and size of each file of tensors, in whole pages.
+        size_bytes: the size of the buffer.
+        index: what is saved and where, as JSON, for a process that takes the snapshot over.
+        digest: the hash of that.
     """
 
     def __init__(self, items: Sequence[Item], keys: Collection[Key], rank: int) -> None:
-        mine = set(keys)
+        chosen = set(keys)
         self.items = list(items)
-        self.tensors = [i for i in items if i.kind == "tensor" and i.key in mine]
-        self.values = [i for i in items if i.kind == "value" and i.key in mine]
-        self.layout: Layout = lay_out(self.tensors, rank)
+        self.tensors = [i for i in items if i.kind == "tensor" and i.key in chosen]
+        self.values = [i for i in items if i.kind == "value" and i.key in chosen]
+        self.extents: list[TensorExtent] = []
+        self.files: list[tuple[str, int, int]] = []
+        self.size_bytes = 0
+        self._lay_out(rank)
         self.index = self._describe()
-        self.digest = checksum(self.index)
+        self.digest = checksum(self.index.encode())
         self._leaves: list[int] = []
         self._pickled: dict[str, Last[bytes]] = collections.defaultdict(Last)
 
-    def targets(self, memory: SharedMemory) -> list[torch.Tensor]:
-        """Tensors that are views of the memory, one for each of `tensors`."""
-        if not self.tensors:
-            return []
-        whole = torch.frombuffer(memory.view, dtype=torch.uint8)
-        return [
-            whole[extent.buffer_at : extent.buffer_at + extent.data_bytes]
-            .view(getattr(torch, item.dtype))
-            .view(item.sizes)
-            if extent.data_bytes  # an empty tensor has no aligned offset
-            else torch.empty(item.sizes, dtype=getattr(torch, item.dtype))
-            for item, extent in zip(self.tensors, self.layout.extents, strict=True)
-        ]
-
-    def _describe(self) -> bytes:
-        tensors: dict[str, Any] = {}
-        for item, extent in zip(self.tensors, self.layout.extents, strict=True):
-            entry = tensors.setdefault(
-                item.name,
-                {"path": item.path, "dtype": item.dtype, "shape": item.shape, "shards": []},
-            )
-            entry["shards"].append(
-                {
-                    "offsets": item.offsets,
-                    "sizes": item.sizes,
-                    "file": extent.file,
-                    "at": extent.data_at,
-                }
-            )
-        values = [[item.name, item.path] for item in self.values]
-        return json.dumps({"tensors": tensors, "values": values}).encode()
+    def inscribe(self, memory: SharedMemory) -> list[torch.Tensor]:
+        """Writes the frames into the buffer. Returns tensors that are views of the memory, one for
+        each of `tensors`: a save fills in their data.
+        """
+        targets = []
+        whole = torch.frombuffer(memory.view, dtype=torch.uint8) if self.tensors else None
+        for item, extent in zip(self.tensors, self.extents, strict=True):
+            around = frame(item.dtype, item.sizes)
+            begin, end = extent.buffer_at, extent.buffer_at + extent.data_bytes
+            memory.view[begin - len(around.head) : begin] = around.head
+            memory.view[end : end + len(around.tail)] = around.tail
+            dtype = getattr(torch, item.dtype)
+            if whole is None or not extent.data_bytes:  # an empty tensor has no aligned offset
+                targets.append(torch.empty(item.sizes, dtype=dtype))
+            else:
+                targets.append(whole[begin:end].view(dtype).view(item.sizes))
+        return targets
 
     def number(self, state_dict: Mapping[str, Any]) -> None:
         """Stores the position of each tensor among the leaves of a state dict of this structure."""
@@ -102,29 +166,74 @@ class Structure:
         ]
 
     def pickle_values(self, state_dict: Mapping[str, Any]) -> tuple[bytes, list[list[int]]]:
-        """The values, each serialized by torch, one after another; and the offset and size of each.
-
-        Raises:
-            CheckpointUnsavable: if a value could not be loaded again (`plain_values`); names it.
-        """
+        """The values, serialized by torch one after another; and the offset and size of each."""
         parts: list[bytes] = []
         places: list[list[int]] = []
         at = 0
         for item in self.values:
-            data = self._pickle(item, look_up(state_dict, item.path))
+            value = look_up(state_dict, item.path)
+            if type(value) in _SIMPLE:
+                # By `repr`, because 0.0 == -0.0 and nan != nan.
+                pickled = functools.partial(_pickle, item, value)
+                data = self._pickled[item.name].of(repr(value), pickled)
+            else:
+                data = _pickle(item, value)
             places.append([at, len(data)])
             parts.append(data)
             at += len(data)
         return b"".join(parts), places
 
-    def _pickle(self, item: Item, value: Any) -> bytes:
-        if type(value) in _SIMPLE:
-            # By `repr`, because 0.0 == -0.0 and nan != nan.
-            return self._pickled[item.name].of(repr(value), lambda: _pickle(item, value))
-        return _pickle(item, value.detach().cpu() if isinstance(value, torch.Tensor) else value)
+    def _lay_out(self, rank: int) -> None:
+        begin, at = 0, 0  # offset of the current file in the buffer; offset in the file
+
+        def end_file() -> None:
+            nonlocal begin, at
+            self.files.append((f"__{rank}_{len(self.files)}.distcp", begin, page_up(at)))
+            begin, at = begin + page_up(at), 0
+
+        for item in self.tensors:
+            around = frame(item.dtype, item.sizes)
+            data_at = at + len(around.head)
+            self.extents.append(
+                TensorExtent(
+                    file=f"__{rank}_{len(self.files)}.distcp",
+                    stream_at=at,
+                    stream_bytes=around.size_bytes,
+                    data_at=data_at,
+                    data_bytes=around.data_bytes,
+                    buffer_at=begin + data_at,
+                )
+            )
+            at += -(-around.size_bytes // _ALIGNMENT) * _ALIGNMENT
+            if at >= FILE_BYTES:
+                end_file()
+        if at:
+            end_file()
+        self.size_bytes = begin
+
+    def _describe(self) -> str:
+        tensors: dict[str, Any] = {}
+        for item, extent in zip(self.tensors, self.extents, strict=True):
+            entry = tensors.setdefault(
+                item.name,
+                {"path": item.path, "dtype": item.dtype, "shape": item.shape, "shards": []},
+            )
+            entry["shards"].append(
+                {
+                    "offsets": item.offsets,
+                    "sizes": item.sizes,
+                    "file": extent.file,
+                    "at": extent.data_at,
+                }
+            )
+        return json.dumps(
+            {"tensors": tensors, "values": [[item.name, item.path] for item in self.values]}
+        )
 
 
 def _pickle(item: Item, value: Any) -> bytes:
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
     file = io.BytesIO()
     try:
         torch.save(encode(value), file)

@@ -68,11 +68,9 @@ class Pending(Generic[R]):
 
     @property
     def done(self) -> bool:
-        """Whether there is an answer, or will be none."""
         return self._ended.is_set()
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Waits for the answer; returns whether it has come, or never will."""
         return self._ended.wait(timeout_s)
 
     def result(self, timeout_s: float | None) -> R:
@@ -100,7 +98,6 @@ class Pending(Generic[R]):
         return cast(R, self._outcome["value"])
 
     def end(self, outcome: dict[str, Any] | ProcessFailed) -> None:
-        """Ends it, with an answer or without."""
         self._outcome = outcome
         self._ended.set()
 
@@ -135,16 +132,11 @@ class ProcessClient:
 
     @property
     def pid(self) -> int | None:
-        """The process id, if it is running."""
         process = self._process
         return process.pid if process is not None else None
 
     def start(self) -> None:
-        """Starts the process, unless it is running.
-
-        Raises:
-            ProcessFailed: after `close`: a save that was dropped by it must not start another one.
-        """
+        """Starts the process, unless it is running."""
         with self._sending:
             self._running()
 
@@ -220,7 +212,6 @@ class ProcessClient:
     # -------------------------------------------------------------------------- for subclasses
 
     def _program(self) -> str:
-        """The module that the process runs."""
         raise NotImplementedError
 
     def _remember(self, call: Call) -> None:
@@ -400,7 +391,6 @@ class WriterClient(ProcessClient):
 
 
 def _hung_up(channel: Channel) -> bool:
-    """Whether either end has ended the connection."""
     poll = select.poll()
     poll.register(channel.fileno(), 0)
     return any(event & (select.POLLHUP | select.POLLERR) for _, event in poll.poll(0))

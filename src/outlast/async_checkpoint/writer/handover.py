@@ -91,7 +91,6 @@ class StoredSnapshot:
 
     @property
     def parts(self) -> Iterator[tuple[str, memoryview]]:
-        """The name and the content of each file."""
         for name, at, size in self.description["layout"]:
             yield name, self.memory.view[at : at + size]
         if self.description["values"]:
@@ -134,7 +133,6 @@ class Announcement:
             self._descriptor = lock_file(_lock_of(path), str(self._main))
 
     def withdraw(self) -> None:
-        """Ends it."""
         if self._descriptor >= 0 and self.socket is not None:
             _lock_of(self.socket).unlink(missing_ok=True)
             os.close(self._descriptor)

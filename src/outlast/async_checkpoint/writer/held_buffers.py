@@ -69,14 +69,12 @@ class HeldBuffers:
         return self._buffers.setdefault(number, HeldBuffer())
 
     def reached(self, number: int, save_id: str, upto: int) -> None:
-        """Notes how far the copy of a save has got."""
         with self._changed:
             copy = self[number].copy_of(save_id)
             copy.upto = max(copy.upto, upto)
             self._changed.notify_all()
 
     def tear(self, number: int, save_id: str) -> None:
-        """Notes that the copy of a save will not be completed."""
         with self._changed:
             self[number].copy_of(save_id).torn = True
             self._changed.notify_all()
@@ -97,7 +95,6 @@ class HeldBuffers:
         return wait_for
 
     def drop(self) -> None:
-        """Sets `dropped`, and ends every wait for a copy."""
         with self._changed:
             self.dropped.set()
             self._changed.notify_all()
@@ -112,19 +109,16 @@ class HeldBuffers:
             self._changed.notify_all()
 
     def share(self, number: int, memory: SharedMemory, index: str) -> None:
-        """Holds this memory as the buffer, instead of what it was."""
         self.release(number)
         self._buffers[number] = HeldBuffer(memory, index)
 
     def release(self, number: int) -> None:
-        """Releases a buffer."""
         self.invalidate(number)
         memory = self._buffers.pop(number).memory
         if memory is not None:
             memory.close()
 
     def stored(self) -> list[StoredSnapshot]:
-        """The snapshots that are complete, with their checksums."""
         found: list[StoredSnapshot] = []
         for number, buffer in list(self._buffers.items()):
             snapshot, memory = buffer.snapshot, buffer.memory

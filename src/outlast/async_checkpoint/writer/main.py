@@ -55,27 +55,22 @@ class Writer(Service):
         super().__init__(channel, config)
 
     def serve(self) -> bool:
-        """See `Service.serve`."""
         goodbye = super().serve()
         if not goodbye:  # what is being written now cannot be committed: only that process could
             self.buffers.drop()
         return goodbye
 
     def accept(self, request: Call) -> None:
-        """See `Service.accept`."""
         self._recycles = self._recycles or request.method in _RECYCLING
         super().accept(request)
 
     def explain(self, error: Exception) -> str:
-        """See `Service.explain`."""
         return f"{describe(error)}{room_advice(error, self.storage.where)}"
 
     def snapshots(self) -> list[StoredSnapshot]:
-        """See `Service.snapshots`."""
         return self.buffers.stored()
 
     def kept_memory(self) -> SharedMemory | None:
-        """See `Service.kept_memory`."""
         return self._kept
 
     # ------------------------------------------------------------------ calls without an answer
@@ -96,7 +91,6 @@ class Writer(Service):
         self.buffers.share(buffer, memory, index)
 
     def release_buffer(self, buffer: int) -> None:
-        """The buffer is no longer needed."""
         self.buffers.release(buffer)
 
     def keep_memory(self, memory: SharedMemory, socket: str) -> None:
@@ -120,7 +114,6 @@ class Writer(Service):
         self.buffers.reached(buffer, save_id, upto)
 
     def torn(self, buffer: int, save_id: str) -> None:
-        """The snapshot will not be completed."""
         self.buffers.tear(buffer, save_id)
 
     def sealed(self, buffer: int, snapshot: SnapshotDescription, blob: bytes = b"") -> None:
@@ -133,7 +126,6 @@ class Writer(Service):
         self.announce(snapshot["socket"])
 
     def committed(self, buffer: int, save_id: str) -> None:
-        """The snapshot is committed as a checkpoint."""
         snapshot = self.buffers[buffer].snapshot
         if snapshot is not None and snapshot["save_id"] == save_id:
             snapshot["committed"] = True
@@ -233,7 +225,6 @@ class Writer(Service):
         return True
 
     def remove_folders(self, folders: list[str]) -> None:
-        """Removes folders, and returns when they are gone."""
         for folder in folders:
             self.storage.remove(folder)
             self._uncommitted.discard(folder)

@@ -45,7 +45,6 @@ class Call:
     number: int = 0
 
     def send(self, channel: Channel) -> None:
-        """Sends it; raises what `Channel.send` raises."""
         arguments = dict(self.arguments)
         blob = arguments.pop("blob", b"")
         descriptors = []
@@ -57,7 +56,6 @@ class Call:
 
     @classmethod
     def receive(cls, channel: Channel) -> Call:
-        """Receives one; raises what `Channel.receive` raises."""
         payload, descriptors = channel.receive()
         header, blob = unpack(payload)
         call = cls(**header)
@@ -88,7 +86,6 @@ class Service:
         self.answering.start()
 
     def goodbye(self) -> None:
-        """The main process ends normally: the service ends too, and keeps nothing."""
         self._goodbye = True
 
     def snapshots(self) -> Sequence[StoredSnapshot]:
@@ -96,7 +93,6 @@ class Service:
         raise NotImplementedError
 
     def kept_memory(self) -> SharedMemory | None:
-        """The memory that a replacement of the main process gets besides."""
         return None
 
     def tidy_up(self) -> None:

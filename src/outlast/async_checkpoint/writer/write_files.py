@@ -39,7 +39,6 @@ class _File:
 
     @property
     def pieces(self) -> Sequence[tuple[int, int]]:
-        """Offset and size of each piece that is written; an empty file is written, too."""
         return pieces(len(self.view), PIECE_BYTES) or [(0, 0)]
 
 
