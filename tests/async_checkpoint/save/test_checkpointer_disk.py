@@ -187,7 +187,7 @@ def test_an_interrupted_abort_is_completed_by_the_next_checkpointer(
         first = Checkpointer(tmp_path, overlap=optimizer)
         handle = first.save(1, net.state_dict())
 
-        def interrupt(*_: object) -> None:
+        def interrupt(*_: object, **__: object) -> None:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
