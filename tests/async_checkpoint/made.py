@@ -37,7 +37,16 @@ def save(
         sums = [checksum(content[at : at + n]) for at, n in pieces(len(content), CHUNK_BYTES)]
         entries[name] = FileEntry(name, len(content), sums)
     described = dict(tensors or {"weight": TensorEntry(["weight"], "float32", [0], [])})
-    manifest = Manifest(step, save_id, 2, metric, CHUNK_BYTES, entries, described, {})
+    manifest = Manifest(
+        files=entries,
+        tensors=described,
+        values={},
+        step=step,
+        save_id=save_id,
+        world_size=2,
+        metric=metric,
+        chunk_bytes=CHUNK_BYTES,
+    )
     storage.put(working, MANIFEST, encode(manifest))
     storage.publish(working, final)
     return final

@@ -12,10 +12,9 @@ from network import Network
 
 from async_checkpoint.staged_writer import PLAN, Plan
 from hosts.cluster import Cluster
-from outlast.async_checkpoint.storage.directory import list_checkpoints, verify
+from outlast.async_checkpoint.storage.directory import list_checkpoints, open_storage, verify
 from outlast.async_checkpoint.storage.fence import newest
 from outlast.async_checkpoint.storage.manifest import saved_by
-from outlast.async_checkpoint.storage.open import open_storage
 
 pytestmark = pytest.mark.slow
 

@@ -173,7 +173,7 @@ class Checkpointer:
             keep=retention,
             policy=on_failure if isinstance(on_failure, FailurePolicy) else None,
         )
-        self.kept = KeptState(self._session, self._restorer, self._saves)
+        self.kept = KeptState(self._session, self._restorer, self._saves, self._emitter)
         self._closed = False
         atexit.register(self._close_at_exit)
         self._session.owner = self

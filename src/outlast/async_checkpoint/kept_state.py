@@ -13,14 +13,18 @@ from typing import Any
 from outlast.async_checkpoint.restore.restorer import Restorer
 from outlast.async_checkpoint.save.folder_session import FolderSession
 from outlast.async_checkpoint.save.saves import Saves
+from outlast.events import CheckpointRestored, Emitter
 from outlast.system.shared_memory import SharedMemory
 
 
 class KeptState:
     """One rank's part."""
 
-    def __init__(self, session: FolderSession, restorer: Restorer, saves: Saves) -> None:
+    def __init__(
+        self, session: FolderSession, restorer: Restorer, saves: Saves, emitter: Emitter
+    ) -> None:
         self._session, self._restorer, self._saves = session, restorer, saves
+        self._emitter = emitter
 
     @property
     def memories(self) -> list[SharedMemory]:
@@ -67,7 +71,10 @@ class KeptState:
         """The step of the newest checkpoint, on storage or in memory, that is later than `after`.
         All ranks call this, and get the same answer. It may turn out to be damaged.
         """
-        return self._restorer.newest(after)
+        restorer = self._restorer
+        with restorer.ranks.operation():
+            found = restorer.candidates(restorer.snapshots(after), None)
+        return found[0].step if found and found[0].step > after else None
 
     def restored(
         self, state_dict: Mapping[str, Any], step: int, source: str, seconds: float, size_bytes: int
@@ -75,5 +82,8 @@ class KeptState:
         """The caller has restored `state_dict` by itself, from `source`; `size_bytes` were received
         from other ranks. All ranks call this.
         """
-        self._restorer.restored_by_caller(step, source, seconds, size_bytes)
+        self._restorer.restored_from = source
+        self._emitter.emit(
+            CheckpointRestored(step=step, source=source, seconds=seconds, fetched_bytes=size_bytes)
+        )
         self._saves.prepare(state_dict)

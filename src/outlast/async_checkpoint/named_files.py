@@ -1,6 +1,7 @@
-"""The storage interface of this package for `outlast.elastic` and the command line.
+"""The storage interface of this package for other packages.
 
-Directories of checkpoints are listed, verified and deleted. Checkpoints of named files, in which
+Directories of checkpoints are listed, verified, compared and deleted; fault injection runs the
+writer process with another storage (`run_writer`). Checkpoints of named files, in which
 `outlast.elastic` keeps its states, are written and read, with the directories, manifest, checksums,
 lock and commit of the checkpointer. A save writes, in order: the files, each durable; the manifest;
 the entries of the working directory; the rename to the final name. Only then are older checkpoints
@@ -13,9 +14,9 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import io
 import logging
+import math
 import os
 import socket
 import tempfile
@@ -24,20 +25,26 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from outlast.async_checkpoint.restore.verified_read import Piece, StorageSource, read_verified
+from outlast.async_checkpoint.restore.verified_read import (
+    Piece,
+    address_of,
+    read_verified,
+    storage_source,
+)
 from outlast.async_checkpoint.storage.directory import (
     Found,
     candidates,
     delete,
     is_committed,
     leftovers,
+    open_storage,
     read_manifest,
     size_error,
     survey,
     verify,
     verify_folder,
 )
-from outlast.async_checkpoint.storage.entries import FileEntry
+from outlast.async_checkpoint.storage.entries import ITEM_BYTES, FileEntry, TensorEntry
 from outlast.async_checkpoint.storage.local import LocalStorage
 from outlast.async_checkpoint.storage.manifest import (
     CHUNK_BYTES,
@@ -46,13 +53,21 @@ from outlast.async_checkpoint.storage.manifest import (
     MANIFEST,
     Manifest,
     checksum,
+    decode_head,
     encode,
-    format_version,
     pieces,
+    read_hashed,
     saved_by,
 )
-from outlast.async_checkpoint.storage.open import open_storage
-from outlast.async_checkpoint.storage.protocol import STATES, STEP, Storage, step_of
+from outlast.async_checkpoint.storage.protocol import (
+    STATES,
+    STEP,
+    FileWriter,
+    Storage,
+    read_bytes,
+    step_of,
+)
+from outlast.async_checkpoint.writer.main import main as run_writer
 from outlast.errors import CheckpointError, CheckpointMismatch, CheckpointReadError
 from outlast.system.files import fsync_folder, make_folder
 
@@ -61,6 +76,7 @@ __all__ = [
     "STATES",
     "STEP",
     "FileCheckpoint",
+    "FileWriter",
     "Found",
     "LocalStorage",
     "NewFileCheckpoint",
@@ -73,7 +89,9 @@ __all__ = [
     "newest_valid",
     "open_storage",
     "replace_file",
+    "run_writer",
     "survey",
+    "tensor_checksums",
     "verify",
     "verify_folder",
 ]
@@ -107,13 +125,12 @@ class FileCheckpoint:
         wrong = size_error(self._storage, self._folder, entry)
         if wrong:
             raise CheckpointError(f"{self.where} is damaged: {wrong}")
-        files, chunk_bytes = self._manifest.files, self._manifest.chunk_bytes
-        source = StorageSource(self._storage, self._folder, files, chunk_bytes)
+        source = storage_source(self._storage, self._folder, self._manifest)
         content = io.BytesIO(bytes(entry.size_bytes))
         if entry.size_bytes:
             with content.getbuffer() as view:
-                address = ctypes.addressof(ctypes.c_char.from_buffer(view))
-                read_verified(source, [Piece(name, 0, entry.size_bytes, address, view)])
+                piece = Piece(name, 0, entry.size_bytes, address_of(view), view)
+                read_verified(source, [piece])
         return content
 
 
@@ -271,13 +288,39 @@ def _remove(storage: LocalStorage, folder: str) -> None:
 
 def _version(storage: LocalStorage, folder: str) -> int:
     """The version of the format of a checkpoint; 0 if its manifest does not say."""
-    buffer = bytearray(HEAD_BYTES)
     try:
-        reader = storage.open(folder, MANIFEST)
-        try:
-            content = buffer[: reader.read_into(0, memoryview(buffer))]
-        finally:
-            reader.close()
-        return format_version(bytes(content)) or 0
+        with contextlib.closing(storage.open(folder, MANIFEST)) as reader:
+            return decode_head(read_bytes(reader, 0, HEAD_BYTES), folder).version
+    except CheckpointMismatch:
+        return FORMAT_VERSION + 1
     except (OSError, CheckpointError):
         return 0
+
+
+def tensor_checksums(storage: Storage, folder: str) -> dict[str, str]:
+    """The type, shape and checksum of each tensor, by its flat name, to compare checkpoints of two
+    runs. Those of the manifest are of files: another number of ranks, or another distribution of
+    the tensors over them, changes them. One tensor at a time is in memory.
+
+    Raises:
+        CheckpointError: if a file is missing, or is not what was saved: see `verify_folder`.
+    """
+    manifest = verify_folder(storage, folder)
+    return {name: _described(storage, folder, one) for name, one in manifest.tensors.items()}
+
+
+def _described(storage: Storage, folder: str, tensor: TensorEntry) -> str:
+    import numpy as np  # takes a tenth of a second
+
+    item_bytes = ITEM_BYTES[tensor.dtype]
+    values = np.empty(tensor.shape, f"V{item_bytes}")
+    for shard in tensor.shards:
+        content = bytearray(math.prod(shard.sizes) * item_bytes)
+        with contextlib.closing(storage.open(folder, shard.file)) as reader:
+            got, _ = read_hashed(reader, shard.at, memoryview(content))
+        if got != len(content):
+            raise CheckpointError(f"{storage.where}/{folder}/{shard.file} has been truncated")
+        ends = (begin + size for begin, size in zip(shard.offsets, shard.sizes, strict=True))
+        part = tuple(map(slice, shard.offsets, ends))
+        values[part] = np.frombuffer(content, values.dtype).reshape(shard.sizes)
+    return f"{tensor.dtype}{tensor.shape} {checksum(values.tobytes())}"

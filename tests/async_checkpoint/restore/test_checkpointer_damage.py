@@ -135,7 +135,7 @@ def check_of_the_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def check_of_verify(monkeypatch: pytest.MonkeyPatch) -> None:
     read = "reader.read(read) != (size, expected)"
-    mutate(monkeypatch, folders._bytes_wrong, read, "reader.read(read)[0] != size")
+    mutate(monkeypatch, folders.verify_folder, read, "reader.read(read)[0] != size")
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from async_checkpoint.checkpoints import (
 )
 from async_checkpoint.made import save
 from outlast.async_checkpoint import Checkpointer, Retention
-from outlast.async_checkpoint.storage import directory, read_errors
+from outlast.async_checkpoint.storage import directory, system_errors
 from outlast.async_checkpoint.storage.manifest import MANIFEST
 from outlast.async_checkpoint.storage.remote import RemoteStorage
 from outlast.errors import CheckpointError, CheckpointReadError
@@ -48,7 +48,7 @@ def path(tmp_path: Path) -> Path:
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses between attempts, which are left out."""
     found: list[float] = []
-    monkeypatch.setattr(read_errors, "_pause", found.append)
+    monkeypatch.setattr(system_errors, "_pause", found.append)
     return found
 
 

@@ -13,9 +13,8 @@ import psutil
 import pytest
 
 from async_checkpoint.staged_writer import Plan
-from outlast.async_checkpoint.storage.directory import list_checkpoints, survey
+from outlast.async_checkpoint.storage.directory import list_checkpoints, open_storage, survey
 from outlast.async_checkpoint.storage.fence import newest
-from outlast.async_checkpoint.storage.open import open_storage
 from outlast.system import lease_page
 from outlast.system.lease_page import LeasePage
 from procs import NET_S, Job, marked

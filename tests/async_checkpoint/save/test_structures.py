@@ -15,7 +15,7 @@ from outlast.async_checkpoint.save.structures import (
     Structures,
 )
 from outlast.async_checkpoint.snapshot.structure import Structure
-from outlast.async_checkpoint.state_dict.sharding import decode_items, describe, encode_items
+from outlast.async_checkpoint.state_dict import decode_items, describe, encode_items
 from outlast.errors import CheckpointError
 
 

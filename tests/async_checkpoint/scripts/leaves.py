@@ -58,7 +58,7 @@ POINTS: dict[str, tuple[Any, int, str, BaseException]] = {
     "session": (opens, 1, "checkpointer:session_for", ModuleNotFoundError("no module")),
     "left": (opens, 1, "save.folder_session:FolderSession.take_over", KeyError("taken")),
     "interrupt": (opens, 1, "checkpointer:arrange_copies", KeyboardInterrupt()),
-    "snapshots": (restores, 1, "restore.restorer:Restorer._snapshots", RuntimeError("held")),
+    "snapshots": (restores, 1, "restore.restorer:Restorer.snapshots", RuntimeError("held")),
     "candidates": (restores, 0, "restore.restorer:candidates", ValueError("listed")),
     "observer": (restores, 1, "restore.restorer:notify", KeyboardInterrupt()),
     "manifest": (restores, 0, "restore.restorer:read_manifest", RecursionError("deep")),

@@ -19,7 +19,7 @@ from async_checkpoint.checkpoints import NET, blank, copy_of, folder_of, same, s
 from async_checkpoint.staged_writer import Plan
 from outlast.async_checkpoint import Checkpointer
 from outlast.async_checkpoint.restore.from_memory import MemorySnapshot
-from outlast.async_checkpoint.storage import read_errors
+from outlast.async_checkpoint.storage import system_errors
 from outlast.async_checkpoint.writer.client import ProcessFailed
 from outlast.async_checkpoint.writer.main import Writer
 from outlast.chaos.storage import flip_byte
@@ -53,7 +53,7 @@ def one_cannot_read(path: str, plan: str) -> None:
     with Checkpointer(path) as checkpointer:  # without snapshots in memory
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_world_size() - 1 == RANK:
-                patch.setattr(read_errors, "_pause", lambda seconds: None)
+                patch.setattr(system_errors, "_pause", lambda seconds: None)
                 refuse_to_open(patch, folder_of(Path(path), 2))
             with pytest.raises(CheckpointReadError, match=rf"rank 1 on {HOST}: .*EACCES") as caught:
                 checkpointer.restore(blank(), step=2)

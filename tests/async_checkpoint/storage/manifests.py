@@ -19,6 +19,20 @@ from outlast.async_checkpoint.storage.manifest import Manifest, checksum, encode
 FILE = "__0_0.distcp"
 
 
+def empty(step: int, save_id: str) -> Manifest:
+    """A manifest without files."""
+    return Manifest(
+        step=step,
+        save_id=save_id,
+        world_size=1,
+        metric=None,
+        chunk_bytes=4 << 20,
+        files={},
+        tensors={},
+        values={},
+    )
+
+
 def cut(shape: list[int], parts: int) -> list[tuple[list[int], list[int]]]:
     """Offsets and sizes of the shards of a tensor that is cut along its first dimension, as torch
     cuts it: the last ones may be empty.

@@ -9,7 +9,7 @@ import pytest
 
 from async_checkpoint.made import save
 from outlast.async_checkpoint.storage import directory as folders
-from outlast.async_checkpoint.storage import read_errors
+from outlast.async_checkpoint.storage import system_errors
 from outlast.async_checkpoint.storage.entries import FileEntry
 from outlast.async_checkpoint.storage.local import LocalStorage
 from outlast.async_checkpoint.storage.manifest import MANIFEST, decode, encode
@@ -86,7 +86,7 @@ def test_each_kind_of_checkpoint_ignores_the_other(storage: LocalStorage) -> Non
             raise PermissionError(13, "no")
 
         patch.setattr(LocalStorage, "size", refuse)
-        patch.setattr(read_errors, "_pause", lambda seconds: None)
+        patch.setattr(system_errors, "_pause", lambda seconds: None)
         with pytest.raises(CheckpointReadError, match="no"):
             folders.candidates(states)
     with pytest.raises(CheckpointError, match=r"no checkpoint of states 3; it has \[4\]"):

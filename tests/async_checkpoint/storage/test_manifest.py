@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_checkpoint.storage.manifests import forged, manifests
+from async_checkpoint.storage.manifests import empty, forged, manifests
 from outlast.async_checkpoint.storage.entries import (
     ITEM_BYTES,
+    Contents,
     FileEntry,
     Shard,
     TensorEntry,
     ValueEntry,
-    check_content,
     is_covered,
 )
 from outlast.async_checkpoint.storage.manifest import (
@@ -76,7 +76,7 @@ def test_noise_is_no_manifest(noise: bytes) -> None:
         decode(noise, "here")
 
 
-PLAIN = Manifest(3, "aa", 1, None, 1000, {}, {}, {})
+PLAIN = empty(3, "aa")
 SUMS = [checksum(b"")] * 3
 WHOLE = Manifest(
     step=3,
@@ -106,7 +106,7 @@ def test_a_later_format_is_refused_and_an_update_asked_for() -> None:
 
 @pytest.mark.parametrize("head", [{"format": "else"}, {"version": "1"}, {"version": None}])
 def test_another_head_is_refused(head: dict[str, Any]) -> None:
-    body = json.dumps(dataclasses.asdict(PLAIN)).encode()
+    body = json.dumps(msgspec.to_builtins(PLAIN)).encode()
     assert decode(forged(PLAIN, {}, body), "here") == PLAIN
     with pytest.raises(CheckpointError, match="no manifest"):
         decode(forged(PLAIN, head, body), "here")
@@ -114,7 +114,7 @@ def test_another_head_is_refused(head: dict[str, Any]) -> None:
 
 def test_the_first_format_is_read() -> None:
     """Its first line had no checksum, and its tensors a field that was always 0."""
-    values = dataclasses.asdict(WHOLE)
+    values = msgspec.to_builtins(WHOLE)
     for tensor in values["tensors"].values():
         tensor["opaque"] = 0
     body = json.dumps(values).encode()
@@ -224,7 +224,7 @@ LIES: dict[str, tuple[tuple[Any, ...], Any]] = {
 @pytest.mark.parametrize("lie", LIES)
 def test_a_manifest_is_checked_before_it_is_believed(lie: str) -> None:
     place, value = LIES[lie]
-    values = dataclasses.asdict(WHOLE)
+    values = msgspec.to_builtins(WHOLE)
     at: Any = values
     for key in place[:-1]:
         at = at[key]
@@ -244,8 +244,8 @@ def test_a_manifest_is_checked_before_it_is_believed(lie: str) -> None:
         b"[" * 100_000,
         b'{"step":1,"step":1}',
         b"\xff\xfe",
-        json.dumps({**dataclasses.asdict(PLAIN), "more": 1}).encode(),
-        json.dumps(dataclasses.asdict(PLAIN))
+        json.dumps({**msgspec.to_builtins(PLAIN), "more": 1}).encode(),
+        json.dumps(msgspec.to_builtins(PLAIN))
         .encode()
         .replace(b'"step": 3', b'"step": ' + b"9" * 5000),
     ],
@@ -302,8 +302,8 @@ def test_many_parts_take_little_time() -> None:
     assert not is_covered([400_000], [((i[0][0],), (4,)) for i in steps])
     shards = [Shard([i], [2], "f", 4 * i) for i in range(100_000)]
     with pytest.raises(ValueError, match="cover"):
-        check_content(
-            {"f": FileEntry("f", 1 << 40, [])},
+        Contents(
+            {"f": FileEntry("f", 1 << 40, [""])},
             {"t": TensorEntry(["t"], "float32", [200_000], shards)},
             {},
-        )
+        ).check(1 << 40)

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
+from async_checkpoint.storage.manifests import empty
 from async_checkpoint.storage.s3 import Server, call, keys, serving, uploads
 from outlast.async_checkpoint.storage import directory as folders
-from outlast.async_checkpoint.storage.manifest import MANIFEST, Manifest, encode
+from outlast.async_checkpoint.storage.manifest import MANIFEST, encode
 from outlast.async_checkpoint.storage.remote import RemoteStorage
 from outlast.async_checkpoint.storage.remote_files import OrderedUpload, as_os_errors
 from outlast.async_checkpoint.storage.remote_lock import OWNER
@@ -51,7 +52,7 @@ def memory() -> RemoteStorage:
 
 
 def manifest(step: int, save_id: str) -> bytes:
-    return encode(Manifest(step, save_id, 1, None, 4 << 20, {}, {}, {}))
+    return encode(empty(step, save_id))
 
 
 def commit(storage: RemoteStorage, step: int, save_id: str) -> str:
@@ -335,7 +336,7 @@ def test_what_is_missing_is_named(missing: str, url: str, install: str) -> None:
     program = f"""
 import sys
 sys.modules[{missing!r}] = None
-from outlast.async_checkpoint.storage.open import open_storage
+from outlast.async_checkpoint.storage.directory import open_storage
 try:
     open_storage({url!r})
 except ModuleNotFoundError as e:
@@ -352,7 +353,7 @@ def test_nothing_of_it_imports_torch(s3: Server) -> None:
     program = """
 import sys
 from outlast.async_checkpoint.writer import main
-from outlast.async_checkpoint.storage.open import open_storage
+from outlast.async_checkpoint.storage.directory import open_storage
 storage = open_storage(sys.argv[1])
 storage.prepare()
 storage.put("a", "b", b"c")

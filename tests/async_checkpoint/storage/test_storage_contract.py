@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from async_checkpoint.storage.s3 import Server, serving
+from outlast.async_checkpoint.storage.directory import open_storage
 from outlast.async_checkpoint.storage.local import LocalStorage
 from outlast.async_checkpoint.storage.manifest import checksum
-from outlast.async_checkpoint.storage.open import open_storage
 from outlast.async_checkpoint.storage.protocol import IDENTITY, Storage
 from outlast.async_checkpoint.storage.remote import RemoteStorage
 from outlast.async_checkpoint.writer.write_files import PIECE_BYTES, Dropped, write_files

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from outlast.async_checkpoint.storage.local import LocalStorage
-from outlast.async_checkpoint.storage.unusable_folder import preparing
+from outlast.async_checkpoint.storage.system_errors import preparing
 from outlast.errors import CheckpointError, FolderUnusable
 
 

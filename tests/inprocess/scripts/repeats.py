@@ -10,7 +10,7 @@ import time
 from rank import main, say, scenario, wrapped
 from rank_actions import FOREVER_S, collective, die, finish, join_group, rank, wait_forever
 
-from outlast.async_checkpoint.storage.open import open_storage
+from outlast.async_checkpoint.storage.directory import open_storage
 from outlast.coordination.training_step import report_step
 from outlast.inprocess import CallWrapper, Compose, RepeatedFaults
 from outlast.inprocess.initialize import RetryController

@@ -18,9 +18,9 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from async_checkpoint.made import save
+from outlast.async_checkpoint.storage.directory import open_storage
 from outlast.async_checkpoint.storage.local import LocalStorage
 from outlast.async_checkpoint.storage.manifest import MANIFEST
-from outlast.async_checkpoint.storage.open import open_storage
 from outlast.launch.cli import app
 
 FILE = "__0_0.distcp"

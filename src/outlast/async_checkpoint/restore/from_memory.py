@@ -7,35 +7,32 @@ lacks are broadcast: verified before they are sent, and again on arrival.
 
 from __future__ import annotations
 
-import ctypes
-import dataclasses
 import functools
 import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
-from outlast.async_checkpoint.restore.fit import Index, empty_dicts, fill_empty
-from outlast.async_checkpoint.restore.load import Content
+from outlast.async_checkpoint.restore.load import Content, empty_dicts, fill_empty
 from outlast.async_checkpoint.restore.verified_read import (
-    MemorySource,
     Piece,
     Source,
+    address_of,
+    memory_source,
     read_verified,
 )
-from outlast.async_checkpoint.state_dict.sharding import Item
+from outlast.async_checkpoint.state_dict import Item
 from outlast.async_checkpoint.storage.entries import (
+    ITEM_BYTES,
+    Contents,
     FileEntry,
     TensorEntry,
     ValueEntry,
-    check_content,
     is_covered,
-    parse_files,
-    parse_tensors,
-    parse_values,
 )
 from outlast.async_checkpoint.storage.manifest import CHUNK_BYTES, checksum, pieces
 from outlast.coordination.agreement import Agreement
@@ -45,11 +42,14 @@ from outlast.errors import CheckpointError
 _SENT_BYTES = 64 << 20  # in one collective
 _SENT = "sent"  # the name of what another rank has packed
 
+ItemsOf = Callable[[dict[str, Any]], list[Item]]
+
 
 class MemorySnapshot:
     """This rank's part of a snapshot that all ranks have, as described by its writer."""
 
     def __init__(self, snapshot: Mapping[str, Any], view: memoryview, values: bytes) -> None:
+        self._where = f"the snapshot of step {snapshot['step']} in memory"
         self._snapshot = snapshot
         self._view = view
         self._values = values
@@ -63,145 +63,107 @@ class MemorySnapshot:
         except (ValueError, TypeError, RecursionError) as e:
             raise CheckpointError(f"{self._where} is not described correctly: {e!r}") from e
 
-    def is_sufficient(
-        self, state_dict: dict[str, Any], items_of: Callable[[dict[str, Any]], list[Item]]
-    ) -> bool:
+    @functools.cached_property
+    def source(self) -> Source:
+        """This rank's part."""
+        views = {name: self._view[at : at + size] for name, at, size in self._snapshot["layout"]}
+        if self._snapshot["values"]:
+            views[self._snapshot["values"]] = memoryview(bytearray(self._values))
+        return memory_source(self._where, _contents_of(self.description), views)
+
+    def is_sufficient(self, state_dict: dict[str, Any], items_of: ItemsOf) -> bool:
         """Whether this rank's part is exactly what its state dict holds, as with shards: then the
         rank needs nothing from the other ranks' parts.
         """
-        parts = _parts(self._index)  # also checks it, before other ranks wait for this one
+        own = self.source.contents  # also checks it, before other ranks wait for this one
         if empty_dicts(state_dict):
             return False
-        own = {*self._index.tensors, *self._index.values}
         items = items_of(state_dict)
-        return {item.name for item in items} == own and all(
-            item.name in self._index.values or (item.name, item.offsets, item.sizes) in parts
-            for item in items
-        )
+        names = {item.name for item in items}
+        return names == {*own.tensors, *own.values} and not _lacking(items, own, names)
 
     def index_for(
         self,
         state_dict: dict[str, Any],
-        items_of: Callable[[dict[str, Any]], list[Item]],
+        items_of: ItemsOf,
         descriptions: Sequence[Mapping[str, Any]],
         rank: int,
-    ) -> tuple[Index, list[str]]:
-        """The index of all ranks' parts together, and the names that this rank loads but its part
-        lacks. Fills empty dicts.
+    ) -> tuple[Contents, list[str]]:
+        """The contents of all ranks' parts together, and the names that this rank loads but its
+        part lacks. Fills empty dicts.
         """
-        others = [_index_of(each) for owner, each in enumerate(descriptions) if owner != rank]
-        own = self._index
+        own = self.source.contents
+        others = [_contents_of(each) for owner, each in enumerate(descriptions) if owner != rank]
         whole = _merged([own, *others]) if others else own
         fill_empty(state_dict, whole)
-        parts = _parts(own)
-        lacking = {
-            item.name
-            for item in items_of(state_dict)
-            if ((item.name, item.offsets, item.sizes) not in parts)
-            and item.name not in own.values
-            and (item.name in whole.tensors or item.name in whole.values)
-        }
-        return whole, sorted(lacking)
+        return whole, _lacking(items_of(state_dict), own, {*whole.tensors, *whole.values})
 
-    def own(self) -> tuple[Source, Index]:
-        """The source of this rank's part, and its index."""
-        description = self.description
-        views = {name: self._view[at : at + size] for name, at, size in self._snapshot["layout"]}
-        if description["values"]:
-            views[description["values"]] = memoryview(bytearray(self._values))
-        files = _files_of(description)
-        return MemorySource(self._where, views, files, CHUNK_BYTES), self._index
-
-    def pack(self, names: Collection[str]) -> tuple[memoryview, dict[str, Any]]:
-        """What this rank has under these names, verified and contiguous; and the description that
-        other ranks need to read it.
+    def pack(self, names: Collection[str]) -> tuple[memoryview, Contents]:
+        """What this rank has under these names, verified and contiguous; and its description.
 
         Raises:
             CheckpointError: if a byte differs from what was copied.
         """
-        source, index = self.own()
-        tensors = {name: entry for name, entry in index.tensors.items() if name in names}
-        values = {name: entry for name, entry in index.values.items() if name in names}
+        own = self.source.contents
         size = 0
         wanted: list[tuple[str, int, int, int]] = []
-        packed_tensors: dict[str, TensorEntry] = {}
-        packed_values: dict[str, ValueEntry] = {}
-        for name, entry in tensors.items():
-            item_bytes = getattr(torch, entry.dtype).itemsize
-            shards = []
-            for shard in entry.shards:
-                length = math.prod(shard.sizes) * item_bytes
-                wanted.append((shard.file, shard.at, length, size))
-                shards.append(dataclasses.replace(shard, file=_SENT, at=size))
-                size += length
-            packed_tensors[name] = dataclasses.replace(entry, shards=shards)
-        for name, value in values.items():
-            wanted.append((value.file, value.at, value.size_bytes, size))
-            packed_values[name] = dataclasses.replace(value, file=_SENT, at=size)
-            size += value.size_bytes
+
+        def packed(entry: Any, size_bytes: int) -> Any:
+            nonlocal size
+            wanted.append((entry.file, entry.at, size_bytes, size))
+            size += size_bytes
+            return msgspec.structs.replace(entry, file=_SENT, at=size - size_bytes)
+
+        tensors, values = {}, {}
+        for name, entry in _only(own.tensors, names).items():
+            item_bytes = ITEM_BYTES[entry.dtype]
+            shards = [packed(each, math.prod(each.sizes) * item_bytes) for each in entry.shards]
+            tensors[name] = msgspec.structs.replace(entry, shards=shards)
+        for name, value in _only(own.values, names).items():
+            values[name] = packed(value, value.size_bytes)
         content = memoryview(bytearray(size))
         if size:
-            base = ctypes.addressof(ctypes.c_char.from_buffer(content))
+            base = address_of(content)
             read_verified(
-                source,
+                self.source,
                 [Piece(file, at, n, base + to, content) for file, at, n, to in wanted],
             )
-        checksums = [checksum(content[at : at + n]) for at, n in pieces(size)]
-        return content, {
-            "bytes": size,
-            "checksums": checksums,
-            "tensors": {n: dataclasses.asdict(e) for n, e in packed_tensors.items()},
-            "values": {n: dataclasses.asdict(v) for n, v in packed_values.items()},
-        }
+        sums = [checksum(content[at : at + n]) for at, n in pieces(size)]
+        return content, Contents({_SENT: FileEntry(_SENT, size, sums)}, tensors, values)
 
     def receive_buffers(
-        self, packed: memoryview, told: Sequence[Mapping[str, Any]], rank: int
-    ) -> list[memoryview]:
-        """A buffer for what each rank has packed; for this rank, the packed part itself."""
-        return [
-            packed if owner == rank else memoryview(bytearray(each["bytes"]))
-            for owner, each in enumerate(told)
-        ]
-
-    def exchange(
-        self,
-        buffers: Sequence[memoryview],
-        told: Sequence[Mapping[str, Any]],
-        lacking: Collection[str],
-        group: Any,
-    ) -> list[tuple[Source, Index]]:
-        """Broadcasts what each rank has packed. Called on all ranks.
-
-        Returns:
-            The sources of what this rank lacks, each with its index.
-        """
-        found: list[tuple[Source, Index]] = []
-        for owner, (each, content) in enumerate(zip(told, buffers, strict=True)):
-            if not each["bytes"]:
-                continue
-            _send(torch.frombuffer(content, dtype=torch.uint8), owner, group)
-            files = {_SENT: FileEntry(_SENT, each["bytes"], each["checksums"])}
-            source = MemorySource(
-                f"{self._where}, sent by rank {owner}", {_SENT: content}, files, CHUNK_BYTES
-            )
-            tensors = {n: e for n, e in each["tensors"].items() if n in lacking}
-            values = {n: v for n, v in each["values"].items() if n in lacking}
-            found.append((source, Index(parse_tensors(tensors), parse_values(values))))
+        self, packed: memoryview, descriptions: Sequence[Any], rank: int
+    ) -> list[tuple[Contents, memoryview]]:
+        """What each rank has packed, and a buffer for it; for this rank, the packed part itself."""
+        found = []
+        for owner, each in enumerate(descriptions):
+            contents = msgspec.convert(each, Contents)
+            contents.check(CHUNK_BYTES, complete=False)
+            size = contents.files[_SENT].size_bytes
+            found.append((contents, packed if owner == rank else memoryview(bytearray(size))))
         return found
 
-    @functools.cached_property
-    def _index(self) -> Index:
-        return _index_of(self.description)
-
-    @property
-    def _where(self) -> str:
-        return f"the snapshot of step {self._snapshot['step']} in memory"
+    def exchange(
+        self, parts: Sequence[tuple[Contents, memoryview]], lacking: Collection[str], group: Any
+    ) -> list[Source]:
+        """Broadcasts what each rank has packed. Called on all ranks; returns the sources of what
+        this rank lacks.
+        """
+        found = []
+        for owner, (contents, buffer) in enumerate(parts):
+            if buffer:
+                _send(torch.frombuffer(buffer, dtype=torch.uint8), owner, group)
+                tensors, values = _only(contents.tensors, lacking), _only(contents.values, lacking)
+                needed = Contents(contents.files, tensors, values)
+                where = f"{self._where}, sent by rank {owner}"
+                found.append(memory_source(where, needed, {_SENT: buffer}))
+        return found
 
 
 def content_in_memory(
     memory: MemorySnapshot,
     state_dict: dict[str, Any],
-    items_of: Callable[[dict[str, Any]], list[Item]],
+    items_of: ItemsOf,
     ranks: Agreement,
     group: Any,
 ) -> Content | CallFailure:
@@ -215,28 +177,26 @@ def content_in_memory(
     if isinstance(sufficient, CallFailure):
         return sufficient
     if ranks.gather(sufficient, all):
-        source, index = memory.own()
-        return Content(index, [(source, index)])
+        return Content(memory.source.contents, [memory.source])
 
     described = ranks.exchange(memory.description)
     found = ranks.attempt(lambda: memory.index_for(state_dict, items_of, described, ranks.rank))
     if isinstance(found, CallFailure):
         return found
-    index, lacking = found
+    whole, lacking = found
     wanted = ranks.gather(lacking, lambda lists: sorted(set().union(*lists)))
     if not wanted:
-        return Content(index, [memory.own()])
+        return Content(whole, [memory.source])
 
     packed = ranks.attempt(lambda: memory.pack(set(wanted)))
     if isinstance(packed, CallFailure):
         return packed
     content, description = packed
-    told = ranks.exchange(description)
-    buffers = ranks.attempt(lambda: memory.receive_buffers(content, told, ranks.rank))
-    if isinstance(buffers, CallFailure):
-        return buffers
-    sent = memory.exchange(buffers, told, set(lacking), group)
-    return Content(index, [memory.own(), *sent])
+    descriptions = ranks.exchange(msgspec.to_builtins(description))
+    parts = ranks.attempt(lambda: memory.receive_buffers(content, descriptions, ranks.rank))
+    if isinstance(parts, CallFailure):
+        return parts
+    return Content(whole, [memory.source, *memory.exchange(parts, set(lacking), group)])
 
 
 def _send(content: torch.Tensor, owner: int, group: Any) -> None:
@@ -251,51 +211,61 @@ def _send(content: torch.Tensor, owner: int, group: Any) -> None:
             dist.broadcast(piece, source, group=group)
 
 
-def _parts(index: Index) -> set[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    return {
+def _only(entries: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {name: entry for name, entry in entries.items() if name in names}
+
+
+def _lacking(items: Sequence[Item], own: Contents, among: Collection[str]) -> list[str]:
+    """The names of the items that `own` does not hold, as far as they are `among` these names."""
+    parts = {
         (name, tuple(shard.offsets), tuple(shard.sizes))
-        for name, entry in index.tensors.items()
+        for name, entry in own.tensors.items()
         for shard in entry.shards
     }
+    return sorted(
+        {
+            item.name
+            for item in items
+            if (item.name, item.offsets, item.sizes) not in parts
+            and item.name not in own.values
+            and item.name in among
+        }
+    )
 
 
-def _files_of(description: Mapping[str, Any]) -> dict[str, FileEntry]:
-    files = description["files"].items()
-    return parse_files({name: {"name": name, **entry} for name, entry in files}, CHUNK_BYTES)
-
-
-def _index_of(description: Mapping[str, Any]) -> Index:
-    """The index of one rank's part.
+def _contents_of(description: Mapping[str, Any]) -> Contents:
+    """The contents of one rank's part.
 
     Raises:
         CheckpointError: if the description, which came from another process, cannot be true.
     """
     try:
-        tensors = parse_tensors(description["index"]["tensors"])
-        places = zip(description["index"]["values"], description["places"], strict=True)
-        values = parse_values(
-            {
-                name: {"path": path, "file": description["values"], "at": at, "size_bytes": size}
-                for (name, path), (at, size) in places
-            }
-        )
-        check_content(_files_of(description), tensors, values, complete=False)
+        index, file = description["index"], description["values"]
+        places = zip(index["values"], description["places"], strict=True)
+        values = {
+            name: {"path": path, "file": file, "at": at, "size_bytes": size}
+            for (name, path), (at, size) in places
+        }
+        files = {name: {"name": name, **each} for name, each in description["files"].items()}
+        parts = {"files": files, "tensors": index["tensors"], "values": values}
+        contents = msgspec.convert(parts, Contents)
+        contents.check(CHUNK_BYTES, complete=False)
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise CheckpointError(f"a snapshot in memory is not described correctly: {e!r}") from e
-    return Index(tensors, values)
+    return contents
 
 
-def _merged(indexes: Sequence[Index]) -> Index:
+def _merged(parts: Sequence[Contents]) -> Contents:
     tensors: dict[str, TensorEntry] = {}
     values: dict[str, ValueEntry] = {}
-    for index in indexes:
-        values.update(index.values)
-        for name, entry in index.tensors.items():
-            known = tensors.setdefault(name, dataclasses.replace(entry, shards=[]))
+    for part in parts:
+        values.update(part.values)
+        for name, entry in part.tensors.items():
+            known = tensors.setdefault(name, msgspec.structs.replace(entry, shards=[]))
             if (known.shape, known.dtype) != (entry.shape, entry.dtype):
                 raise CheckpointError(f"{name!r} differs between the snapshots of the ranks")
             known.shards.extend(entry.shards)
     for name, entry in tensors.items():
         if not is_covered(entry.shape, [(shard.offsets, shard.sizes) for shard in entry.shards]):
             raise CheckpointError(f"the snapshots of all ranks do not cover {name!r} exactly once")
-    return Index(tensors, values)
+    return Contents({}, tensors, values)

@@ -16,20 +16,20 @@ from typing import Any
 
 from outlast.async_checkpoint.environment import position
 from outlast.async_checkpoint.observers import notify
-from outlast.async_checkpoint.restore.fit import (
-    Fit,
-    Index,
+from outlast.async_checkpoint.restore.from_copies import CopiesInReach, Fetched, plans
+from outlast.async_checkpoint.restore.from_memory import MemorySnapshot, content_in_memory
+from outlast.async_checkpoint.restore.load import (
+    Content,
     check_mixture,
     empty_dicts,
     fill_empty,
     fit,
     left_over,
+    load,
 )
-from outlast.async_checkpoint.restore.from_copies import CopiesInReach, Fetched, plans
-from outlast.async_checkpoint.restore.from_memory import MemorySnapshot, content_in_memory
-from outlast.async_checkpoint.restore.load import Content, load
-from outlast.async_checkpoint.restore.verified_read import StorageSource, check_sizes
+from outlast.async_checkpoint.restore.verified_read import check_sizes, storage_source
 from outlast.async_checkpoint.save.folder_session import FolderSession
+from outlast.async_checkpoint.state_dict import Item
 from outlast.async_checkpoint.storage.directory import candidates, leftovers, read_manifest
 from outlast.async_checkpoint.storage.fence import raise_fence, stale
 from outlast.async_checkpoint.storage.recycled_files import RECYCLED
@@ -63,8 +63,8 @@ class _Candidate:
 
 @dataclasses.dataclass
 class _Request:
-    """The arguments of a restore. `empty` are the dicts that were empty before. `overwritten` are
-    the names of tensors that may hold parts of a damaged candidate. `fetched` is the copy that was
+    """A restore in progress. `empty` are the dicts that were empty before. `overwritten` are the
+    names of tensors that may hold parts of a damaged candidate. `fetched` is the copy that was
     fetched for the candidate.
     """
 
@@ -81,30 +81,22 @@ class Restorer:
     """One rank's part in opening a directory of checkpoints and restoring from it.
 
     Attributes:
+        ranks: the agreement of the ranks, also for steps between restores.
         copies: the copies in other hosts' memory, if there are any.
         restored_from: the source of the last restore; empty if it found nothing.
         not_live: why the caller restores no state that it has kept; empty if it has none.
     """
 
     def __init__(
-        self,
-        session: FolderSession,
-        ranks: Agreement,
-        group: Any,
-        emitter: Emitter,
+        self, session: FolderSession, ranks: Agreement, group: Any, emitter: Emitter
     ) -> None:
         self._session = session
-        self._ranks = ranks
+        self.ranks = ranks
         self._group = group
         self._emitter = emitter
         self._items = session.memo.items
         self.copies: CopiesInReach | None = None
         self.restored_from = self.not_live = ""
-
-    @property
-    def ranks(self) -> Agreement:
-        """The agreement of the ranks, for steps between restores."""
-        return self._ranks
 
     def open(self, owner: str) -> None:
         """Creates and locks the directory, and removes the remains of killed saves. Called on all
@@ -114,11 +106,11 @@ class Restorer:
         Raises:
             CheckpointError: on every rank, if rank 0 cannot.
         """
-        said = False
+        warned = False
 
         def prepare(_: list[Any]) -> dict[str, Any]:
             # All ranks are here: a process that was rank 0 before has released the lock.
-            nonlocal said
+            nonlocal warned
             storage = self._session.storage
             ours = self._session.locked
             mine = position()
@@ -129,9 +121,9 @@ class Restorer:
                 except FolderInUse as e:
                     if not e.another_group:
                         raise
-                    if not said:
+                    if not warned:
                         log.warning("%s: training waits until that job ends, or both have met", e)
-                    said = True
+                    warned = True
                     return {}
                 self._session.locked = True
             for folder, cause in stale(storage).items():
@@ -153,7 +145,7 @@ class Restorer:
                     )
             return {"left": left, "identity": storage.identity()}
 
-        while not (found := self._ranks.gather(None, prepare)):
+        while not (found := self.ranks.gather(None, prepare)):
             time.sleep(_MEETING_S)
         self._session.identity = found["identity"]
         for name in found["left"]:
@@ -161,11 +153,11 @@ class Restorer:
                 log.debug("removed %s, the recycled files of an earlier process", name)
             else:
                 log.info("removed %s, left by an unfinished save", name)
-        path = self._session.socket_path(self._ranks.rank, self._ranks.world_size)
-        taken = self._ranks.attempt(lambda: self._session.take_over(path))
+        path = self._session.socket_path(self.ranks.rank, self.ranks.world_size)
+        taken = self.ranks.attempt(lambda: self._session.take_over(path))
         if isinstance(taken, CallFailure):
             error = CheckpointError(f"rank {taken.rank} on {taken.host}: {taken.cause}")
-            raise self._ranks.attributed(error, taken.rank)
+            raise self.ranks.attributed(error, taken.rank)
 
     def restore(
         self,
@@ -176,8 +168,8 @@ class Restorer:
         weights_only: bool,
     ) -> int | None:
         """See `Checkpointer.restore`."""
-        snapshots = self._snapshots()
-        found = self._candidates(snapshots, step)
+        snapshots = self.snapshots()
+        found = self.candidates(snapshots, step)
         where = self._session.storage.where
         if not found:
             if step is not None:
@@ -192,59 +184,46 @@ class Restorer:
         for candidate in found:
             began = self._emitter.clock.now()
             failure = self._load(candidate, snapshots, request)
-            step, source = candidate.step, candidate.source
             if failure is None:
-                seconds = self._emitter.clock.now() - began
-                self.restored_from = source
-                self._emitter.emit(
-                    CheckpointRestored(
-                        step=step,
-                        source=source,
-                        seconds=seconds,
-                        fetched_bytes=request.fetched.size_bytes,
-                        held_by=request.fetched.held_by,
-                        not_live=self.not_live,
-                    )
-                )
-                if self.copies is not None:
-                    self.copies.restored("" if source == "storage" else candidate.name)
-                if self._ranks.rank == 0:
-                    notice(
-                        log,
-                        "restored step %d from %s in %s",
-                        step,
-                        "memory and copies on other hosts" if source == "copies" else source,
-                        duration_text(seconds),
-                    )
-                return step
+                self._restored(candidate, request.fetched, self._emitter.clock.now() - began)
+                return candidate.step
             text = f"rank {failure.rank} on {failure.host}: {failure.cause}"
             for each in empty:
                 each.clear()  # the next candidate may fill it differently
             if failure.name == MISFIT:
-                raise self._ranks.attributed(CheckpointMismatch(text), failure.rank)
+                raise self.ranks.attributed(CheckpointMismatch(text), failure.rank)
             if failure.name == UNREAD:
-                raise self._ranks.attributed(CheckpointReadError(text), failure.rank)
+                raise self.ranks.attributed(CheckpointReadError(text), failure.rank)
             errors.append(text)
-            log.warning("passed over the checkpoint of step %s: %s", step, text)
-            self._emitter.emit(CheckpointPassedOver(step=step, source=source, cause=failure.cause))
+            log.warning("passed over the checkpoint of step %s: %s", candidate.step, text)
+            self._emitter.emit(
+                CheckpointPassedOver(
+                    step=candidate.step, source=candidate.source, cause=failure.cause
+                )
+            )
         raise CheckpointError(f"no checkpoint in {where} is valid:\n  " + "\n  ".join(errors))
 
-    def newest(self, after: int) -> int | None:
-        """The step of the newest candidate later than `after`, the same on all ranks."""
-        with self._ranks.operation():
-            found = self._candidates(self._snapshots(after), None)
-        return found[0].step if found and found[0].step > after else None
-
-    def restored_by_caller(self, step: int, source: str, seconds: float, size_bytes: int) -> None:
-        """The ranks have restored `step` without a checkpoint; `source` and `size_bytes`, what was
-        received from other ranks, are this rank's own.
-        """
-        self.restored_from = source
+    def _restored(self, candidate: _Candidate, fetched: Fetched, seconds: float) -> None:
+        source = self.restored_from = candidate.source
         self._emitter.emit(
-            CheckpointRestored(step=step, source=source, seconds=seconds, fetched_bytes=size_bytes)
+            CheckpointRestored(
+                step=candidate.step,
+                source=source,
+                seconds=seconds,
+                fetched_bytes=fetched.size_bytes,
+                held_by=fetched.held_by,
+                not_live=self.not_live,
+            )
         )
+        if self.copies is not None:
+            self.copies.restored("" if source == "storage" else candidate.name)
+        if self.ranks.rank == 0:
+            place = "memory and copies on other hosts" if source == "copies" else source
+            notice(
+                log, "restored step %d from %s in %s", candidate.step, place, duration_text(seconds)
+            )
 
-    def _snapshots(self, after: int = -1) -> dict[str, SnapshotDescription]:
+    def snapshots(self, after: int = -1) -> dict[str, SnapshotDescription]:
         """This rank's snapshots in memory, by the ids of their saves. The writer is not asked, and
         takes no checksums, unless there is one of a later step than `after`.
         """
@@ -256,7 +235,7 @@ class Restorer:
         except ProcessFailed as e:  # the other ranks must not wait for this one's snapshots
             log.warning("snapshots in memory cannot be used, storage can: %s", e)
             return {}
-        place = self._ranks.rank, self._ranks.world_size
+        place = self.ranks.rank, self.ranks.world_size
         return {
             s["save_id"]: s
             for s in answer
@@ -265,7 +244,7 @@ class Restorer:
             and s["folder_id"] == self._session.identity
         }
 
-    def _candidates(
+    def candidates(
         self, snapshots: Mapping[str, SnapshotDescription], step: int | None
     ) -> list[_Candidate]:
         """The candidates, the best first: the same list on all ranks."""
@@ -273,7 +252,7 @@ class Restorer:
         mine = {
             "own": {save_id: [s["step"], s["number"]] for save_id, s in snapshots.items()},
             "committed": {i: s["final"] for i, s in snapshots.items() if s.get("committed")},
-            "copies": [] if copies is None else [copies.listed(self._ranks.world_size)],
+            "copies": [] if copies is None else [copies.listed(self.ranks.world_size)],
         }
 
         def sort(parts: list[Any]) -> list[Any]:
@@ -293,7 +272,7 @@ class Restorer:
             ranked.sort(key=lambda each: each[0], reverse=True)
             return [each for _, each in ranked if step is None or each[1] == step]
 
-        return [_Candidate(*each) for each in self._ranks.gather(mine, sort)]
+        return [_Candidate(*each) for each in self.ranks.gather(mine, sort)]
 
     def _load(
         self, candidate: _Candidate, snapshots: dict[str, SnapshotDescription], request: _Request
@@ -302,33 +281,32 @@ class Restorer:
         state_dict = request.state_dict
         request.fetched = Fetched()
         if candidate.fetches:
-            fetched = self._ranks.attempt(lambda: self._fetch(candidate, snapshots))
+            fetched = self.ranks.attempt(lambda: self._fetch(candidate, snapshots))
             if isinstance(fetched, CallFailure):
                 return fetched
             request.fetched = fetched
         if candidate.source != "storage":
             memory = self._memory_of(snapshots[candidate.name])
-            content = content_in_memory(memory, state_dict, self._items, self._ranks, self._group)
+            content = content_in_memory(memory, state_dict, self._items, self.ranks, self._group)
         else:
-            content = self._ranks.attempt(lambda: self._content_on_storage(candidate, state_dict))
+            content = self.ranks.attempt(lambda: self._content_on_storage(candidate, state_dict))
         if isinstance(content, CallFailure):
             return content
-        fitting = self._ranks.attempt(lambda: self._compare(content, request))
-        if isinstance(fitting, CallFailure):
-            return fitting
+        compared = self.ranks.attempt(lambda: self._compare(content, request))
+        if isinstance(compared, CallFailure):
+            return compared
+        items, unexpected = compared
         if request.strict:
-            missing = self._ranks.gather(
-                fitting.unexpected, lambda lists: sorted(set.intersection(*map(set, lists)))
+            missing = self.ranks.gather(
+                unexpected, lambda lists: sorted(set.intersection(*map(set, lists)))
             )
             if missing:
                 raise left_over(missing, content.where)
-        request.overwritten.update(item.name for item in fitting.items)
-        return self._ranks.attempt(
-            lambda: load(content, state_dict, fitting.items, request.weights_only)
-        )
+        request.overwritten.update(item.name for item in items)
+        return self.ranks.attempt(lambda: load(content, state_dict, items, request.weights_only))
 
     def _fetch(self, candidate: _Candidate, snapshots: dict[str, SnapshotDescription]) -> Fetched:
-        at = candidate.fetches.get(str(self._ranks.rank))
+        at = candidate.fetches.get(str(self.ranks.rank))
         if at is None:
             return Fetched()
         assert self.copies is not None
@@ -338,10 +316,9 @@ class Restorer:
     def _content_on_storage(self, candidate: _Candidate, state_dict: dict[str, Any]) -> Content:
         storage = self._session.storage
         manifest = read_manifest(storage, candidate.name)
-        index = Index(manifest.tensors, manifest.values)
-        source = StorageSource(storage, candidate.name, manifest.files, manifest.chunk_bytes)
-        fill_empty(state_dict, index, partial(check_sizes, source))
-        return Content(index, [(source, index)])
+        source = storage_source(storage, candidate.name, manifest)
+        fill_empty(state_dict, manifest, partial(check_sizes, source))
+        return Content(manifest, [source])
 
     def _memory_of(self, snapshot: SnapshotDescription) -> MemorySnapshot:
         buffers = (*self._session.pool.buffers, *self._session.pool.handed_over)
@@ -349,14 +326,15 @@ class Restorer:
         assert buffer.memory is not None
         return MemorySnapshot(snapshot, buffer.memory.view, buffer.values)
 
-    def _compare(self, content: Content, request: _Request) -> Fit:
+    def _compare(self, content: Content, request: _Request) -> tuple[list[Item], list[str]]:
+        """The items to load, and the names that this rank's state dict lacks."""
         present = self._items(request.state_dict)
-        check_mixture(request.state_dict, present, request.empty, content.index, content.where)
-        found = fit(present, content.index, content.where, request.strict, request.optional)
+        check_mixture(request.state_dict, present, request.empty, content)
+        items, unexpected = fit(present, content, request.strict, request.optional)
         lost = request.overwritten & {item.name for item in present}
-        lost -= {item.name for item in found.items}
+        lost -= {item.name for item in items}
         if lost:
             raise CheckpointMismatch(
                 f"{content.where} lacks {sorted(lost)[:10]}, which now hold parts of a damaged one"
             )
-        return found
+        return items, unexpected

@@ -14,15 +14,16 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import xxhash
 
 from outlast.async_checkpoint.environment import local_ranks
-from outlast.async_checkpoint.storage.entries import FileEntry
-from outlast.async_checkpoint.storage.manifest import read_hashed
+from outlast.async_checkpoint.storage.entries import Contents
+from outlast.async_checkpoint.storage.manifest import CHUNK_BYTES, Manifest, read_hashed
 from outlast.async_checkpoint.storage.protocol import FileReader, Storage
-from outlast.async_checkpoint.storage.read_errors import Reopened
+from outlast.async_checkpoint.storage.system_errors import Reopened
 from outlast.errors import CheckpointError
 from outlast.system.parallel import in_threads
 from outlast.system.shared_memory import memory_at, move
@@ -42,46 +43,31 @@ class Piece:
     owner: Any
 
 
-class Source(Protocol):
-    """The files of one checkpoint, and their checksums."""
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A checkpoint on storage, or a snapshot in memory: what is read from it, and where it is."""
 
     where: str
+    contents: Contents
     chunk_bytes: int
-    files: Mapping[str, FileEntry]
-
-    def open(self, name: str) -> FileReader:
-        """Opens a file."""
+    open: Callable[[str], FileReader]
 
 
-class StorageSource:
+def storage_source(storage: Storage, folder: str, manifest: Manifest) -> Source:
     """A checkpoint on storage."""
-
-    def __init__(
-        self, storage: Storage, folder: str, files: Mapping[str, FileEntry], chunk_bytes: int
-    ) -> None:
-        self.where = f"{storage.where}/{folder}"
-        self.chunk_bytes = chunk_bytes
-        self.files = files
-        self._storage = storage
-        self._folder = folder
-
-    def open(self, name: str) -> FileReader:
-        return self._storage.open(self._folder, name)
+    where = f"{storage.where}/{folder}"
+    return Source(where, manifest, manifest.chunk_bytes, partial(storage.open, folder))
 
 
-@dataclasses.dataclass
-class MemorySource:
-    """A snapshot in memory: the content of each file, with sizes and checksums."""
+def memory_source(where: str, contents: Contents, views: Mapping[str, memoryview]) -> Source:
+    """A snapshot in memory; `views` are the contents of its files, by name."""
 
-    where: str
-    views: Mapping[str, memoryview]
-    files: Mapping[str, FileEntry]
-    chunk_bytes: int
+    def open_view(name: str) -> FileReader:
+        if name not in views:
+            raise CheckpointError(f"{where}/{name} is missing")
+        return _MemoryReader(views[name])
 
-    def open(self, name: str) -> _MemoryReader:
-        if name not in self.views:
-            raise CheckpointError(f"{self.where}/{name} is missing")
-        return _MemoryReader(self.views[name])
+    return Source(where, contents, CHUNK_BYTES, open_view)
 
 
 class _MemoryReader:
@@ -153,10 +139,10 @@ def check_sizes(source: Source, names: Iterable[str]) -> None:
 
 def _open(source: Source, name: str) -> Reopened:
     where = f"{source.where}/{name}"
-    if name not in source.files:
+    if name not in source.contents.files:
         raise CheckpointError(f"{where} is not in the manifest")
     reader = Reopened(where, lambda: source.open(name))
-    size, expected = reader.newest.size_bytes, source.files[name].size_bytes
+    size, expected = reader.newest.size_bytes, source.contents.files[name].size_bytes
     if size != expected:
         with reader:
             raise CheckpointError(f"{where} has {size} bytes instead of {expected}")
@@ -171,7 +157,7 @@ def _read_chunk(
     pieces: Sequence[Piece],
     scratch: Callable[[], memoryview],
 ) -> None:
-    entry = source.files[name]
+    entry = source.contents.files[name]
     begin = number * source.chunk_bytes
     size = min(source.chunk_bytes, entry.size_bytes - begin)
     where = f"{source.where}/{name}"
@@ -191,7 +177,7 @@ def _read_chunk(
     if found != expected:
         raise _damaged(where, begin, size)
     if not direct:
-        _distribute(_address(chunk), begin, begin + size, pieces)
+        _distribute(address_of(chunk), begin, begin + size, pieces)
 
 
 def _copy_chunk(
@@ -203,7 +189,7 @@ def _copy_chunk(
     then reads from the cache. In the other order the two waits add up.
     """
     digest = xxhash.xxh3_128()
-    address = _address(chunk)
+    address = address_of(chunk)
     for at in range(0, len(chunk), _CACHED_BYTES):
         stretch = chunk[at : at + _CACHED_BYTES]
         _distribute(address + at, begin + at, begin + at + len(stretch), pieces)
@@ -224,5 +210,6 @@ def _damaged(where: str, begin: int, size: int) -> CheckpointError:
     return CheckpointError(f"{where} is damaged between bytes {begin} and {begin + size}")
 
 
-def _address(chunk: memoryview) -> int:
+def address_of(chunk: memoryview) -> int:
+    """Where the bytes are, for a `Piece`."""
     return ctypes.addressof(ctypes.c_char.from_buffer(chunk))

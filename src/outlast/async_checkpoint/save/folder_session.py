@@ -19,9 +19,9 @@ from outlast.async_checkpoint.peer_copies.arrangement import KeeperClient
 from outlast.async_checkpoint.peer_copies.rounds import CopyRounds
 from outlast.async_checkpoint.save.structures import StructureMemo
 from outlast.async_checkpoint.snapshot.buffers import BufferPool
+from outlast.async_checkpoint.storage.directory import open_storage
 from outlast.async_checkpoint.storage.fence import Credentials
 from outlast.async_checkpoint.storage.manifest import checksum
-from outlast.async_checkpoint.storage.open import open_storage
 from outlast.async_checkpoint.writer.client import WriterClient
 from outlast.events import JsonlSink, Sink
 from outlast.system.shared_memory import SharedMemory

@@ -35,7 +35,7 @@ from outlast.async_checkpoint.save.structures import METADATA, Catalog, Structur
 from outlast.async_checkpoint.snapshot.buffers import NoFreeBuffer
 from outlast.async_checkpoint.snapshot.snapshot import Snapshot, Snapshotter
 from outlast.async_checkpoint.snapshot.structure import Structure, values_file
-from outlast.async_checkpoint.state_dict.tree import signature_and_leaves
+from outlast.async_checkpoint.state_dict import signature_and_leaves
 from outlast.async_checkpoint.storage.manifest import MANIFEST, Manifest, encode, saved_by
 from outlast.async_checkpoint.writer.client import ProcessFailed
 from outlast.async_checkpoint.writer.handover import SnapshotDescription

@@ -26,7 +26,7 @@ from outlast.async_checkpoint.save.round import ABORTED, SaveRound, failure_from
 from outlast.async_checkpoint.save.save import Save, Shared
 from outlast.async_checkpoint.save.structures import Structures
 from outlast.async_checkpoint.snapshot.snapshot import Snapshotter
-from outlast.async_checkpoint.state_dict.tree import signature_and_leaves
+from outlast.async_checkpoint.state_dict import signature_and_leaves
 from outlast.async_checkpoint.storage.manifest import Manifest
 from outlast.async_checkpoint.writer.main import Writer
 from outlast.coordination.agreement import OF_ALL_RANKS

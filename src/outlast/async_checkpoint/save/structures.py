@@ -26,16 +26,17 @@ from torch.distributed.checkpoint.metadata import (
 
 from outlast.async_checkpoint.save.round import SaveRound
 from outlast.async_checkpoint.snapshot.structure import Structure, values_file
-from outlast.async_checkpoint.state_dict.last_value import Last
-from outlast.async_checkpoint.state_dict.sharding import (
+from outlast.async_checkpoint.state_dict import (
     Item,
     Key,
+    Last,
     decode_items,
     describe,
     encode_items,
     share_out,
+    signature_and_leaves,
+    torch_path,
 )
-from outlast.async_checkpoint.state_dict.tree import signature_and_leaves, torch_path
 from outlast.async_checkpoint.storage.entries import FileEntry, Shard, TensorEntry, ValueEntry
 from outlast.async_checkpoint.storage.manifest import CHUNK_BYTES, Manifest, checksum, pieces
 from outlast.errors import CheckpointError

@@ -29,7 +29,7 @@ import torch
 import xxhash
 
 from outlast.async_checkpoint.snapshot.device_copy import CopyPair
-from outlast.async_checkpoint.state_dict.last_value import Last
+from outlast.async_checkpoint.state_dict import Last
 from outlast.async_checkpoint.storage.manifest import pieces
 from outlast.system.shared_memory import SharedMemory, memory_at, move
 

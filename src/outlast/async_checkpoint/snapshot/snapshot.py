@@ -29,7 +29,7 @@ from outlast.async_checkpoint.snapshot.overlapped_copy import (
     is_contiguous_cpu,
 )
 from outlast.async_checkpoint.snapshot.structure import Structure
-from outlast.async_checkpoint.state_dict.last_value import Last
+from outlast.async_checkpoint.state_dict import Last
 from outlast.async_checkpoint.writer.client import WriterClient
 from outlast.async_checkpoint.writer.handover import SnapshotDescription
 from outlast.async_checkpoint.writer.main import Writer

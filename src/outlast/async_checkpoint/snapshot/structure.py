@@ -25,9 +25,7 @@ from typing import Any, cast
 import torch
 
 from outlast.async_checkpoint.plain_values import Unsavable, encode
-from outlast.async_checkpoint.state_dict.last_value import Last
-from outlast.async_checkpoint.state_dict.sharding import Item, Key
-from outlast.async_checkpoint.state_dict.tree import is_leaf, look_up, nodes
+from outlast.async_checkpoint.state_dict import Item, Key, Last, is_leaf, look_up, nodes
 from outlast.async_checkpoint.storage.manifest import checksum
 from outlast.errors import CheckpointError, CheckpointUnsavable
 from outlast.system.shared_memory import SharedMemory, page_up

@@ -7,11 +7,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
 from outlast.async_checkpoint.storage.entries import FileEntry
 from outlast.async_checkpoint.storage.fence import stale
+from outlast.async_checkpoint.storage.local import LocalStorage
 from outlast.async_checkpoint.storage.manifest import (
     HEAD_BYTES,
     LARGEST_BYTES,
@@ -28,11 +30,25 @@ from outlast.async_checkpoint.storage.protocol import (
     STEP,
     Storage,
     is_temporary,
+    read_bytes,
     step_of,
 )
-from outlast.async_checkpoint.storage.read_errors import Reopened, reading
 from outlast.async_checkpoint.storage.recycled_files import RECYCLED
+from outlast.async_checkpoint.storage.remote import RemoteStorage
+from outlast.async_checkpoint.storage.system_errors import Reopened, reading
 from outlast.errors import CheckpointError, CheckpointReadError
+
+
+def open_storage(url: str, prefix: str = STEP) -> Storage:
+    """Returns the storage at `url`: a path, `file://` and a path, or any URL that fsspec supports.
+    `prefix` is that of the checkpoints in it.
+
+    Raises:
+        ModuleNotFoundError: if fsspec, or its implementation for this URL, is missing; names it.
+        ValueError: if the kind of URL is unknown.
+    """
+    path = url.removeprefix("file://")
+    return RemoteStorage(url, prefix) if "://" in path else LocalStorage(path, prefix)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,17 +95,23 @@ def candidates(storage: Storage) -> list[tuple[int, str]]:
     found = []
     wrong = reading(storage.where, lambda: stale(storage))
     for folder in reversed(reading(storage.where, storage.folders)):
-        if folder in wrong:
-            continue
         step = step_of(folder, storage.prefix)
+        if step is None or folder in wrong:
+            continue
+        # A link to a checkpoint of states is not one of this directory.
+        if storage.prefix == STATES and (Path(storage.where) / folder).is_symlink():
+            continue
         # Where saves are written in place, a directory without a manifest is a save in progress.
         # Beside checkpoints of states, it belongs to another program.
-        unneeded = storage.prefix == STEP and not _in_place(storage)
-        # Nor is a link to a checkpoint of states one of this directory.
-        linked = storage.prefix == STATES and (Path(storage.where) / folder).is_symlink()
-        if step is not None and not linked and (unneeded or is_committed(storage, folder)):
+        manifest_needed = storage.prefix == STATES or _in_place(storage)
+        if not manifest_needed or is_committed(storage, folder):
             found.append((step, folder))
     return sorted(found, key=lambda one: one[0], reverse=True)
+
+
+def _newest_by_step(storage: Storage) -> dict[int, str]:
+    """The directory of each step; of several checkpoints of a step the newest counts."""
+    return dict(reversed(candidates(storage)))
 
 
 def read_manifest(storage: Storage, folder: str) -> Manifest:
@@ -101,7 +123,23 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
         CheckpointError: if it is missing, damaged or of another step.
     """
     where = f"{storage.where}/{folder}/{MANIFEST}"
-    content = reading(where, lambda: _content(storage, folder, where))
+
+    def read() -> bytes | None:
+        try:
+            reader = storage.open(folder, MANIFEST)
+        except FileNotFoundError:
+            return None
+        with closing(reader):
+            size = reader.size_bytes
+            if size > LARGEST_BYTES:
+                raise CheckpointError(f"{where} has {size} bytes: it is no manifest")
+            begin = read_bytes(reader, 0, min(size, HEAD_BYTES))
+            # The first line says the size: memory is allocated only for what was written.
+            if begin.find(b"\n") + 1 + decode_head(begin, where).body_bytes != size:
+                raise CheckpointError(f"{where} is damaged: it has another size than was written")
+            return begin + read_bytes(reader, len(begin), size - len(begin))
+
+    content = reading(where, read)
     if content is None:
         raise CheckpointError(f"{where} is missing: the save was not committed")
     manifest = decode(content, where)
@@ -109,27 +147,6 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
     if step is not None and manifest.step != step:
         raise CheckpointError(f"{where} is the manifest of another save, of step {manifest.step}")
     return manifest
-
-
-def _content(storage: Storage, folder: str, where: str) -> bytes | None:
-    """The content of a manifest, of a size that its first line agrees with; `None` without one."""
-    try:
-        reader = storage.open(folder, MANIFEST)
-    except FileNotFoundError:
-        return None
-    try:
-        size = reader.size_bytes
-        if size > LARGEST_BYTES:
-            raise CheckpointError(f"{where} has {size} bytes: it is no manifest")
-        buffer = bytearray(min(size, HEAD_BYTES))
-        buffer = buffer[: reader.read_into(0, memoryview(buffer))]
-        head = decode_head(bytes(buffer), where)
-        if buffer.index(b"\n") + 1 + head.body_bytes != size:
-            raise CheckpointError(f"{where} is damaged: it has another size than it was written")
-        rest = bytearray(size - len(buffer))
-        return bytes(buffer + rest[: reader.read_into(len(buffer), memoryview(rest))])
-    finally:
-        reader.close()
 
 
 def list_checkpoints(storage: Storage) -> list[CheckpointInfo]:
@@ -141,17 +158,16 @@ def list_checkpoints(storage: Storage) -> list[CheckpointInfo]:
     found: dict[int, CheckpointInfo] = {}
     for _, folder in reversed(candidates(storage)):
         try:
-            manifest = read_manifest(storage, folder)
+            info = _info(read_manifest(storage, folder), folder)
         except CheckpointReadError:
             raise
         except CheckpointError:
             continue
-        found[manifest.step] = info_of(manifest, folder)
+        found[info.step] = info
     return list(found.values())
 
 
-def info_of(manifest: Manifest, folder: str) -> CheckpointInfo:
-    """Summarizes a manifest."""
+def _info(manifest: Manifest, folder: str) -> CheckpointInfo:
     return CheckpointInfo(
         step=manifest.step,
         folder=folder,
@@ -167,40 +183,36 @@ def leftovers(storage: Storage) -> list[str]:
     """Directories that no load reads: of saves that were not committed, and of checkpoints that a
     later one of the same step has replaced. Call with the lock held.
     """
-    wanted = dict(reversed(candidates(storage)))
+    wanted = _newest_by_step(storage)
     wrong = stale(storage)
-    return [
-        folder
-        for folder in storage.folders()
-        if folder in wrong
-        or is_temporary(folder, storage.prefix)
-        or (
-            (step := step_of(folder, storage.prefix)) is not None
-            and _in_place(storage)
-            and wanted.get(step) != folder
-        )
-    ]
+
+    def is_left_over(folder: str) -> bool:
+        if folder in wrong or is_temporary(folder, storage.prefix):
+            return True
+        step = step_of(folder, storage.prefix)
+        return step is not None and _in_place(storage) and wanted.get(step) != folder
+
+    return list(filter(is_left_over, storage.folders()))
 
 
 def survey(storage: Storage) -> list[Found]:
     """All directories in the storage, by step, the uncommitted ones last. Checks only the sizes of
     the files.
     """
-    # Of several checkpoints of a step the newest counts.
-    wanted = dict(reversed(candidates(storage)))
+    wanted = _newest_by_step(storage)
     found = [_look(storage, step, folder) for step, folder in sorted(wanted.items())]
     left_behind = stale(storage)
     for folder in storage.folders():
         wrong = left_behind.get(folder, "")
-        if is_temporary(folder, storage.prefix):
-            recycled = "recycled files, which the next save writes over"
-            wrong = recycled if folder == RECYCLED else "not committed"
-            if folder.startswith(REMOVED):
-                wrong = "removed, but its files are not deleted yet"
-        elif step_of(folder, storage.prefix) is not None and folder not in wanted.values():
-            if wrong:
-                pass
-            elif is_committed(storage, folder):
+        if folder == RECYCLED and storage.prefix == STEP:
+            wrong = "recycled files, which the next save writes over"
+        elif is_temporary(folder, storage.prefix):
+            removed = folder.startswith(REMOVED)
+            wrong = "removed, but its files are not deleted yet" if removed else "not committed"
+        elif step_of(folder, storage.prefix) is None or folder in wanted.values():
+            wrong = ""
+        elif not wrong:
+            if is_committed(storage, folder):
                 wrong = "replaced"
             elif storage.prefix == STEP:
                 wrong = "not committed"
@@ -210,18 +222,16 @@ def survey(storage: Storage) -> list[Found]:
 
 
 def _look(storage: Storage, step: int, folder: str) -> Found:
-    inside = f"{storage.where}/{folder}/"
-    manifest, wrong = None, ""
+    manifest = None
     try:
         manifest = read_manifest(storage, folder)
         with ThreadPoolExecutor(8, "outlast-look") as pool:
             files = manifest.files.values()
             looks = list(pool.map(lambda file: size_error(storage, folder, file), files))
-        wrong = "; ".join(text for text in looks if text)
     except CheckpointError as e:
-        unread = isinstance(e, CheckpointReadError)
-        return Found(folder, step, manifest, str(e).removeprefix(inside), unread=unread)
-    return Found(folder, step, manifest, wrong)
+        wrong = str(e).removeprefix(f"{storage.where}/{folder}/")
+        return Found(folder, step, manifest, wrong, unread=isinstance(e, CheckpointReadError))
+    return Found(folder, step, manifest, "; ".join(filter(None, looks)))
 
 
 def size_error(storage: Storage, folder: str, file: FileEntry) -> str:
@@ -231,15 +241,23 @@ def size_error(storage: Storage, folder: str, file: FileEntry) -> str:
         CheckpointReadError: if its size cannot be read now.
     """
     where = f"{storage.where}/{folder}/{file.name}"
-    try:
+
+    def look() -> str:
         size = reading(where, lambda: storage.size(folder, file.name))
+        expected = file.size_bytes
+        return "" if size == expected else f"{file.name}: {size} bytes instead of {expected}"
+
+    return _damage(storage, folder, look)
+
+
+def _damage(storage: Storage, folder: str, look: Callable[[], str]) -> str:
+    """What `look` returns, or the damage that it raises."""
+    try:
+        return look()
     except CheckpointReadError:
         raise
     except CheckpointError as e:
         return str(e).removeprefix(f"{storage.where}/{folder}/")
-    if size != file.size_bytes:
-        return f"{file.name}: {size} bytes instead of {file.size_bytes}"
-    return ""
 
 
 def verify(
@@ -252,7 +270,7 @@ def verify(
         CheckpointReadError: if a file cannot be read now.
     """
     folder = _newest(storage, step)
-    return info_of(verify_folder(storage, folder, progress), folder)
+    return _info(verify_folder(storage, folder, progress), folder)
 
 
 def verify_folder(
@@ -261,41 +279,25 @@ def verify_folder(
     """Like `verify`, for a directory of any name; returns its manifest."""
     manifest = read_manifest(storage, folder)
     buffer = memoryview(bytearray(manifest.chunk_bytes))
-    checks = (
-        size_error(storage, folder, file)
-        or _bytes_wrong(storage, folder, file, manifest.chunk_bytes, buffer, progress)
-        for file in manifest.files.values()
-    )
-    wrong = [text for text in checks if text]
-    if wrong:
-        raise CheckpointError(f"{storage.where}/{folder} is damaged: " + "; ".join(wrong))
-    return manifest
 
-
-def _bytes_wrong(
-    storage: Storage,
-    folder: str,
-    file: FileEntry,
-    chunk_bytes: int,
-    buffer: memoryview,
-    progress: Callable[[int], None],
-) -> str:
-    where = f"{storage.where}/{folder}/{file.name}"
-
-    try:
+    def look(file: FileEntry) -> str:
+        where = f"{storage.where}/{folder}/{file.name}"
+        chunks = pieces(file.size_bytes, manifest.chunk_bytes)
         with Reopened(where, lambda: storage.open(folder, file.name)) as reader:
-            for (at, size), expected in zip(
-                pieces(file.size_bytes, chunk_bytes), file.checksums, strict=True
-            ):
+            for (at, size), expected in zip(chunks, file.checksums, strict=True):
                 read = partial(read_hashed, offset=at, buffer=buffer[:size])
                 if reader.read(read) != (size, expected):
                     return f"{file.name}: damaged between bytes {at} and {at + size}"
                 progress(size)
-    except CheckpointReadError:
-        raise
-    except CheckpointError as e:
-        return str(e).removeprefix(f"{storage.where}/{folder}/")
-    return ""
+        return ""
+
+    checks = [
+        size_error(storage, folder, file) or _damage(storage, folder, partial(look, file))
+        for file in manifest.files.values()
+    ]
+    if wrong := [text for text in checks if text]:
+        raise CheckpointError(f"{storage.where}/{folder} is damaged: " + "; ".join(wrong))
+    return manifest
 
 
 def delete(storage: Storage, step: int) -> None:
@@ -311,7 +313,7 @@ def delete(storage: Storage, step: int) -> None:
 
 
 def _newest(storage: Storage, step: int) -> str:
-    known = dict(reversed(candidates(storage)))
+    known = _newest_by_step(storage)
     if step not in known:
         raise CheckpointError(
             f"{storage.where} has no checkpoint of {storage.prefix} {step}; it has {sorted(known)}"

@@ -1,24 +1,23 @@
 """The entries of a manifest, and their checks: nothing in it is believed before these.
 
 A manifest with a correct checksum may still be wrong: forged, or written by a program with a
-mistake. After these checks a load can rely on it: every number is in its range, every byte range
-lies within its file and in no other one, every element of every tensor is in exactly one part, and
-the paths of tensors and values form one tree. The time is that of a few sorts of the entries, also
-for a manifest that was made to take long.
+mistake. msgspec checks types and ranges when it converts the entries from JSON; `Contents.check`
+checks the rest. After both, a load can rely on it: every byte range lies within its file and in no
+other one, every element of every tensor is in exactly one part, and the paths of tensors and values
+form one tree. The time is that of a few sorts of the entries, also for a manifest that was made to
+take long.
 
 Nothing here imports torch.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-# Each entry is a key of a dict (text or number), or `[i]` for index i of a list.
-Path = list[Any]
+import msgspec
+from msgspec import Meta
 
 ITEM_BYTES = {
     **dict.fromkeys(("float64", "complex64", "int64", "uint64"), 8),
@@ -33,51 +32,93 @@ ITEM_BYTES = {
 """The size of an element of each dtype (without `torch.`) that can be saved, in bytes."""
 
 _LARGEST = 1 << 62
-_MOST_DIMENSIONS = 64
-_CHECKSUM = re.compile(r"[0-9a-f]{32}")
 # A list may have more places than entries, because an empty dict in it has none.
 _SPARE_PLACES = 1 << 16
 _DEEPEST_CUT = 16
 _MOST_UNCUT = 256
 
+Count = Annotated[int, Meta(ge=0, lt=_LARGEST)]
+"""A whole number that can be a size, an offset or a step."""
+Checksum = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+Index = Annotated[list[Count], Meta(min_length=1, max_length=1)]
+Path = Annotated[list[str | int | Index], Meta(min_length=1)]
+"""Each entry is a key of a dict (text or number), or `[i]` for index i of a list."""
 
-@dataclasses.dataclass(frozen=True)
-class FileEntry:
-    """A file: its name in the directory, its size, the checksum of each `chunk_bytes` of it."""
+
+class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file: its name in the directory, its size, the checksum of each chunk of it."""
 
     name: str
-    size_bytes: int
-    checksums: list[str]
+    size_bytes: Count
+    checksums: list[Checksum]
 
 
-@dataclasses.dataclass(frozen=True)
-class Shard:
+class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A part of a tensor: its offsets in the tensor, its shape, and where its bytes are."""
 
-    offsets: list[int]
-    sizes: list[int]
+    offsets: list[Count]
+    sizes: list[Count]
     file: str
-    at: int
+    at: Count
 
 
-@dataclasses.dataclass(frozen=True)
-class TensorEntry:
+class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tensor: `dtype` without `torch.`, its global shape, and its parts."""
 
     path: Path
     dtype: str
-    shape: list[int]
+    shape: Annotated[list[Count], Meta(max_length=64)]
     shards: list[Shard]
 
 
-@dataclasses.dataclass(frozen=True)
-class ValueEntry:
+class ValueEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A Python value, as `torch.save` wrote it; a sparse or quantized tensor is one too."""
 
     path: Path
     file: str
-    at: int
-    size_bytes: int
+    at: Count
+    size_bytes: Count
+
+
+class Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a checkpoint, or one rank's part of it, holds: its files, and its tensors and values by
+    their flat names.
+    """
+
+    files: dict[str, FileEntry]
+    tensors: dict[str, TensorEntry]
+    values: dict[str, ValueEntry]
+
+    def check(self, chunk_bytes: int, *, complete: bool = True) -> None:
+        """Checks entries together. Unless `complete`, a part of a tensor may be missing.
+
+        Raises:
+            ValueError: names the first entry that is wrong.
+        """
+        for name, file in self.files.items():
+            unsafe = "/" in name or "\0" in name or name in ("", ".", "..") or file.name != name
+            if unsafe or len(name.encode()) > 255:
+                raise ValueError(f"{name!r} is not a valid file name")
+            count = -(-file.size_bytes // chunk_bytes)
+            if len(file.checksums) != count:
+                raise ValueError(f"the file {name!r} does not have {count} checksums")
+        _check_paths(self.tensors, self.values)
+        used: dict[str, list[tuple[int, int, str]]] = {name: [] for name in self.files}
+        for name, tensor in self.tensors.items():
+            _check_tensor(name, tensor, complete)
+            for shard in tensor.shards:
+                size_bytes = math.prod(shard.sizes) * ITEM_BYTES[tensor.dtype]
+                _use(used, shard.file, shard.at, size_bytes, name)
+        for name, value in self.values.items():
+            _use(used, value.file, value.at, value.size_bytes, name)
+        for file_name, ranges in used.items():
+            end, before = 0, ""
+            for at, upto, name in sorted(ranges):
+                if at < end:
+                    raise ValueError(f"{before!r} and {name!r} use the same bytes of {file_name!r}")
+                end, before = upto, name
+            if end > self.files[file_name].size_bytes:
+                raise ValueError(f"{before!r} is beyond the end of {file_name!r}")
 
 
 def is_count(value: Any) -> bool:
@@ -85,90 +126,20 @@ def is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < _LARGEST
 
 
-def parse_files(values: Mapping[str, Any], chunk_bytes: int) -> dict[str, FileEntry]:
-    """The files of a manifest, from JSON.
-
-    Raises:
-        ValueError, KeyError, TypeError, AttributeError: names what is wrong; so do the others.
-    """
-    files = {}
-    for name, value in values.items():
-        file = _entry(FileEntry, value, f"the file {name!r}")
-        unsafe = "/" in name or "\0" in name or name in ("", ".", "..") or file.name != name
-        if unsafe or len(name.encode()) > 255:
-            raise ValueError(f"{name!r} is not a valid file name")
-        if not is_count(file.size_bytes):
-            raise ValueError(f"the file {name!r} has {file.size_bytes!r} bytes")
-        count, sums = -(-file.size_bytes // chunk_bytes), file.checksums
-        if type(sums) is not list or len(sums) != count:
-            raise ValueError(f"the file {name!r} does not have {count} checksums")
-        if not all(type(each) is str and _CHECKSUM.fullmatch(each) for each in sums):
-            raise ValueError(f"the file {name!r} has a checksum that is none")
-        files[name] = file
-    return files
-
-
-def parse_tensors(values: Mapping[str, Any]) -> dict[str, TensorEntry]:
-    """The tensors of a manifest, from JSON."""
-    tensors = {}
-    for name, value in values.items():
-        what = f"the tensor {name!r}"
-        entry = _entry(TensorEntry, value, what)
-        if entry.dtype not in ITEM_BYTES:
-            raise ValueError(f"{what} has the dtype {entry.dtype!r}")
-        if not _are_counts(entry.shape) or len(entry.shape) > _MOST_DIMENSIONS:
-            raise ValueError(f"{what} has the shape {entry.shape!r}")
-        if math.prod(entry.shape) >= _LARGEST or type(entry.shards) is not list:
-            raise ValueError(f"{what} has no valid shape and shards")
-        tensors[name] = dataclasses.replace(
-            entry, shards=[_shard(shard, entry.shape, what) for shard in entry.shards]
-        )
-    return tensors
-
-
-def parse_values(values: Mapping[str, Any]) -> dict[str, ValueEntry]:
-    """The values of a manifest, from JSON."""
-    found = {}
-    for name, value in values.items():
-        entry = _entry(ValueEntry, value, f"the value {name!r}")
-        if type(entry.file) is not str or not is_count(entry.at) or not is_count(entry.size_bytes):
-            raise ValueError(f"the value {name!r} is at {entry}")
-        found[name] = entry
-    return found
-
-
-def check_content(
-    files: Mapping[str, FileEntry],
-    tensors: Mapping[str, TensorEntry],
-    values: Mapping[str, ValueEntry],
-    *,
-    complete: bool = True,
-) -> None:
-    """Checks entries together. Unless `complete`, they are one rank's part: then a part of a tensor
-    may be missing.
-
-    Raises:
-        ValueError: names the first entry that is wrong.
-    """
-    _check_paths(tensors, values)
-    used: dict[str, list[tuple[int, int, str]]] = {name: [] for name in files}
-    for name, tensor in tensors.items():
-        item_bytes = ITEM_BYTES[tensor.dtype]
-        for shard in tensor.shards:
-            _use(used, shard.file, shard.at, math.prod(shard.sizes) * item_bytes, name)
-        parts = [(shard.offsets, shard.sizes) for shard in tensor.shards]
-        if complete and not is_covered(tensor.shape, parts):
-            raise ValueError(f"the parts of {name!r} do not cover it exactly once")
-    for name, value in values.items():
-        _use(used, value.file, value.at, value.size_bytes, name)
-    for file, ranges in used.items():
-        end, before = 0, ""
-        for at, upto, name in sorted(ranges):
-            if at < end:
-                raise ValueError(f"{before!r} and {name!r} use the same bytes of {file!r}")
-            end, before = upto, name
-        if end > files[file].size_bytes:
-            raise ValueError(f"{before!r} is beyond the end of {file!r}")
+def _check_tensor(name: str, tensor: TensorEntry, complete: bool) -> None:
+    shape = tensor.shape
+    if tensor.dtype not in ITEM_BYTES:
+        raise ValueError(f"the tensor {name!r} has the dtype {tensor.dtype!r}")
+    if math.prod(shape) >= _LARGEST:
+        raise ValueError(f"the tensor {name!r} has the shape {shape}")
+    for shard in tensor.shards:
+        if not (
+            len(shard.offsets) == len(shard.sizes) == len(shape)
+            and all(a + n <= m for a, n, m in zip(shard.offsets, shard.sizes, shape, strict=True))
+        ):
+            raise ValueError(f"a part of {name!r} is not within its shape {shape}: {shard}")
+    if complete and not is_covered(shape, [(each.offsets, each.sizes) for each in tensor.shards]):
+        raise ValueError(f"the parts of {name!r} do not cover it exactly once")
 
 
 def is_covered(shape: Sequence[int], parts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
@@ -214,30 +185,6 @@ def _are_disjoint(boxes: list[_Box], depth: int) -> bool:
     )
 
 
-def _entry(kind: type[Any], value: Any, what: str) -> Any:
-    names = [field.name for field in dataclasses.fields(kind)]
-    if type(value) is not dict or value.keys() != set(names):
-        raise ValueError(f"{what} is not described by {', '.join(names)}")
-    return kind(**value)
-
-
-def _shard(value: Any, shape: list[int], what: str) -> Shard:
-    shard: Shard = _entry(Shard, value, f"a part of {what}")
-    fits = (
-        _are_counts(shard.offsets)
-        and _are_counts(shard.sizes)
-        and len(shard.offsets) == len(shard.sizes) == len(shape)
-        and all(a + n <= m for a, n, m in zip(shard.offsets, shard.sizes, shape, strict=True))
-    )
-    if not fits or type(shard.file) is not str or not is_count(shard.at):
-        raise ValueError(f"a part of {what} is not within its shape {shape}: {shard}")
-    return shard
-
-
-def _are_counts(values: Any) -> bool:
-    return type(values) is list and all(map(is_count, values))
-
-
 def _use(
     used: dict[str, list[tuple[int, int, str]]], file: str, at: int, size_bytes: int, name: str
 ) -> None:
@@ -255,8 +202,6 @@ def _check_paths(*entries: Mapping[str, TensorEntry | ValueEntry]) -> None:
     lengths: dict[int, int] = {}  # of lists, by the id of their node
     spare = sum(map(len, entries)) + _SPARE_PLACES
     for name, path in ((name, entry.path) for each in entries for name, entry in each.items()):
-        if type(path) is not list or not path or not all(map(_is_key, path)):
-            raise ValueError(f"{name!r} has the path {path!r}")
         if ".".join(str(key[0] if type(key) is list else key) for key in path) != name:
             raise ValueError(f"{name!r} has the path {path!r} of another name")
         node: Any = root
@@ -274,9 +219,3 @@ def _check_paths(*entries: Mapping[str, TensorEntry | ValueEntry]) -> None:
             node = node.setdefault(step, None if depth == len(path) else {})
             if node is None and depth < len(path):
                 raise ValueError(f"{name!r} is in a tensor or a value")
-
-
-def _is_key(key: Any) -> bool:
-    if type(key) is list:
-        return len(key) == 1 and is_count(key[0])
-    return type(key) in (str, int)

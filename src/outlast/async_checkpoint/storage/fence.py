@@ -38,6 +38,7 @@ import json
 import re
 import socket
 import uuid
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +72,8 @@ class Credentials:
 
 @dataclasses.dataclass(frozen=True)
 class Fence:
-    """One fence: see the module.
-
-    Attributes:
-        refused: the ids of the saves that were not committed when a fence was made, the newest
-            last.
+    """One fence. `refused` are the ids of the saves that were not committed when a fence was made,
+    the newest last.
     """
 
     number: int
@@ -87,7 +85,6 @@ class Fence:
 
     @property
     def folder(self) -> str:
-        """The directory of its record."""
         return f".fence-{self.number:08d}-{self.writer}"
 
 
@@ -153,23 +150,15 @@ def check_fence(storage: Storage, writer: str) -> None:
 
 def check_lease(storage: Storage, path: str) -> None:
     """Raises `Fenced` if this host holds no lease; `path` is its lease page."""
+    refused = f"{socket.gethostname()} may not write to {storage.where}: its lease"
     try:
-        page = LeasePage.open(Path(path))
+        with closing(LeasePage.open(Path(path))) as page:
+            late_s = lease_page.now() - page.deadline
+            valid = page.valid()
     except (OSError, ValueError) as e:
-        raise Fenced(
-            f"{socket.gethostname()} may not write to {storage.where}: its lease page {path} "
-            f"cannot be read: {e}"
-        ) from e
-    try:
-        late_s = lease_page.now() - page.deadline
-        valid = page.valid()
-    finally:
-        page.close()
+        raise Fenced(f"{refused} page {path} cannot be read: {e}") from e
     if not valid:
-        raise Fenced(
-            f"{socket.gethostname()} may not write to {storage.where}: its lease ended "
-            f"{late_s:.1f} s ago, so the job has gone on without it"
-        )
+        raise Fenced(f"{refused} ended {late_s:.1f} s ago, so the job has gone on without it")
 
 
 def stale(storage: Storage) -> dict[str, str]:
@@ -194,11 +183,8 @@ def _uncommitted(storage: Storage) -> list[str]:
         if match is None:
             continue
         if not folder.startswith("."):  # in its final place already: the manifest is the commit
-            try:
+            with contextlib.suppress(FileNotFoundError):
                 storage.size(folder, MANIFEST)
-            except FileNotFoundError:
-                pass
-            else:
                 continue
         found.append(match[1])
     if not found:

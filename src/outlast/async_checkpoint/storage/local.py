@@ -36,13 +36,15 @@ from outlast.async_checkpoint.storage.protocol import (
     STATES,
     STEP,
     Position,
+    Storage,
+    check_names,
     identity_in,
-    small_content,
+    in_use,
     step_of,
 )
 from outlast.async_checkpoint.storage.recycled_files import RECYCLED, RecycledFiles
-from outlast.async_checkpoint.storage.unusable_folder import check_writable, preparing
-from outlast.errors import CheckpointError, FolderInUse
+from outlast.async_checkpoint.storage.system_errors import check_writable, preparing
+from outlast.errors import CheckpointError
 from outlast.system.files import (
     FileLocked,
     fsync_folder,
@@ -61,7 +63,7 @@ _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class LocalStorage:
+class LocalStorage(Storage):
     """Checkpoints in one directory. See `Storage`."""
 
     def __init__(self, path: str, prefix: str = STEP) -> None:
@@ -125,9 +127,6 @@ class LocalStorage:
         self._sync_root()
         self._finish_replacements()
 
-    def get(self, folder: str, name: str) -> bytes:
-        return small_content(self.open(folder, name), f"{self.where}/{folder}/{name}")
-
     def open(self, folder: str, name: str) -> _Reader:
         return _Reader(self._inside(folder, name))
 
@@ -188,42 +187,31 @@ class LocalStorage:
         """Takes a process lock, which the kernel releases when the process ends. So a lock holder
         is always alive, and `careful` makes no difference.
         """
-        path = self.root / _LOCKS[self.prefix]
+        text = owner if position is None else f"{owner}\n{position.signature}"
+
+        def replaces(holder: str) -> bool:
+            return position is not None and position.replaces(holder.partition("\n")[2])
+
         try:
             with preparing(self.root):
-                if position is None:
-                    self._lock = lock_file(path, owner)
-                else:
-                    text = f"{owner}\n{position.signature}"
-                    self._lock = lock_file(
-                        path, text, replaces=lambda s: position.replaces(s.partition("\n")[2])
-                    )
+                path = self.root / _LOCKS[self.prefix]
+                self._lock = lock_file(path, text, replaces=replaces)
         except FileLocked as e:
             holder, _, signature = str(e).partition("\n")
-            raise FolderInUse(
-                f"{self.where} is in use by another job ({holder or 'which left no name'}); two "
-                "jobs that save into one folder would overwrite each other's checkpoints",
-                another_group=position is not None and position.in_another_group(signature),
-            ) from None
+            raise in_use(self.where, holder, position, signature) from None
         # The caller removes what killed saves have left. A checkpoint that such a save has
         # replaced, but not durably, must not be removed before that.
         self.settle()
 
     def unlock(self) -> None:
         lock, self._lock = self._lock, -1
-        if lock >= 0:
-            # Linux frees the descriptor, and with it the lock, also when `close` reports an error
-            # (close(2)); and the file contains nothing but the name of its holder.
-            with contextlib.suppress(OSError):
-                os.close(lock)
+        _close(lock)
 
     def close(self) -> None:
         self.unlock()
 
     def _inside(self, *names: str) -> Path:
-        for name in names:
-            if not name or "/" in name or name in (".", ".."):
-                raise CheckpointError(f"{name!r} is not a valid file name in {self.where}")
+        check_names(names, self.where)
         return self.root.joinpath(*names)
 
     def _replace(self, source: Path, target: Path) -> str:
@@ -257,6 +245,16 @@ class LocalStorage:
             fsync_folder(self.root)
         except OSError:
             fsync_folder(self.root)
+
+
+def _close(descriptor: int) -> None:
+    """Closes a descriptor, or does nothing for -1. Linux frees it, and a lock on it, also when
+    `close` reports an error (close(2)). Such an error says nothing about a checkpoint: what counts
+    was synchronized before, or was verified when it was read.
+    """
+    if descriptor >= 0:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
 
 
 def _rename(source: Path, target: Path, flags: int = 0) -> None:
@@ -331,11 +329,7 @@ class _Writer:
 
     def abandon(self) -> None:
         fd, self._fd = self._fd, -1
-        if fd >= 0:
-            # Nothing was written, and what was read is verified: an error of `close` says nothing
-            # about the checkpoint, and the descriptor is free all the same.
-            with contextlib.suppress(OSError):
-                os.close(fd)
+        _close(fd)
 
     def _switch_off_direct(self) -> None:
         with self._switching:
@@ -373,8 +367,4 @@ class _Reader:
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1
-        if fd >= 0:
-            # Nothing was written, and what was read is verified: an error of `close` says nothing
-            # about the checkpoint, and the descriptor is free all the same.
-            with contextlib.suppress(OSError):
-                os.close(fd)
+        _close(fd)

@@ -7,32 +7,22 @@ where in the files each tensor and each value is. A load therefore needs no pick
 and a rank that reads one shard verifies the chunks of that shard only.
 
 A checksum shows damage, not a mistake of the program that wrote it: `entries.py` checks what the
-manifest says before anything is allocated or read for it.
-
-Nothing here imports torch: the command line and the writer process do not need it.
+manifest says before anything is allocated or read for it. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Sequence
-from typing import Any
+from contextlib import closing
+from typing import Annotated, Any
 
+import msgspec
 import xxhash
 
-from outlast.async_checkpoint.storage.entries import (
-    FileEntry,
-    TensorEntry,
-    ValueEntry,
-    check_content,
-    is_count,
-    parse_files,
-    parse_tensors,
-    parse_values,
-)
-from outlast.async_checkpoint.storage.protocol import FileReader, Storage
-from outlast.async_checkpoint.storage.read_errors import reading
+from outlast.async_checkpoint.storage.entries import Contents, Count, is_count
+from outlast.async_checkpoint.storage.protocol import FileReader, Storage, read_bytes
+from outlast.async_checkpoint.storage.system_errors import reading
 from outlast.errors import CheckpointError, CheckpointMismatch, CheckpointReadError
 
 MANIFEST = "manifest.json"
@@ -48,7 +38,7 @@ LARGEST_BYTES = 1 << 30
 # a few in flight, small enough to stay in a core's cache between copy and hash, and to locate a
 # damaged byte.
 CHUNK_BYTES = 4 << 20
-_LARGEST_CHUNK_BYTES = 64 << 20
+_SEAL = b', "line_xxh3_128": "'
 
 
 def checksum(data: bytes | memoryview) -> str:
@@ -75,21 +65,17 @@ def pieces(size_bytes: int, piece_bytes: int = CHUNK_BYTES) -> Sequence[tuple[in
     return [(at, min(piece_bytes, size_bytes - at)) for at in range(0, size_bytes, piece_bytes)]
 
 
-@dataclasses.dataclass(frozen=True)
-class Manifest:
-    """The content of one checkpoint: its files, and its tensors and values by their flat names.
-    `save_id` is unique to the save; each checksum covers `chunk_bytes`. `non_finite` names the
-    tensors that must be finite and are not; `None` if that is not known.
+class Manifest(Contents, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The content of one checkpoint. `save_id` is unique to the save; each checksum covers
+    `chunk_bytes`. `non_finite` names the tensors that must be finite and are not; `None` if that is
+    not known.
     """
 
-    step: int
+    step: Count
     save_id: str
-    world_size: int
-    metric: float | None
-    chunk_bytes: int
-    files: dict[str, FileEntry]
-    tensors: dict[str, TensorEntry]
-    values: dict[str, ValueEntry]
+    world_size: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
+    metric: int | float | None
+    chunk_bytes: Annotated[int, msgspec.Meta(ge=1, le=64 << 20)]
     non_finite: list[str] | None = None
 
     @property
@@ -98,8 +84,7 @@ class Manifest:
         return sum(file.size_bytes for file in self.files.values())
 
 
-@dataclasses.dataclass(frozen=True)
-class Head:
+class Head(msgspec.Struct, frozen=True):
     """The first line of a manifest; the rest has `body_bytes` and this `checksum`."""
 
     version: int
@@ -109,16 +94,14 @@ class Head:
     checksum: str
 
 
-_SEAL = b', "line_xxh3_128": "'
-
-
 def encode(manifest: Manifest) -> bytes:
     """Returns the content of the manifest file.
 
     Raises:
         CheckpointError: if it is larger than any load would read.
     """
-    body = json.dumps(vars(manifest), separators=(",", ":"), default=vars).encode()
+    fields = msgspec.structs.asdict
+    body = json.dumps(fields(manifest), separators=(",", ":"), default=fields).encode()
     if len(body) + HEAD_BYTES > LARGEST_BYTES:
         raise CheckpointError(
             f"the manifest of step {manifest.step} would have {len(body)} bytes, more than the "
@@ -149,9 +132,17 @@ def decode(content: bytes, where: str) -> Manifest:
     if len(body) != head.body_bytes or checksum(body) != head.checksum:
         raise CheckpointError(f"{where} is damaged: its checksum does not match")
     try:
-        manifest = _build(json.loads(body, object_pairs_hook=_unique), head.version)
+        values = json.loads(body, object_pairs_hook=_unique)
+        if head.version == _UNSEALED_VERSION:
+            for tensor in values["tensors"].values():
+                if tensor.pop("opaque", 0) != 0:  # never written
+                    raise ValueError("a tensor is opaque")
+        manifest = msgspec.convert(values, Manifest)
+        if MANIFEST in manifest.files:
+            raise ValueError("it lists itself as a file")
         if (manifest.step, manifest.save_id) != (head.step, head.save_id):
             raise ValueError("its first line is that of another manifest")
+        manifest.check(manifest.chunk_bytes)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise CheckpointError(f"{where} is not valid: {e}") from e
     return manifest
@@ -178,14 +169,6 @@ def decode_head(content: bytes, where: str) -> Head:
     return head
 
 
-def format_version(content: bytes) -> int | None:
-    """The version of the format, which a manifest names in its first line; `None` if that line is
-    damaged, or not from this library.
-    """
-    found = _head(content)
-    return None if found is None else int(found["version"])
-
-
 def saved_by(storage: Storage, folder: str) -> str:
     """The id of the save of a checkpoint, from the first line of its manifest; empty if there is
     none, or it is damaged.
@@ -195,12 +178,8 @@ def saved_by(storage: Storage, folder: str) -> str:
     """
 
     def read() -> bytes:
-        buffer = bytearray(HEAD_BYTES)
-        reader = storage.open(folder, MANIFEST)
-        try:
-            return bytes(buffer[: reader.read_into(0, memoryview(buffer))])
-        finally:
-            reader.close()
+        with closing(storage.open(folder, MANIFEST)) as reader:
+            return read_bytes(reader, 0, HEAD_BYTES)
 
     where = f"{storage.where}/{folder}/{MANIFEST}"
     try:
@@ -237,29 +216,3 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise ValueError("a key occurs twice")
     return found
-
-
-def _build(values: dict[str, Any], version: int) -> Manifest:
-    known = {field.name: field for field in dataclasses.fields(Manifest)}
-    required = {name for name, field in known.items() if field.default is dataclasses.MISSING}
-    if not required <= values.keys() <= known.keys():
-        raise ValueError(f"it has the keys {sorted(values)}")
-    if version == _UNSEALED_VERSION:
-        for tensor in values["tensors"].values():
-            if tensor.pop("opaque", 0) != 0:  # never written
-                raise ValueError("a tensor is opaque")
-    chunk_bytes, metric = values["chunk_bytes"], values["metric"]
-    if not is_count(chunk_bytes) or not 0 < chunk_bytes <= _LARGEST_CHUNK_BYTES:
-        raise ValueError(f"chunk_bytes is {chunk_bytes!r}")
-    if not is_count(values["step"]) or not isinstance(values["save_id"], str):
-        raise ValueError(f"step is {values['step']!r}, save_id is {values['save_id']!r}")
-    if not is_count(values["world_size"]) or values["world_size"] < 1:
-        raise ValueError(f"world_size is {values['world_size']!r}")
-    if metric is not None and type(metric) not in (int, float):
-        raise ValueError(f"metric is {metric!r}")
-    files = parse_files(values["files"], chunk_bytes)
-    if MANIFEST in files:
-        raise ValueError("it lists itself as a file")
-    tensors, saved = parse_tensors(values["tensors"]), parse_values(values["values"])
-    check_content(files, tensors, saved)
-    return Manifest(**{**values, "files": files, "tensors": tensors, "values": saved})

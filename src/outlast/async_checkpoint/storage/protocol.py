@@ -14,24 +14,21 @@ import dataclasses
 import json
 import re
 from collections.abc import Iterable
+from contextlib import closing
 from typing import Protocol
 
-from outlast.errors import CheckpointError
+from outlast.errors import CheckpointError, FolderInUse
 
 IDENTITY = ".id"
 """The file that holds `Storage.identity`."""
-
 SMALL_FILE_BYTES = 16 << 20
 """The size of the largest record beside the checkpoints."""
-
 STEP = "step"
 """The prefix of a checkpointer's checkpoints."""
 STATES = "states"
 """The prefix of the checkpoints of elastic states, which may be in the same directory."""
-
 REMOVED = ".tmp-removed-"
 """How the name of a checkpoint begins that was made invisible, until its files are deleted."""
-
 NEW = "-new"
 """How the name of a checkpoint ends while it replaces an older one of its step."""
 
@@ -72,13 +69,13 @@ class FileReader(Protocol):
     def read_into(self, offset: int, buffer: memoryview) -> int:
         """Fills `buffer` with the bytes from `offset`; returns how many there were."""
 
-    def close(self) -> None:
-        """Closes the file."""
+    def close(self) -> None: ...
 
 
 class Storage(Protocol):
-    """What a checkpointer needs of a storage. Names have no slashes. Errors are `OSError`. `where`
-    names it in messages. It ignores checkpoints whose directory names do not begin with `prefix`
+    """What a checkpointer needs of a storage. Names have no slashes. Errors are `OSError`; those of
+    `get`, `open` and `size` are `FileNotFoundError` if the file does not exist. `where` names the
+    storage in messages. It ignores checkpoints whose directory names do not begin with `prefix`
     (`STEP` or `STATES`).
     """
 
@@ -126,20 +123,25 @@ class Storage(Protocol):
         """
 
     def settle(self) -> None:
-        """Makes durable what is visible now, and what a `publish` that was cut short has done. An
-        `OSError` if that fails.
-        """
+        """Makes durable what is visible now, and what a `publish` that was cut short has done."""
 
     def get(self, folder: str, name: str) -> bytes:
-        """Returns the content of a small file; raises `FileNotFoundError` if it does not exist,
-        and `CheckpointError` if it is no regular file or larger than `SMALL_FILE_BYTES`.
+        """Returns the content of a small file; raises `CheckpointError` if it is no regular file or
+        larger than `SMALL_FILE_BYTES`.
         """
+        with closing(self.open(folder, name)) as reader:
+            size = reader.size_bytes
+            if size > SMALL_FILE_BYTES:
+                raise CheckpointError(
+                    f"{self.where}/{folder}/{name} has {size} bytes: it is no record"
+                )
+            return read_bytes(reader, 0, size)
 
     def open(self, folder: str, name: str) -> FileReader:
-        """Opens a file for reading; raises `FileNotFoundError` if it does not exist."""
+        """Opens a file for reading."""
 
     def size(self, folder: str, name: str) -> int:
-        """Returns a file's size; raises `FileNotFoundError` if it does not exist."""
+        """Returns a file's size."""
 
     def hide(self, folder: str) -> str:
         """Makes a checkpoint invisible, durably; its files stay. Returns the directory to pass to
@@ -180,11 +182,28 @@ class Storage(Protocol):
             CheckpointError: if another job holds the lock; names it.
         """
 
-    def unlock(self) -> None:
-        """Releases the lock."""
+    def unlock(self) -> None: ...
 
     def close(self) -> None:
         """Releases the lock and the connections. The storage may be used again afterwards."""
+
+
+def check_names(names: Iterable[str], where: str, forbidden: str = "/") -> None:
+    """Raises `CheckpointError` for a name that leads out of its directory."""
+    for name in names:
+        if name in ("", ".", "..") or any(character in name for character in forbidden):
+            raise CheckpointError(f"{name!r} is not a valid file name in {where}")
+
+
+def in_use(
+    where: str, owner: str, position: Position | None, signature: str, doubt: str = ""
+) -> FolderInUse:
+    """The error of `Storage.lock`: `owner` holds the lock, and wrote `signature` into it."""
+    return FolderInUse(
+        f"{where} is in use by another job ({owner or 'which left no name'}){doubt}; two jobs that "
+        "save into one folder would overwrite or remove each other's checkpoints",
+        another_group=position is not None and position.in_another_group(signature),
+    )
 
 
 def identity_in(content: bytes) -> str:
@@ -192,15 +211,10 @@ def identity_in(content: bytes) -> str:
     return content.decode() if _IDENTITY.fullmatch(content) else ""
 
 
-def small_content(reader: FileReader, where: str) -> bytes:
-    """The content of a small file, which is closed. Raises `CheckpointError` if it is too large."""
-    try:
-        if reader.size_bytes > SMALL_FILE_BYTES:
-            raise CheckpointError(f"{where} has {reader.size_bytes} bytes: it is no record")
-        buffer = bytearray(reader.size_bytes)
-        return bytes(buffer[: reader.read_into(0, memoryview(buffer))])
-    finally:
-        reader.close()
+def read_bytes(reader: FileReader, offset: int, size_bytes: int) -> bytes:
+    """At most `size_bytes` from `offset`: fewer at the end of the file."""
+    buffer = memoryview(bytearray(size_bytes))
+    return bytes(buffer[: reader.read_into(offset, buffer)])
 
 
 def step_of(folder: str, prefix: str = STEP) -> int | None:
@@ -266,7 +280,7 @@ class Position:
 def _run_and_order(holder: str) -> tuple[str, tuple[int, ...]]:
     """The run and the order in a signature; empty if it is none."""
     try:
-        said = json.loads(holder)
-        return str(said["run"]), tuple(int(number) for number in said["order"])
+        found = json.loads(holder)
+        return str(found["run"]), tuple(int(number) for number in found["order"])
     except (ValueError, KeyError, TypeError):
         return "", ()

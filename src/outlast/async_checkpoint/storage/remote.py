@@ -35,8 +35,9 @@ from outlast.async_checkpoint.storage.protocol import (
     STEP,
     FileWriter,
     Position,
+    Storage,
+    check_names,
     identity_in,
-    small_content,
     step_of,
 )
 from outlast.async_checkpoint.storage.remote_files import (
@@ -47,7 +48,6 @@ from outlast.async_checkpoint.storage.remote_files import (
     unfinished_uploads,
 )
 from outlast.async_checkpoint.storage.remote_lock import RemoteLock
-from outlast.errors import CheckpointError
 
 log = logging.getLogger("outlast.checkpoint")
 
@@ -56,7 +56,7 @@ _PASSWORD = re.compile(r"(?<=://)[^/@]*@")
 _WILDCARDS = re.compile(r"[*?\[\]]")
 
 
-class RemoteStorage:
+class RemoteStorage(Storage):
     """Checkpoints below one URL that fsspec supports, such as `s3://bucket/directory`; the bucket
     must exist. See `Storage`.
 
@@ -119,8 +119,8 @@ class RemoteStorage:
         return kind(self._fs, path, size_bytes, where)
 
     def put(self, folder: str, name: str, content: bytes) -> None:
-        path = self._inside(folder, name)
-        with as_os_errors(f"{self.where}/{folder}/{name}"):
+        path, where = self._inside(folder, name), f"{self.where}/{folder}/{name}"
+        with as_os_errors(where):
             self._fs.pipe_file(path, content)
 
     def put_record(self, folder: str, name: str, content: bytes) -> None:
@@ -144,19 +144,16 @@ class RemoteStorage:
     def settle(self) -> None:
         """Does nothing: what is visible is durable."""
 
-    def get(self, folder: str, name: str) -> bytes:
-        return small_content(self.open(folder, name), f"{self.where}/{folder}/{name}")
-
     def open(self, folder: str, name: str) -> RangeReader:
-        where = f"{self.where}/{folder}/{name}"
-        return RangeReader(self._fs, self._inside(folder, name), where, self.size(folder, name))
+        path, where = self._inside(folder, name), f"{self.where}/{folder}/{name}"
+        return RangeReader(self._fs, path, where, self.size(folder, name))
 
     def size(self, folder: str, name: str) -> int:
-        path = self._inside(folder, name)
-        with as_os_errors(f"{self.where}/{folder}/{name}"):
+        path, where = self._inside(folder, name), f"{self.where}/{folder}/{name}"
+        with as_os_errors(where):
             found = self._fs.info(path)
             if found["type"] != "file":
-                raise FileNotFoundError(f"{self.where}/{folder}/{name} is not a file")
+                raise FileNotFoundError(f"{where} is not a file")
             return int(found["size"])
 
     def saved_at(self, folder: str) -> float | None:
@@ -221,20 +218,22 @@ class RemoteStorage:
                 sync(self._fs.loop, client.close, timeout=_CLOSING_S)
 
     def _inside(self, *names: str) -> str:
-        for name in names:
-            if not name or "/" in name or name in (".", "..") or _WILDCARDS.search(name):
-                raise CheckpointError(f"{name!r} is not a valid file name in {self.where}")
+        check_names(names, self.where, "/*?[]")  # fsspec takes some for patterns
         return "/".join((self._root, *names))
 
     def _by_age(self, folders: list[str]) -> list[str]:
         """Sorts by step, and the checkpoints of one step by the time of their commits."""
-        ages = {
-            folder: self._committed_at(folder)
-            for several in _by_step(folders, self.prefix).values()
-            if len(several) > 1  # rare; otherwise the store is not asked
-            for folder in several
-        }
+        several = [f for each in self._by_step(folders).values() if len(each) > 1 for f in each]
+        ages = {folder: self._committed_at(folder) for folder in several}  # seldom any
         return sorted(folders, key=lambda f: (step_of(f, self.prefix) or 0, ages.get(f, 0.0), f))
+
+    def _by_step(self, folders: list[str]) -> dict[int, list[str]]:
+        found: dict[int, list[str]] = {}
+        for folder in folders:
+            step = step_of(folder, self.prefix)
+            if step is not None:
+                found.setdefault(step, []).append(folder)
+        return found
 
     def _committed_at(self, folder: str) -> float:
         """By the store's clock, in seconds; 0.0 if not committed, or the store does not say."""
@@ -249,7 +248,7 @@ class RemoteStorage:
         found: list[str] = []
         wrong = stale(self)  # such a checkpoint replaces none
         there = [folder for folder in self.folders() if folder not in wrong]
-        for step, several in _by_step(there, self.prefix).items():
+        for step, several in self._by_step(there).items():
             if step != but and len(several) > 1:
                 found += [folder for folder in several if self._committed_at(folder)][:-1]
         return found
@@ -271,12 +270,3 @@ def _connect(url: str, where: str) -> tuple[Any, str]:
     if hasattr(fs, "dircache"):
         fs.dircache.use_listings_cache = False  # other processes write there too
     return fs, root
-
-
-def _by_step(folders: list[str], prefix: str) -> dict[int, list[str]]:
-    found: dict[int, list[str]] = {}
-    for folder in folders:
-        step = step_of(folder, prefix)
-        if step is not None:
-            found.setdefault(step, []).append(folder)
-    return found

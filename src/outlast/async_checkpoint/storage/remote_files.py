@@ -8,6 +8,7 @@ more in memory than what is being sent: about two pieces per thread.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import errno
 import sys
@@ -34,12 +35,12 @@ def as_os_errors(where: str) -> Iterator[None]:
         kinds = (FileNotFoundError, PermissionError)
         kind = next((kind for kind in kinds if isinstance(e, kind)), OSError)
         number = getattr(e, "errno", None)
-        said = str(e) if isinstance(e, OSError) else describe(e)
-        text = f"{where}: {getattr(e, 'strerror', None) or said}"
+        cause = str(e) if isinstance(e, OSError) else describe(e)
+        text = f"{where}: {getattr(e, 'strerror', None) or cause}"
         raise (kind(number, text) if isinstance(number, int) else kind(text)) from e
 
 
-class _Upload:
+class _Upload(abc.ABC):
     """A file being uploaded; `path`, in the file system, begins with the bucket on S3."""
 
     def __init__(self, fs: Any, path: str, size_bytes: int, where: str) -> None:
@@ -56,11 +57,11 @@ class _Upload:
             self.abandon()
             raise
 
-    def _complete(self) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _complete(self) -> None: ...
 
-    def abandon(self) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def abandon(self) -> None: ...
 
 
 class PartsUpload(_Upload):

@@ -30,9 +30,9 @@ from typing import Any
 
 import psutil
 
-from outlast.async_checkpoint.storage.protocol import Position
+from outlast.async_checkpoint.storage.protocol import Position, in_use
 from outlast.async_checkpoint.storage.remote_files import as_os_errors
-from outlast.errors import CheckpointError, FolderInUse
+from outlast.errors import CheckpointError
 
 log = logging.getLogger("outlast.checkpoint")
 
@@ -59,12 +59,12 @@ class RemoteLock:
         for holder in before.values():
             self._check_gone(holder, careful, position)
         token = uuid.uuid4().hex
-        said = {"owner": owner, "token": token, **_this_process()}
+        record = {"owner": owner, "token": token, **_this_process()}
         if position is not None:
-            said["position"] = position.signature
+            record["position"] = position.signature
         numbers = [_number(name) for name in before]
         name = f"{OWNER}-{max(numbers) + 1:08d}" if numbers else OWNER
-        content = json.dumps(said).encode()
+        content = json.dumps(record).encode()
         self._create(name, content)
         now = self._holders()
         if now.get(name, {}).get("token") != token:
@@ -100,12 +100,7 @@ class RemoteLock:
         alive = _alive(holder)
         if alive or (alive is None and careful):
             doubt = "" if alive else ", as far as one can know from here"
-            raise FolderInUse(
-                f"{self._where} is in use by another job ({_owner(holder)}){doubt}; two jobs "
-                "that save into one folder would remove each other's checkpoints",
-                another_group=position is not None
-                and position.in_another_group(str(holder.get("position"))),
-            )
+            raise in_use(self._where, _owner(holder), position, str(holder.get("position")), doubt)
         if alive is None:
             log.warning(
                 "%s was last used by another job (%s) on another machine, which did not "
@@ -115,8 +110,7 @@ class RemoteLock:
             )
 
     def _taken(self, other: dict[str, Any]) -> CheckpointError:
-        text = f"{self._where} was taken by another job ({_owner(other)}) just now"
-        return CheckpointError(text)
+        return CheckpointError(f"{self._where} was taken by another job ({_owner(other)}) just now")
 
     def _create(self, name: str, content: bytes) -> bool:
         """Creates an object; returns `False` if there is one. That may be its own: a request is
@@ -128,9 +122,9 @@ class RemoteLock:
                 try:
                     self._fs.pipe_file(path, content, mode="create")
                 except Exception as e:
-                    if isinstance(e, FileExistsError) or _says(e, *_REFUSED):
+                    if isinstance(e, FileExistsError) or _has_code(e, *_REFUSED):
                         return False
-                    if not _says(e, *_UNKNOWN):
+                    if not _has_code(e, *_UNKNOWN):
                         raise
                     self._conditional = False
                 else:
@@ -175,7 +169,7 @@ def _creates_exclusively(fs: Any) -> bool:
     return not default and "mode" in inspect.signature(method).parameters
 
 
-def _says(error: Exception, *codes: str) -> bool:
+def _has_code(error: Exception, *codes: str) -> bool:
     texts = str(error), str(error.__cause__)  # s3fs keeps the code only in the cause
     return any(code in text for code in codes for text in texts)
 

@@ -14,11 +14,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from outlast.async_checkpoint.storage.directory import open_storage
 from outlast.async_checkpoint.storage.fence import Credentials, check
 from outlast.async_checkpoint.storage.manifest import MANIFEST, saved_by
-from outlast.async_checkpoint.storage.open import open_storage
 from outlast.async_checkpoint.storage.protocol import Storage, is_temporary
-from outlast.async_checkpoint.storage.unusable_folder import room_advice
+from outlast.async_checkpoint.storage.system_errors import room_advice
 from outlast.async_checkpoint.writer.handover import SnapshotDescription, StoredSnapshot
 from outlast.async_checkpoint.writer.held_buffers import HeldBuffers
 from outlast.async_checkpoint.writer.remote import Call, Service, run

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from outlast.async_checkpoint import named_files
-from outlast.async_checkpoint.tensor_checksums import tensor_checksums
+from outlast.async_checkpoint.named_files import tensor_checksums
 from outlast.campaign.plan import RoundPlan
 from outlast.campaign.rounds.figures import DAMAGING
 from outlast.campaign.rounds.programs import CampaignError, Progress

@@ -1,4 +1,7 @@
-"""Which rank saves what: the parts of a state dict as torch sees them, divided among the ranks.
+"""State dicts: walks of nested state, its parts as torch sees them, and which rank saves them.
+
+A path is a tuple of keys; the index of a list is a tuple, `(i,)`, so that it differs from the same
+number as a dict key.
 
 The planner of torch.distributed.checkpoint lists the parts of a state dict that a rank holds
 (`describe`): whole tensors, shards of DTensors and ShardedTensors, values. A part that several
@@ -14,22 +17,139 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItemType
 
-from outlast.async_checkpoint.state_dict.tree import Path, look_up, nodes, too_deep, torch_path
 from outlast.async_checkpoint.storage.entries import ITEM_BYTES, is_covered
 from outlast.errors import CheckpointError, CheckpointUnsavable
 
+V = TypeVar("V")
+Path = tuple[Any, ...]
 Key = tuple[str, tuple[int, ...]]
 
+_DEEP = 150  # levels, for messages
 # Up to this size, the lowest rank saves. Dividing small tensors among the ranks saves no time, and
 # some of them differ: the statistics of a batch norm, of which DDP continues with those of rank 0.
 _SMALL_BYTES = 64 * 1024
+
+
+class Last(Generic[V]):
+    """Remembers the value of the last key. Another key replaces it: nothing else invalidates it."""
+
+    def __init__(self) -> None:
+        self._entry: tuple[Any, V] | None = None
+
+    def of(self, key: Any, make: Callable[[], V]) -> V:
+        """The value of `key`, made by `make` unless the last key was equal."""
+        entry = self._entry
+        value = entry[1] if entry is not None and entry[0] == key else make()
+        # In one step, so another thread never sees a key without its value; and the newer of two
+        # equal keys, so the mesh of a destroyed process group is not kept alive.
+        self._entry = key, value
+        return value
+
+
+def is_leaf(value: Any) -> bool:
+    """Whether a walk does not go into `value`."""
+    return isinstance(value, torch.Tensor) or not isinstance(value, Mapping | list)
+
+
+def nodes(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Every dict, list and leaf of a state with its path, each before what it holds."""
+    yield path, value
+    if is_leaf(value):
+        return
+    if isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from nodes(inner, (*path, (index,)))
+    else:
+        for key, inner in value.items():
+            yield from nodes(inner, (*path, key))
+
+
+def look_up(state: Any, path: Path) -> Any:
+    """The value at `path`."""
+    for key in path:
+        state = state[key[0] if isinstance(key, tuple) else key]
+    return state
+
+
+def torch_path(path: Path) -> Path:
+    """The path as torch.distributed.checkpoint has it: every key of a dict is text."""
+    return tuple(key[0] if isinstance(key, tuple) else str(key) for key in path)
+
+
+def signature_and_leaves(state: Any) -> tuple[list[Any], list[Any]]:
+    """The signature, which is equal for two states with the same parts, and the leaves in order.
+
+    Every save calls this on the training thread: it must be cheap, so it builds no paths.
+
+    Raises:
+        CheckpointUnsavable: if the state contains itself, or is nested too deeply.
+    """
+    signature: list[Any] = []
+    leaves: list[Any] = []
+    try:
+        _walk(state, signature, leaves)
+    except RecursionError:
+        raise too_deep(state) from None
+    return signature, leaves
+
+
+def too_deep(state: Any) -> CheckpointUnsavable:
+    """The error for a state that is too deep to be walked; names the cycle if there is one."""
+    at: list[tuple[str, Any, Iterator[tuple[Any, Any]]]] = [("", state, _inner(state))]
+    while at:
+        for key, value in at[-1][2]:
+            path = ".".join([*(each[0] for each in at[1:]), str(key)])
+            for depth, (_, outer, _) in enumerate(at):
+                if outer is value:
+                    whole = ".".join(each[0] for each in at[1 : depth + 1]) or "the state dict"
+                    return CheckpointUnsavable(
+                        f"{path!r} cannot be saved: it is {whole} again, which contains it"
+                    )
+            if not is_leaf(value):
+                if len(at) > _DEEP:
+                    return CheckpointUnsavable(f"{path!r} cannot be saved: it is nested too deeply")
+                at.append((str(key), value, _inner(value)))
+                break
+        else:
+            at.pop()
+    return CheckpointUnsavable("the state dict cannot be saved: it is nested too deeply")
+
+
+def _inner(value: Any) -> Iterator[tuple[Any, Any]]:
+    return iter(list(enumerate(value)) if isinstance(value, list) else list(value.items()))
+
+
+def _walk(value: Any, signature: list[Any], leaves: list[Any]) -> None:
+    if isinstance(value, torch.Tensor):
+        leaves.append(value)
+        spec = getattr(value, "_spec", None)  # of a DTensor: its mesh and placements
+        if spec is not None:
+            signature.append((value.shape, value.dtype, spec.placements, spec.mesh))
+        elif hasattr(value, "local_shards"):
+            shards = [shard.metadata for shard in value.local_shards()]
+            parts = [(m.shard_offsets, m.shard_sizes) for m in shards]
+            whole = value.metadata()  # type: ignore[attr-defined]
+            signature.append((whole.size, whole.tensor_properties.dtype, parts))
+        else:
+            signature.append((value.shape, value.dtype, value.layout))
+    elif isinstance(value, Mapping):
+        signature.append((tuple(value), tuple(map(type, value))))  # True == 1
+        for inner in value.values():
+            _walk(inner, signature, leaves)
+    elif isinstance(value, list):
+        signature.append(len(value))
+        for inner in value:
+            _walk(inner, signature, leaves)
+    else:
+        signature.append(None)
+        leaves.append(value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,8 +269,9 @@ def share_out(
             other = begun[1]
             if (item.kind, item.shape, item.dtype) != (other.kind, other.shape, other.dtype):
                 raise CheckpointError(
-                    f"{item.name!r} is {_say(other)} on rank {begun[0]}, but {_say(item)} on rank "
-                    f"{rank}: parts that differ between ranks need different names"
+                    f"{item.name!r} is {_described(other)} on rank {begun[0]}, but "
+                    f"{_described(item)} on rank {rank}: parts that differ between ranks need "
+                    "different names"
                 )
             holders.setdefault(item.key, []).append(rank)
             parts.setdefault(item.key, item)
@@ -184,7 +305,7 @@ def _check_covered(parts: Iterable[Item]) -> None:
             )
 
 
-def _say(item: Item) -> str:
+def _described(item: Item) -> str:
     return f"a tensor {item.shape} of {item.dtype}" if item.kind == "tensor" else "a value"
 
 

@@ -1,4 +1,5 @@
-"""Tells damage from a read error, when a checkpoint is read.
+"""What the errors of the system mean: damage or a read error, when a checkpoint is read; a folder
+in which no checkpoint can be saved.
 
 A missing file is damage: the checkpoint cannot be restored, an older one can. An error of the disk,
 the network or the process (EIO, ESTALE, EMFILE, EACCES, a timeout, an answer 503) says nothing
@@ -11,15 +12,17 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 import socket
 import time
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 from outlast.async_checkpoint.storage.protocol import FileReader
-from outlast.errors import CheckpointError, CheckpointReadError
+from outlast.errors import CheckpointError, CheckpointReadError, FolderUnusable
 
 T = TypeVar("T")
 
@@ -36,6 +39,20 @@ _DAMAGES = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # from fs
 # Long enough for another thread to close its files, or a server to change over.
 _PAUSES_S = (0.05, 0.25, 1.0)
 _pause = time.sleep
+
+_OWNER = "Give this user ({user}) write access to it"
+_FILE = "{file} is a file: remove it"
+_REMEDIES = {
+    errno.EACCES: _OWNER,
+    errno.EPERM: _OWNER,
+    errno.EROFS: "Mount its file system for writing",
+    errno.ENOTDIR: _FILE,
+    errno.EEXIST: _FILE,
+    errno.ENOENT: "Create it, or mount its file system",
+    errno.ENAMETOOLONG: "Use shorter names",
+    errno.ELOOP: "Mend the symbolic links in its path",
+}
+"""By the error. No other one is permanent: a full disk or an I/O error may pass."""
 
 
 def is_damage(error: OSError) -> bool:
@@ -81,7 +98,6 @@ class Reopened:
 
     @property
     def newest(self) -> FileReader:
-        """The file, as it was opened last."""
         return self._readers[-1]
 
     def read(self, work: Callable[[FileReader], T]) -> T:
@@ -101,11 +117,43 @@ class Reopened:
     def __enter__(self) -> Reopened:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for reader in self._readers:
             reader.close()
+
+
+@contextlib.contextmanager
+def preparing(folder: Path) -> Iterator[None]:
+    """A block that creates `folder`, or files in it.
+
+    Raises:
+        FolderUnusable: if the system does not allow it; names the folder, the cause and a remedy.
+    """
+    try:
+        yield
+    except OSError as e:
+        remedy = _REMEDIES.get(e.errno or 0)
+        if remedy is None:
+            raise
+        file = next((each for each in (*reversed(folder.parents), folder) if each.is_file()), "")
+        remedy = remedy.format(user=f"uid {os.geteuid()}", file=file)
+        at = "" if e.filename in (None, str(folder)) else f" at {e.filename}"
+        raise FolderUnusable(
+            f"checkpoints cannot be saved in {folder} on {socket.gethostname()}: {e.strerror}{at}. "
+            f"{remedy}, or use another folder"
+        ) from e
+
+
+def room_advice(error: BaseException, where: str) -> str:
+    """A sentence to append to the message of a full disk; empty for another error."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f". Make room in {where}, or use another folder"
+    return ""
+
+
+def check_writable(folder: Path) -> None:
+    """Raises the `OSError` of a folder in which this process cannot create files."""
+    if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+        read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
+        number = errno.EROFS if read_only else errno.EACCES
+        raise OSError(number, os.strerror(number), str(folder))

@@ -1,1 +1,0 @@
-"""The parts of a state dict, and which rank saves which part."""
