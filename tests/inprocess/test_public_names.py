@@ -18,13 +18,12 @@ SPEC = {
         "Adaptive", "GrowPolicy", "RepeatedFaults", "Timeouts", "UnrecoverableFault",
         # The parts:
         "abort", "attribution", "ending", "exception", "finalize", "health_check", "initialize",
-        "rank_assignment", "rank_filter", "rank_tree", "state", "store",
+        "rank_assignment", "rank_filter", "state", "store",
     },
     "state": {"State", "Status"},
     "initialize": {"Initialize", "RetryController"},
     "abort": {"Abort", "AbortTorchDistributed", "AbortTransformerEngine"},
     "ending": {"Completion", "Terminate"},
-    "rank_tree": {"Layer", "LayerFlag", "Tree"},
     "finalize": {"Finalize", "ThreadedFinalize"},
     "health_check": {"HealthCheck", "CudaHealthCheck", "FaultCounter", "FaultCounterExceeded"},
     "rank_assignment": {

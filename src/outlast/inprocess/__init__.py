@@ -15,7 +15,6 @@ from outlast.inprocess import (
     initialize,
     rank_assignment,
     rank_filter,
-    rank_tree,
     state,
     store,
 )
@@ -60,7 +59,6 @@ __all__ = [
     "initialize",
     "rank_assignment",
     "rank_filter",
-    "rank_tree",
     "state",
     "store",
 ]

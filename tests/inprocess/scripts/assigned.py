@@ -7,9 +7,9 @@ import os
 from rank import main, scenario, wrapped
 from rank_actions import die, finish, join_group, rank, wait_forever
 
+from outlast.compat.nvrx.tree import Layer, LayerFlag, Tree
 from outlast.inprocess import CallWrapper, Compose
 from outlast.inprocess.rank_assignment import FilterGroupedByKey, ShiftRanks
-from outlast.inprocess.rank_tree import Layer, LayerFlag, Tree
 
 FIRST_RANK = int(os.environ["RANK"])
 HOST = f"host{FIRST_RANK // 2}"

@@ -2,29 +2,27 @@
 
 import sys
 
-from outlast.compat.nvrx.inprocess import (
-    exception,
-    finalize,
-    health_check,
-    nested_restarter,
-    rank_assignment,
-    rank_filter,
-    state,
-)
+from outlast.compat.nvrx.inprocess import policies, rank_assignment, state
 from outlast.compat.nvrx.inprocess.state import FrozenState, Mode, State
 from outlast.compat.nvrx.inprocess.wrap import CallWrapper, Wrapper
 from outlast.inprocess import abort, attribution, compose, ending, initialize, store
 from outlast.inprocess.compose import Compose
 
 completion = terminate = ending
+exception = finalize = health_check = nested_restarter = rank_filter = policies
 
-# Modules of `outlast.inprocess`, which `import outlast.compat.nvrx.inprocess.abort` finds as well.
+# Modules with other names, which `import outlast.compat.nvrx.inprocess.abort` finds as well.
 _SAME = {
     "abort": abort,
     "attribution": attribution,
     "completion": completion,
     "compose": compose,
+    "exception": exception,
+    "finalize": finalize,
+    "health_check": health_check,
     "initialize": initialize,
+    "nested_restarter": nested_restarter,
+    "rank_filter": rank_filter,
     "store": store,
     "terminate": terminate,
 }

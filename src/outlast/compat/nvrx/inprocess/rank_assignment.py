@@ -8,11 +8,11 @@ import datetime
 from collections.abc import Callable
 from typing import Any
 
+from outlast.compat.nvrx import tree
 from outlast.compat.nvrx.inprocess.state import Mode, State, from_core, to_core
+from outlast.compat.nvrx.tree import LayerFlag
 from outlast.errors import RankDiscarded
 from outlast.inprocess import rank_assignment as core
-from outlast.inprocess import rank_tree
-from outlast.inprocess.rank_tree import LayerFlag
 from outlast.inprocess.state import LazyStore
 from outlast.system.arguments import check_callable, check_int
 
@@ -158,8 +158,8 @@ class FilterCountGroupedByKey(RankAssignment):
 
 
 @dataclasses.dataclass
-class Layer(rank_tree.Layer):
-    """`outlast.inprocess.rank_tree.Layer`, whose `fn(state)` gets a `State` of 0.4."""
+class Layer(tree.Layer):
+    """`outlast.compat.nvrx.tree.Layer`, whose `fn(state)` gets a `State` of 0.4."""
 
     key_or_fn: Any = ""
 
@@ -169,14 +169,14 @@ class Layer(rank_tree.Layer):
 
 
 class Tree(RankAssignment):
-    """`outlast.inprocess.rank_tree.Tree`: ranks and reserve ranks by the topology of the job."""
+    """`outlast.compat.nvrx.tree.Tree`: ranks and reserve ranks by the topology of the job."""
 
     def __init__(
         self,
         layers: list[Layer],
         world_size_filter: Callable[[int], int] | None = None,
     ) -> None:
-        self.core = rank_tree.Tree(layers, world_size_filter)
+        self.core = tree.Tree(layers, world_size_filter)
 
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
         state, _ = self.core(to_core(ctx.state), frozenset(ctx.terminated_ranks))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import os
 from collections.abc import Iterable
 
-from outlast.compat.nvrx.inprocess.environment import set_rank
 from outlast.inprocess import state as core
 
 __all__ = ["FrozenState", "Mode", "State"]
@@ -59,7 +59,7 @@ class State:
 
     def set_distributed_vars(self) -> None:
         """Sets `RANK` and `WORLD_SIZE` to the active rank and world size."""
-        set_rank(self.active_rank, self.active_world_size)
+        os.environ.update(RANK=str(self.active_rank), WORLD_SIZE=str(self.active_world_size))
 
     def advance(self) -> None:
         """Begins the next iteration."""

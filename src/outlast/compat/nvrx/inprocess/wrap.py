@@ -1,4 +1,6 @@
-"""`Wrapper` with the arguments of 0.4, on top of `outlast.inprocess.Wrapper`."""
+"""`Wrapper` with the arguments of 0.4, on top of `outlast.inprocess.Wrapper`, and its policies as
+that one calls them.
+"""
 
 from __future__ import annotations
 
@@ -10,28 +12,29 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
-from outlast.compat.nvrx.inprocess import adapters
-from outlast.compat.nvrx.inprocess.finalize import Finalize
-from outlast.compat.nvrx.inprocess.health_check import HealthCheck
+from outlast.compat.nvrx.inprocess.policies import Finalize, HealthCheck, RankFilter
 from outlast.compat.nvrx.inprocess.rank_assignment import (
     ActivateAllRanks,
     RankAssignment,
     ShiftRanks,
     as_core,
 )
-from outlast.compat.nvrx.inprocess.rank_filter import RankFilter
+from outlast.compat.nvrx.inprocess.state import from_core
 from outlast.inprocess import CallWrapper
 from outlast.inprocess import Wrapper as CoreWrapper
 from outlast.inprocess.abort import Abort, AbortTorchDistributed
-from outlast.inprocess.compose import Compose
+from outlast.inprocess.compose import Compose, iter_parts
 from outlast.inprocess.ending import Completion, Terminate
+from outlast.inprocess.finalize import Finalize as CoreFinalize
+from outlast.inprocess.health_check import HealthCheck as CoreHealthCheck
 from outlast.inprocess.initialize import Initialize
+from outlast.inprocess.rank_filter import RankFilter as CoreRankFilter
+from outlast.inprocess.state import State, Status
 from outlast.inprocess.store import StoreMixin, TCPStore
 from outlast.system.arguments import as_timedelta
 
 __all__ = ["CallWrapper", "Wrapper"]
 
-A = TypeVar("A")
 F = TypeVar("F", bound=Callable[..., Any])
 
 _BY_NAME = "inprocess_call_wrapper"
@@ -71,18 +74,20 @@ class Wrapper:
         completion: Completion | None = None,
         terminate: Terminate | None = None,
     ) -> None:
-        kinds: dict[str, tuple[Any, type]] = {
-            "initialize": (initialize, Initialize),
-            "abort": (abort, Abort),
-            "finalize": (finalize, Finalize),
-            "health_check": (health_check, HealthCheck),
-            "rank_filter": (rank_filter, RankFilter),
-            "completion": (completion, Completion),
-            "terminate": (terminate, Terminate),
+        policies: dict[str, tuple[Any, type, Callable[[Any], Any]]] = {
+            "initialize": (initialize, Initialize, _Initialize),
+            "abort": (abort, Abort, _Abort),
+            "finalize": (finalize, Finalize, _Finalize),
+            "health_check": (health_check, HealthCheck, _HealthCheck),
+            "rank_filter": (rank_filter, RankFilter, _RankFilter),
+            "completion": (completion, Completion, _Completion),
+            "terminate": (terminate, Terminate, _Terminate),
         }
-        for name, (value, kind) in kinds.items():
+        adapted: dict[str, Any] = {}
+        for name, (value, kind, adapter) in policies.items():
             if value is not None and not isinstance(value, kind):
                 raise TypeError(f"{name} must be a {kind.__name__} or None, not {value!r}")
+            adapted[name] = None if value is None else adapter(value)
         if not isinstance(rank_assignment, RankAssignment):
             raise TypeError(f"rank_assignment must be a RankAssignment, not {rank_assignment!r}")
         intervals = {
@@ -101,12 +106,7 @@ class Wrapper:
         self._core = CoreWrapper(
             store_factory=store_factory,
             store_kwargs=store_kwargs,
-            initialize=_adapted(adapters.CoreInitialize, initialize),
-            abort=_adapted(adapters.CoreAbort, abort),
-            finalize=_adapted(adapters.CoreFinalize, finalize),
-            health_check=_adapted(adapters.CoreHealthCheck, health_check),
             rank_assignment=as_core(rank_assignment),
-            rank_filter=_adapted(adapters.CoreRankFilter, rank_filter),
             monitor_thread_interval=monitor_thread_interval,
             monitor_process_interval=min(intervals.values()),
             progress_watchdog_interval=progress_watchdog_interval,
@@ -119,8 +119,7 @@ class Wrapper:
             monitor_process_logfile=monitor_process_logfile,
             enabled=enabled,
             repeated_faults=None,
-            completion=_adapted(adapters.CoreCompletion, completion),
-            terminate=_adapted(adapters.CoreTerminate, terminate),
+            **adapted,
         )
 
     def __call__(self, function: F) -> F:
@@ -142,5 +141,67 @@ class Wrapper:
         return wrapped  # type: ignore[return-value]
 
 
-def _adapted(adapter: Callable[[Any], A], policy: Any) -> A | None:
-    return None if policy is None else adapter(policy)
+class _Adapter:
+    """A policy of 0.4 as the wrapper of `outlast.inprocess` calls it: it gets a `FrozenState`, and
+    what it returns is not used.
+    """
+
+    def __init__(self, policy: Any) -> None:
+        self._policy = policy
+
+    def __repr__(self) -> str:
+        return repr(self._policy)
+
+    def __call__(self, state: State) -> State:
+        self._policy(from_core(state).freeze())
+        return state
+
+
+class _Initialize(_Adapter, Initialize):
+    pass
+
+
+class _Completion(_Adapter, Completion):
+    pass
+
+
+class _Terminate(_Adapter, Terminate):
+    pass
+
+
+class _Abort(_Adapter, Abort):
+    """Also calls the hooks of its parts."""
+
+    def prepare(self) -> None:
+        for part in self._parts():
+            part.prepare()
+
+    def again(self, state: State) -> None:
+        for part in self._parts():
+            part.again(state)
+
+    def _parts(self) -> list[Abort]:
+        return [part for part in iter_parts(self._policy) if isinstance(part, Abort)]
+
+
+class _AdapterWithError(_Adapter):
+    def __call__(  # type: ignore[override]
+        self, state: State, train_ex: BaseException | None = None
+    ) -> tuple[State, BaseException | None]:
+        self._policy(from_core(state, train_ex).freeze())
+        return state, train_ex
+
+
+class _Finalize(_AdapterWithError, CoreFinalize):
+    pass
+
+
+class _HealthCheck(_AdapterWithError, CoreHealthCheck):
+    pass
+
+
+class _RankFilter(_Adapter, CoreRankFilter):
+    def __call__(self, state: State) -> State:
+        size = self._policy(from_core(state)).active_world_size
+        status = state.status if state.rank < size else Status.INACTIVE
+        return state.copy(active_world_size=size, status=status)

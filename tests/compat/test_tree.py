@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inprocess.view_strategies import state_of
+from outlast.compat.nvrx.tree import Layer, LayerFlag, Tree
 from outlast.errors import RankDiscarded, RestartAbort
-from outlast.inprocess.rank_tree import Layer, LayerFlag, Tree
 from outlast.inprocess.state import State, Status
 
 RESERVE, BACKFILL = LayerFlag.RESERVE, LayerFlag.BACKFILL
