@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from outlast.integrations.all_ranks import check_all_ranks
+from outlast.integrations.common import check_all_ranks
 
 
 def group_of(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:

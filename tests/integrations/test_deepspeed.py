@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from integrations.faulty_runs import losses_of
-from outlast.integrations.packed_pickle import pack, unpack
+from outlast.integrations.common import pack, unpack
 from zygote import Zygote
 
 SCRIPT = Path(__file__).parent / "scripts" / "deepspeed_training.py"

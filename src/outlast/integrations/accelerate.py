@@ -25,8 +25,7 @@ import outlast
 from outlast.async_checkpoint import SaveHandle
 from outlast.elastic import ElasticLoader
 from outlast.errors import CheckpointMismatch
-from outlast.integrations.all_ranks import check_all_ranks
-from outlast.integrations.extras import not_installed
+from outlast.integrations.common import check_all_ranks, not_installed
 
 try:
     from accelerate import Accelerator

@@ -24,11 +24,16 @@ from pathlib import Path
 from typing import Any
 
 from outlast.async_checkpoint import Checkpointer, SaveHandle
-from outlast.elastic import random_generators
 from outlast.elastic.stop_signals import StopSignals
 from outlast.errors import CheckpointError
-from outlast.integrations.extras import not_installed
-from outlast.integrations.packed_pickle import pack, unpack
+from outlast.integrations.common import (
+    OPTIONAL,
+    not_installed,
+    pack,
+    set_generators,
+    unpack,
+    with_generators,
+)
 
 try:
     import deepspeed
@@ -39,6 +44,8 @@ except ImportError as e:
     raise not_installed("deepspeed", "deepspeed") from e
 
 __all__ = ["BackgroundCheckpointEngine", "DeepSpeedCheckpoints", "reset"]
+
+_TAG = "outlast"
 
 
 def reset() -> None:
@@ -68,8 +75,7 @@ class BackgroundCheckpointEngine(CheckpointEngine):
     """DeepSpeed's interface for files of checkpoints, on a `Checkpointer`.
 
     `save` collects the files of this rank, and `commit` schedules the save, with the random
-    generators of this rank. `load` returns what
-    `DeepSpeedCheckpoints.restore` has read.
+    generators of this rank. `load` returns what `DeepSpeedCheckpoints.restore` has read.
 
     Attributes:
         step: the step of the save that DeepSpeed begins next.
@@ -97,8 +103,8 @@ class BackgroundCheckpointEngine(CheckpointEngine):
 
     def commit(self, info: Any) -> bool:
         files, self._files = self._files, {}
-        random = {str(self.checkpointer.rank): random_generators.capture()}
-        self.handle = self.checkpointer.save(self.step, {"files": files, "random": random})
+        state = with_generators({"files": files}, self.checkpointer.rank)
+        self.handle = self.checkpointer.save(self.step, state)
         return True
 
     def load(self, path: str, map_location: Any = None) -> Any:
@@ -200,11 +206,8 @@ class DeepSpeedCheckpoints:
             if self.engine.zero_optimization():
                 paths.append(self.engine._get_zero_ckpt_name(folder, _TAG))
             files: dict[str, Any] = {os.path.basename(path): {} for path in paths}
-            state = {
-                "files": files,
-                "random": {str(self.checkpointer.rank): random_generators.capture()},
-            }
-            found = self.checkpointer.restore(state, step=step, optional=("random.",))
+            state = with_generators({"files": files}, self.checkpointer.rank)
+            found = self.checkpointer.restore(state, step=step, optional=OPTIONAL)
             if found is None:
                 self._stop.begin(0, self.save)
                 return None
@@ -218,7 +221,7 @@ class DeepSpeedCheckpoints:
                 self._files.loaded = {}
             if loaded is None:
                 raise CheckpointError(f"DeepSpeed did not load the checkpoint of step {found}")
-            random_generators.set_all(state["random"][str(self.checkpointer.rank)])
+            set_generators(state, self.checkpointer.rank)
             saved = dict(client_state)
             self._stop.begin(int(self.engine.global_steps), lambda: self.save(saved))
             return saved
@@ -231,9 +234,6 @@ class DeepSpeedCheckpoints:
         """
         self._stop.close()
         self.checkpointer.close()
-
-
-_TAG = "outlast"
 
 
 def _check_supported(engine: Any) -> None:

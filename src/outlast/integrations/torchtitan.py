@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from outlast.async_checkpoint import Checkpointer, Retention
-from outlast.elastic import random_generators
 from outlast.elastic.stop_signals import StopSignals
-from outlast.integrations.extras import not_installed
+from outlast.integrations.common import OPTIONAL, not_installed, set_generators, with_generators
 
 try:
     from torchtitan.components.checkpointer.base import (
@@ -39,8 +38,6 @@ except ImportError as e:
 __all__ = ["OutlastCheckpointManager"]
 
 log = logging.getLogger("outlast.checkpoint")
-
-_RANDOM = "random"
 
 
 class OutlastCheckpointManager(BaseCheckpointManager):
@@ -121,21 +118,20 @@ class OutlastCheckpointManager(BaseCheckpointManager):
         state = self._state_dict(excluded)
         wanted = None if step == -1 else step
         found = self.checkpointer.restore(
-            state, step=wanted, strict=not excluded, optional=(f"{_RANDOM}.",)
+            state, step=wanted, strict=not excluded, optional=OPTIONAL
         )
         self._last = found or 0
         if found is None:
             log.info("no checkpoint in %s: a fresh start", self._config.folder)
-            self._stop.begin(self._last, self._save_now)
-            return False
-        for name, stateful in self.states.items():
-            if name == MODEL:  # its names stand beside those of the others
-                stateful.load_state_dict(state)
-            elif stateful is not None and name not in excluded:
-                stateful.load_state_dict(state[name])
-        random_generators.set_all(state[_RANDOM][str(self.checkpointer.rank)])
+        else:
+            for name, stateful in self.states.items():
+                if name == MODEL:  # its names stand beside those of the others
+                    stateful.load_state_dict(state)
+                elif stateful is not None and name not in excluded:
+                    stateful.load_state_dict(state[name])
+            set_generators(state, self.checkpointer.rank)
         self._stop.begin(self._last, self._save_now)
-        return True
+        return found is not None
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         if self.after_step is not None:
@@ -172,5 +168,5 @@ class OutlastCheckpointManager(BaseCheckpointManager):
             for name, stateful in self.states.items()
             if name != MODEL and stateful is not None and name not in (excluded or ())
         }
-        random = {str(self.checkpointer.rank): random_generators.capture()}
-        return {**state, **self.states[MODEL].state_dict(), _RANDOM: random}
+        state |= self.states[MODEL].state_dict()
+        return with_generators(state, self.checkpointer.rank)

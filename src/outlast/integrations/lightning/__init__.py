@@ -7,7 +7,7 @@
 Needs the package `lightning`: pip install 'outlast[lightning]'.
 """
 
-from outlast.integrations.extras import not_installed
+from outlast.integrations.common import not_installed
 
 try:
     import lightning.pytorch  # noqa: F401

@@ -16,6 +16,7 @@ import logging
 import os
 import pickle
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,9 @@ class CheckpointFolder:
     def __init__(self, folder: Path, options: dict[str, Any]) -> None:
         self._folder = folder  # created by the checkpointer, durably
         # Lightning saves on one rank only.
-        group = (
-            dist.new_group([dist.get_rank()], use_local_synchronization=True)
-            if dist.is_initialized()
-            else None
-        )
+        group = None
+        if dist.is_initialized():
+            group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         self._checkpointer = Checkpointer(folder / ".outlast", group=group, **options)
         self._last: SaveHandle | None = None
         self._unwritten: dict[int, Path] = {}  # the pointers of the saves in progress, by number
@@ -84,7 +83,7 @@ class CheckpointFolder:
             CheckpointError: if it is damaged, or is not there, or has objects that `weights_only`
                 does not allow.
         """
-        number = _pointed(path)
+        number = pointed(path)
         state: dict[str, Any] = {"lightning": {}}
         if number is None or self._checkpointer.restore(state, step=number) is None:
             raise CheckpointError(f"there is no checkpoint {number} for {path} in {self._folder}")
@@ -102,7 +101,7 @@ class CheckpointFolder:
 
     def has(self, path: Path) -> bool:
         """Whether `path` is a pointer, or will be when its save has ended."""
-        return path in list(self._unwritten.values()) or is_pointer(path)
+        return path in list(self._unwritten.values()) or pointed(path) is not None
 
     def remove(self, path: Path) -> None:
         """Removes `path` when the last save is committed, and has its pointer; not if it fails."""
@@ -162,7 +161,7 @@ class CheckpointFolder:
         save that has ended by then has its pointer before the pointers are read.
         """
         oldest = min(list(self._unwritten), default=self._next)
-        kept = {_pointed(each) for each in self._folder.iterdir() if each.suffix != _PARTIAL}
+        kept = {pointed(each) for each in self._folder.iterdir() if each.suffix != _PARTIAL}
         kept |= self._unnamed
         steps = [info.step for info in self._checkpointer.checkpoints()]
         unneeded = [step for step in steps if step < oldest and step not in kept]
@@ -172,25 +171,15 @@ class CheckpointFolder:
             self._checkpointer.delete(step)
 
 
-def is_pointer(path: Path) -> bool:
-    """Whether a file is a pointer, and not a checkpoint that Lightning has written."""
-    return _pointed(path) is not None
-
-
-def _pointed(path: Path) -> int | None:
-    """The number in a pointer; `None` if the file is not a pointer, or has just been renamed or
-    removed.
+def pointed(path: Path) -> int | None:
+    """The number in a pointer; `None` if the file is a checkpoint that Lightning has written, or
+    has just been renamed or removed.
     """
     try:
         with path.open("rb") as file:
             text = file.read(_POINTER_BYTES + 1)
-    except (FileNotFoundError, IsADirectoryError):
-        return None
-    if len(text) > _POINTER_BYTES:
-        return None
-    try:
-        content = json.loads(text)
-    except ValueError:
+        content = json.loads(text) if len(text) <= _POINTER_BYTES else None
+    except (FileNotFoundError, IsADirectoryError, ValueError):
         return None
     number = content.get(_KEY) if isinstance(content, dict) else None
     return number if isinstance(number, int) else None
@@ -216,18 +205,17 @@ def _take_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         tensors.append(value.detach())
         return (_TENSOR, len(tensors) - 1)
-    if isinstance(value, dict):
-        return {key: _take_tensors(inner, tensors) for key, inner in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_take_tensors(inner, tensors) for inner in value)
-    return value
+    return _mapped(value, lambda inner: _take_tensors(inner, tensors))
 
 
 def _put_tensors(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if type(value) is tuple and len(value) == 2 and value[0] == _TENSOR:
         return tensors[str(value[1])]
+    return _mapped(value, lambda inner: _put_tensors(inner, tensors))
+
+
+def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    """`value`; a container with `function` applied to what it holds."""
     if isinstance(value, dict):
-        return {key: _put_tensors(inner, tensors) for key, inner in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_put_tensors(inner, tensors) for inner in value)
-    return value
+        return {key: function(inner) for key, inner in value.items()}
+    return type(value)(map(function, value)) if type(value) in (list, tuple) else value

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.plugins.io import CheckpointIO
 
-from outlast.integrations.lightning.checkpoint_folder import CheckpointFolder, is_pointer
+from outlast.integrations.lightning.checkpoint_folder import CheckpointFolder, pointed
 
 
 class BackgroundCheckpointIO(CheckpointIO):
@@ -66,7 +66,7 @@ class BackgroundCheckpointIO(CheckpointIO):
         result: list[Any] = [None]
         if not several or dist.get_rank() == 0:
             try:
-                if is_pointer(Path(path)):
+                if pointed(Path(path)) is not None:
                     result = [self._folder(path).load(Path(path), weights_only is not False)]
             except Exception as e:  # noqa: BLE001 - raised below, on all ranks
                 result = [e]
@@ -83,7 +83,7 @@ class BackgroundCheckpointIO(CheckpointIO):
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Removes a checkpoint when the saves in progress are committed."""
         folder = self._folders.get(Path(path).resolve().parent)
-        if is_pointer(Path(path)) or (folder is not None and folder.has(Path(path))):
+        if pointed(Path(path)) is not None or (folder is not None and folder.has(Path(path))):
             self._folder(path).remove(Path(path))
         else:
             TorchCheckpointIO().remove_checkpoint(path)

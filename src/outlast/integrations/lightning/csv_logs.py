@@ -1,9 +1,9 @@
-"""`CsvLogs`: a fit that continues also continues the files of Lightning's `CSVLogger`.
+"""`CsvLogs`: after a restart, a fit continues the files of Lightning's `CSVLogger`.
 
-A restart makes a new logger, which takes the next free version; with a given version, it deletes
-the file that is there. Here the version of the first fit is noted beside the checkpoints, and set
-before anything else asks for it: the folder of a `ModelCheckpoint` may be that of the version. And
-the file is kept, with the rows up to the restored step: what is done again is logged again.
+A new logger takes the next free version; if its version is given, it deletes the existing file.
+`CsvLogs` stores the versions of the first fit beside the checkpoints, and sets them before anything
+else reads them, because the folder of a `ModelCheckpoint` may contain the version. It keeps the
+rows up to the restored step. The later ones are logged again, when their steps are repeated.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CsvLogs:
     """The CSV files of one fit.
 
     Args:
-        path: the folder of the job. With a URL, Lightning's own rules hold.
+        path: the folder of the job. If it is a URL, versions are Lightning's own.
     """
 
     def __init__(self, trainer: Trainer, path: str | os.PathLike[str]) -> None:
@@ -44,15 +44,15 @@ class CsvLogs:
         self._rows: list[_Rows] = []
 
     def continue_versions(self) -> None:
-        """Sets the versions of the first fit, if there was one. Collective, in `setup`."""
-        noted: list[Any] | None = None
+        """Sets the versions of the first fit, if there was one. Called on all ranks, in `setup`."""
+        stored: list[Any] | None = None
         if self._trainer.is_global_zero and self._file is not None and self._file.exists():
             with contextlib.suppress(OSError, ValueError):  # then the versions are Lightning's
-                noted = json.loads(self._file.read_text())
-        noted = self._trainer.strategy.broadcast(noted)
-        if noted is None or len(noted) != len(self._loggers):
+                stored = json.loads(self._file.read_text())
+        stored = self._trainer.strategy.broadcast(stored)
+        if stored is None or len(stored) != len(self._loggers):
             return
-        for logger, version in zip(self._loggers, noted, strict=True):
+        for logger, version in zip(self._loggers, stored, strict=True):
             unused = logger.log_dir
             if logger.version != version:
                 logger._version, logger._experiment = version, None
@@ -61,7 +61,7 @@ class CsvLogs:
                         os.rmdir(unused)
 
     def begin(self, step: int) -> None:
-        """The state of `step` is restored: its rows are those to continue from."""
+        """Stores the versions, and keeps the rows up to `step`, whose state was restored."""
         if self._trainer.is_global_zero and self._file is not None and self._loggers:
             _replace(self._file, json.dumps([each.version for each in self._loggers]))
             self._rows = [_Rows(each, step) for each in self._loggers]
@@ -77,23 +77,21 @@ class CsvLogs:
 
 
 class _Rows:
-    """The rows of one logger. For each step, their number is noted, in a file beside theirs, when
-    they are written: so a process that is killed loses none. `.metrics` is a hard link to the CSV
-    file: it survives when a new logger deletes the file.
+    """The rows of one logger. Each write appends the step and the number of rows to `.rows`, beside
+    the CSV file, so that a killed process loses none. `.metrics` is a hard link to the CSV file: it
+    survives when a new logger deletes the file.
     """
 
     def __init__(self, logger: CSVLogger, step: int) -> None:
         self._writer = logger.experiment
         self.path = Path(self._writer.metrics_file_path)
-        self._kept, self._noted = self.path.with_name(".metrics"), self.path.with_name(".rows")
-        text = self._noted.read_text() if self._noted.exists() else ""
-        noted = [
-            line for line in text.splitlines() if len(line.split()) == 2
-        ]  # the last may be torn
-        lines = [line for line in noted if int(line.split()[0]) <= step]
+        self._kept, self._counts = self.path.with_name(".metrics"), self.path.with_name(".rows")
+        text = self._counts.read_text() if self._counts.exists() else ""
+        whole = [line for line in text.splitlines() if len(line.split()) == 2]  # the last: torn
+        lines = [line for line in whole if int(line.split()[0]) <= step]
         self._count = self._last = int(lines[-1].split()[1]) if lines else 0
         self._continue()
-        _replace(self._noted, "".join(f"{line}\n" for line in lines))
+        _replace(self._counts, "".join(f"{line}\n" for line in lines))
         self._count += len(self._writer.metrics)
         log_metrics = self._writer.log_metrics
 
@@ -104,7 +102,7 @@ class _Rows:
         self._writer.log_metrics = count_and_log
 
     def _continue(self) -> None:
-        """Makes a new file with the rows to continue from."""
+        """Makes a new file with the rows that are kept."""
         self.path.unlink(missing_ok=True)
         if self._count == 0 or not self._kept.exists():
             self._kept.unlink(missing_ok=True)
@@ -122,13 +120,12 @@ class _Rows:
         os.link(self._kept, self.path)
 
     def completed(self, step: int) -> None:
-        """Writes what was logged, and notes it."""
         if self._count == self._last:
             return
         self._writer.save()
         if not self._kept.exists():
             os.link(self.path, self._kept)
-        with self._noted.open("a") as file:
+        with self._counts.open("a") as file:
             file.write(f"{step} {self._count}\n")
         self._last = self._count
 

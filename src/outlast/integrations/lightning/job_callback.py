@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 import outlast
+from outlast.elastic.loader_position import LoaderPosition, has_no_state
 from outlast.inprocess import CallWrapper
 from outlast.integrations.lightning.csv_logs import CsvLogs
-from outlast.integrations.lightning.loader_position import position_of
-from outlast.integrations.lightning.signal_handlers import SignalHandlers
 from outlast.integrations.lightning.states import LoopStates, states_of
 
 log = logging.getLogger("outlast.integrations")
@@ -54,7 +55,7 @@ class JobCallback(Callback):
         self.job: outlast.Job | None = None
         self._path, self._loader, self._call = path, loader, call
         self._states, self._options = dict(states or {}), options
-        self._handlers = SignalHandlers()
+        self._handlers: dict[int, Any] = {}  # the job's, by signal
         self._global_step = 0
         self._logs: CsvLogs | None = None
 
@@ -80,7 +81,7 @@ class JobCallback(Callback):
             self._path,
             model=trainer.strategy.model,  # in DDP
             optimizer=trainer.optimizers[0],
-            loader=position_of(trainer) if self._loader is None else self._loader,
+            loader=_position_of(trainer) if self._loader is None else self._loader,
             states={**states_of(trainer, self, loops), **self._states},
             **self._options,
         )
@@ -90,10 +91,9 @@ class JobCallback(Callback):
             self._logs.begin(step)
         loops.resume()
         self._global_step = trainer.global_step
-        self._handlers.remember()
+        self._handlers = {each: signal.getsignal(each) for each in signal.valid_signals()}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Waits for background saves."""
         self._close(None)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -115,12 +115,11 @@ class JobCallback(Callback):
     # ------------------------------------------------------------------------------- signals
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Puts the job's signal handlers back: Lightning has replaced them since `on_fit_start`."""
-        self._handlers.put_back()
+        self._put_handlers_back()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """As `on_sanity_check_start`; checks that the loader that trains is the one saved."""
-        self._handlers.put_back()
+        """Checks that the loader that trains is the one saved."""
+        self._put_handlers_back()
         loaders = trainer.fit_loop._combined_loader
         used = [] if loaders is None else loaders.flattened
         if self._loader is not None and all(each is not self._loader for each in used):
@@ -129,6 +128,19 @@ class JobCallback(Callback):
                 f"trains with {', '.join(type(each).__name__ for each in used)}: pass the same "
                 "object to JobCallback(loader=...) and to trainer.fit"
             )
+
+    def _put_handlers_back(self) -> None:
+        """Installs the job's signal handlers again: Lightning puts its own in front of those that
+        it finds after `on_fit_start`. The one for SIGTERM broadcasts to the other ranks from within
+        the signal handler, in the middle of any step: the other ranks are in another collective,
+        and the job hangs or fails. On Slurm, the one for the requeue signal saves there too.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return  # Lightning installs handlers in the main thread only
+        for number, handler in self._handlers.items():
+            # `None`: not installed from Python, and so not replaced by Lightning either.
+            if handler is not None and signal.getsignal(number) != handler:
+                signal.signal(number, handler)
 
     # --------------------------------------------------------------------------------- steps
 
@@ -150,30 +162,32 @@ class JobCallback(Callback):
 
     # --------------------------------------------------------------------------------- pings
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Pings."""
-        self._ping()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        """Pings."""
-        self._ping()
-
-    def on_validation_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Pings."""
-        self._ping()
-
-    def _ping(self) -> None:
+    def _ping(self, *_: Any, **__: Any) -> None:
         if self._call is not None:
             self._call.ping()
+
+    on_train_batch_start = on_train_batch_end = on_validation_batch_start = _ping
+
+
+def _position_of(trainer: Trainer) -> LoaderPosition:
+    """The position in the loader that the program, or its data module, has yet to return. If the
+    fit has several loaders, or makes new ones for each epoch, it uses them unchanged.
+    """
+    loop = trainer.fit_loop
+    position = LoaderPosition(lambda: trainer.current_epoch, trainer.world_size)
+    load_states = loop._load_combined_loader_states
+
+    def replace_loader() -> None:
+        combined = loop._combined_loader
+        found = [] if combined is None else combined.flattened
+        renewed = trainer.reload_dataloaders_every_n_epochs
+        if combined is not None and len(found) == 1 and not renewed and has_no_state(found[0]):
+            combined.flattened = [position.of(found[0])]
+        load_states()
+
+    # Lightning calls this when it has the loader, before it iterates it.
+    loop._load_combined_loader_states = replace_loader
+    return position
 
 
 def _save_nothing(filepath: Any, *_: Any, **__: Any) -> None:

@@ -6,7 +6,7 @@
 Needs the packages `transformers` and `accelerate`: pip install 'outlast[transformers]'.
 """
 
-from outlast.integrations.extras import not_installed
+from outlast.integrations.common import not_installed
 
 try:
     import accelerate  # noqa: F401
@@ -14,7 +14,6 @@ try:
 except ImportError as e:
     raise not_installed("transformers", "transformers") from e
 
-from outlast.integrations.transformers.job_trainer import JobTrainer, JobTrainerMixin
-from outlast.integrations.transformers.ping_callback import PingCallback
+from outlast.integrations.transformers.job_trainer import JobTrainer, JobTrainerMixin, PingCallback
 
 __all__ = ["JobTrainer", "JobTrainerMixin", "PingCallback"]

@@ -7,7 +7,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,15 +15,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 import outlast
 from outlast.elastic import random_generators
 from outlast.elastic.wrapped_modules import plain_state_dict
 from outlast.inprocess import CallWrapper
-from outlast.integrations.transformers.arguments import check_supported, count_steps, retention
-from outlast.integrations.transformers.ping_callback import PingCallback
-from outlast.integrations.transformers.progress import Losses, TrainerProgress
+from outlast.integrations.transformers.progress import (
+    Losses,
+    TrainerProgress,
+    check_supported,
+    count_steps,
+    retention,
+)
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Mixed
@@ -31,6 +35,20 @@ else:
     _Mixed = object  # Trainer follows in the list of base classes
 
 log = logging.getLogger("outlast.integrations")
+
+
+class PingCallback(TrainerCallback):
+    """Pings at each batch of the training and of evaluations, so that a rank that hangs is detected
+    by its missing steps.
+    """
+
+    def __init__(self, call: CallWrapper) -> None:
+        self._call = call
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._call.ping()
+
+    on_substep_end = on_step_end = on_prediction_step = on_step_begin
 
 
 class JobTrainerMixin(_Mixed):
@@ -109,8 +127,10 @@ class JobTrainerMixin(_Mixed):
                     "states": {**states, **self._job_options.get("states", {})},
                 },
             ) as job,
-            self._using(job),
+            contextlib.ExitStack() as stack,
         ):
+            stack.callback(setattr, self, "job", None)
+            self.job = job
             job.leave_epochs_to_framework()
             resumed = job.restore() > 0
             self._watch_begin(resumed)
@@ -122,7 +142,7 @@ class JobTrainerMixin(_Mixed):
                 self.state.save_to_json(os.path.join(folder, "trainer_state.json"))
                 return super().train(folder, *args, **kwargs)
 
-    # ---------------------------------------------------------------- instead of reading a folder
+    # ------------------------------------------ without a job, a folder is read as by Trainer
 
     def _load_from_checkpoint(self: Any, *args: Any, **kwargs: Any) -> None:
         if self.job is None:
@@ -258,14 +278,6 @@ class JobTrainerMixin(_Mixed):
                 if name in logs:
                     logs[name] = round(logs[name] * factor, 3)
         super().log(logs, *args, **kwargs)
-
-    @contextlib.contextmanager
-    def _using(self: Any, job: outlast.Job) -> Iterator[None]:
-        self.job = job
-        try:
-            yield
-        finally:
-            self.job = None
 
 
 class JobTrainer(JobTrainerMixin, Trainer):
