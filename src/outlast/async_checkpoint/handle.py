@@ -74,14 +74,9 @@ class Handle(Future[T]):
         return None if self._seen or not self.done() else self._failure()
 
     def _failure(self) -> Exception | None:
-        """Why it failed, once it has ended. Does not count as reading the error."""
         error = super().exception(0.0)
         assert error is None or isinstance(error, Exception)
         return error
-
-    def _what(self) -> str:
-        """The subject of the message of a timeout, with its verb."""
-        return "it is"
 
     def _await_end(self, timeout_s: float | None) -> bool:
         """Waits for the end; returns whether it came in time. Raises no error of the operation."""
@@ -90,6 +85,9 @@ class Handle(Future[T]):
         except (builtins.TimeoutError, FutureTimeout):
             return False
         return True
+
+    def _what(self) -> str:
+        return "it is"
 
     def _end(self, error: Exception | None, result: T) -> None:
         """Ends it with the error, or with the result if there is no error; at most once."""

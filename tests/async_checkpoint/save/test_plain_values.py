@@ -27,8 +27,7 @@ from hypothesis import strategies as st
 
 from async_checkpoint.checkpoints import NET, folder_of
 from outlast.async_checkpoint import Checkpointer
-from outlast.async_checkpoint.plain_decoding import decode
-from outlast.async_checkpoint.plain_values import Unsavable, encode
+from outlast.async_checkpoint.plain_values import Unsavable, decode, encode
 from outlast.errors import CheckpointError, CheckpointMismatch
 from procs import Job
 

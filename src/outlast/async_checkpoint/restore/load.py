@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from outlast.async_checkpoint.plain_decoding import decode
+from outlast.async_checkpoint.plain_values import decode
 from outlast.async_checkpoint.restore.verified_read import (
     Piece,
     Source,

@@ -13,8 +13,7 @@ from typing import Any, BinaryIO
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from outlast.async_checkpoint.plain_decoding import decode
-from outlast.async_checkpoint.plain_values import Unsavable, encode
+from outlast.async_checkpoint.plain_values import Unsavable, decode, encode
 
 _FORMAT = 1
 _SHOWN = 5
