@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -15,22 +15,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
-from async_checkpoint.storage.s3 import Server, keys, serving, uploads
+from async_checkpoint.storage.s3 import Server, keys, uploads
 from outlast import Checkpointer
 from outlast.async_checkpoint import Retention
 from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.remote import RemoteStorage
 from outlast.errors import CheckpointError
 from procs import Job
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        serving(tmp_path_factory.mktemp("s3"), patch.setenv) as server,
-    ):
-        yield server
 
 
 def state(value: float, megabytes: int = 1) -> dict[str, Any]:

@@ -7,26 +7,16 @@ import logging
 import random
 import threading
 import uuid
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
 import pytest
 
-from async_checkpoint.storage.s3 import Server, keys, serving
+from async_checkpoint.storage.s3 import Server, keys
 from outlast.async_checkpoint.storage.remote import RemoteStorage
 from outlast.async_checkpoint.storage.remote_lock import OWNER, RemoteLock
 from outlast.errors import CheckpointError
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        serving(tmp_path_factory.mktemp("s3"), patch.setenv) as server,
-    ):
-        yield server
 
 
 class LateReads:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from async_checkpoint.storage.manifests import empty
-from async_checkpoint.storage.s3 import Server, call, keys, serving, uploads
+from async_checkpoint.storage.s3 import Server, call, keys, uploads
 from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.manifest import MANIFEST, encode
 from outlast.async_checkpoint.storage.remote import RemoteStorage
@@ -27,15 +27,6 @@ from outlast.errors import CheckpointError
 from outlast.system.shared_memory import SharedMemory
 
 PART = 5 << 20
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        serving(tmp_path_factory.mktemp("s3"), patch.setenv) as server,
-    ):
-        yield server
 
 
 @pytest.fixture

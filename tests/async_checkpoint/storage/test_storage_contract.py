@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from async_checkpoint.storage.s3 import Server, serving
+from async_checkpoint.storage.s3 import Server
 from outlast.async_checkpoint.storage.directory import open_storage
 from outlast.async_checkpoint.storage.local import LocalStorage
 from outlast.async_checkpoint.storage.manifest import checksum
@@ -27,15 +27,6 @@ from outlast.errors import CheckpointError, FolderInUse
 from outlast.system.shared_memory import SharedMemory
 
 PART = 5 << 20  # S3's minimum size of a part that is not the last
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        serving(tmp_path_factory.mktemp("s3"), patch.setenv) as server,
-    ):
-        yield server
 
 
 @pytest.fixture(params=["local", "s3", "memory", "file"])
