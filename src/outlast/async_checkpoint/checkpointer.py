@@ -1,13 +1,5 @@
 """`Checkpointer`: saves in the background, and restores only what it has verified.
 
-    checkpointer = Checkpointer("checkpoints", keep=Retention(last=3))
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    step = checkpointer.restore(state)          # None: there is no checkpoint yet
-    ...
-    checkpointer.save(step, state)              # returns at once
-    ...
-    checkpointer.close()                        # waits for saves in progress
-
 Every rank creates one for the same folder, and calls the same methods in the same order.
 """
 

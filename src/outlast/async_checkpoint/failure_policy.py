@@ -36,7 +36,6 @@ class FailurePolicy:
         self.last: Exception | None = None
 
     def succeeded(self) -> None:
-        """Counts a call that was finalized, or a save that was committed."""
         self.in_a_row = 0
 
     def failed(self, error: Exception) -> bool:

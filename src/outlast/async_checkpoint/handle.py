@@ -35,11 +35,12 @@ class Handle(Future[T]):
         return self._dropped
 
     def result(self, timeout: Duration | None = None) -> T:
-        """Waits for the end, and returns the result.
+        """Waits for the end, and returns the result: for a save, its step, once the checkpoint is
+        committed: durable, on all ranks.
 
         Raises:
             TimeoutError: the built-in one, if it takes longer than `timeout`.
-            CancelledError: if it was dropped; the error is also a `CheckpointError`.
+            SaveCancelled: if it was dropped: a `CancelledError` and a `CheckpointError`.
             CheckpointError: if it failed; names rank, host and cause.
         """
         error = self.exception(timeout)
@@ -52,7 +53,7 @@ class Handle(Future[T]):
         read here is not raised again by the next save.
 
         Raises:
-            TimeoutError, CancelledError: as `result`.
+            TimeoutError, SaveCancelled: as `result`.
         """
         limit = as_wait("timeout", timeout)
         if not self._await_end(None if limit is None else limit.total_seconds()):
@@ -122,23 +123,8 @@ class SaveHandle(Handle[int]):
         self.step = step
         self._seal = seal
 
-    def result(self, timeout: Duration | None = None) -> int:
-        """Waits until the checkpoint is committed: durable, on all ranks. Returns its step.
-
-        Raises:
-            TimeoutError: the built-in one, if it takes longer than `timeout`.
-            SaveCancelled: if the save was dropped: a `CancelledError` and a `CheckpointError`.
-            CheckpointError: if the save failed; names rank, host and cause.
-        """
-        return super().result(timeout)
-
     def exception(self, timeout: Duration | None = None) -> Exception | None:
-        """Waits for the end of the save, and returns its error; `None` if it is committed. An error
-        that was read here is not raised again by the next save.
-
-        Raises:
-            TimeoutError, SaveCancelled: as `result`.
-        """
+        """See `Handle.exception`."""
         as_wait("timeout", timeout)  # checked before the wait for the copy
         self._seal()
         return super().exception(timeout)

@@ -58,7 +58,6 @@ class Retention:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether there are no rules."""
         return self.last is None and self.every is None and self.best is None
 
     def removable(

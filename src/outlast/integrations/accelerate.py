@@ -1,19 +1,4 @@
-"""accelerate: a `Job` of what an `Accelerator` has prepared.
-
-    accelerate.reset_state()
-    accelerator = Accelerator()
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    with accelerate.make_job(accelerator, "checkpoints", loader=loader) as job:
-        accelerator.load_state()
-        for batch in loader:
-            with accelerator.accumulate(model):
-                ...
-                optimizer.step()
-            if accelerator.sync_gradients:
-                job.step()
-
-Needs the package `accelerate`: pip install 'outlast[transformers]'.
-"""
+"""accelerate: a `Job` of what an `Accelerator` has prepared."""
 
 from __future__ import annotations
 

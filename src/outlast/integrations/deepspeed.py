@@ -1,14 +1,5 @@
 """DeepSpeed: its checkpoints as verified background saves, and its restart in place.
 
-    checkpoints = DeepSpeedCheckpoints(engine, "checkpoints", keep=2)
-    client_state = checkpoints.restore()         # instead of engine.load_checkpoint
-    ...
-    engine.step()
-    checkpoints.step(client_state={"epoch": 3})  # saves and exits after a SIGTERM
-    checkpoints.save(client_state={"epoch": 3})  # instead of engine.save_checkpoint
-    ...
-    checkpoints.close()
-
 DeepSpeed makes and reads the same state dicts as for its own files (ZeRO 0 to 3). They go through
 a `CheckpointEngine` to an `outlast.Checkpointer`, which copies them, and writes them in the
 background. A checkpoint becomes visible when the files of all ranks are durable.

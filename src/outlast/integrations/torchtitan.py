@@ -1,10 +1,5 @@
 """torchtitan: a checkpoint manager that saves in the background and restores only verified data.
 
-    config.checkpoint = OutlastCheckpointManager.Config(
-        enable=True, interval=100, keep_latest_k=3, last_save_model_only=False
-    )
-    trainer = config.build()
-
 It implements torchtitan's `BaseCheckpointManager`, and saves the states that the trainer passes to
 it, under the names that torchtitan's own manager uses, and the random generators of each rank. On
 SIGTERM, SIGINT and SIGUSR1, all ranks save after the same step, and exit with 143.

@@ -65,7 +65,6 @@ class MemorySnapshot:
 
     @functools.cached_property
     def source(self) -> Source:
-        """This rank's part."""
         views = {name: self._view[at : at + size] for name, at, size in self._snapshot["layout"]}
         if self._snapshot["values"]:
             views[self._snapshot["values"]] = memoryview(bytearray(self._values))

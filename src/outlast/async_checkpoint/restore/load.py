@@ -48,7 +48,6 @@ class Content:
 
     @property
     def where(self) -> str:
-        """Its name in messages."""
         return self.sources[0].where
 
 

@@ -167,7 +167,6 @@ class Restorer:
         optional: tuple[str, ...],
         weights_only: bool,
     ) -> int | None:
-        """See `Checkpointer.restore`."""
         snapshots = self.snapshots()
         found = self.candidates(snapshots, step)
         where = self._session.storage.where
@@ -327,7 +326,6 @@ class Restorer:
         return MemorySnapshot(snapshot, buffer.memory.view, buffer.values)
 
     def _compare(self, content: Content, request: _Request) -> tuple[list[Item], list[str]]:
-        """The items to load, and the names that this rank's state dict lacks."""
         present = self._items(request.state_dict)
         check_mixture(request.state_dict, present, request.empty, content)
         items, unexpected = fit(present, content, request.strict, request.optional)

@@ -80,7 +80,6 @@ class Manifest(Contents, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def size_bytes(self) -> int:
-        """The size of all files."""
         return sum(file.size_bytes for file in self.files.values())
 
 

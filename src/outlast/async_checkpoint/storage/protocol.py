@@ -82,8 +82,7 @@ class Storage(Protocol):
     where: str
     prefix: str
 
-    def prepare(self) -> None:
-        """Creates the root directory."""
+    def prepare(self) -> None: ...
 
     def names_for(self, step: int, save_id: str) -> tuple[str, str]:
         """The directory that a save writes to, and the directory of the committed checkpoint: the
@@ -98,8 +97,7 @@ class Storage(Protocol):
     def make(self, folder: str) -> None:
         """Creates a directory, which may exist."""
 
-    def create(self, folder: str, name: str, size_bytes: int) -> FileWriter:
-        """Creates a file of known size."""
+    def create(self, folder: str, name: str, size_bytes: int) -> FileWriter: ...
 
     def put(self, folder: str, name: str, content: bytes) -> None:
         """Writes a small file of a save; its name is durable after `sync`."""
@@ -137,11 +135,9 @@ class Storage(Protocol):
                 )
             return read_bytes(reader, 0, size)
 
-    def open(self, folder: str, name: str) -> FileReader:
-        """Opens a file for reading."""
+    def open(self, folder: str, name: str) -> FileReader: ...
 
-    def size(self, folder: str, name: str) -> int:
-        """Returns a file's size."""
+    def size(self, folder: str, name: str) -> int: ...
 
     def hide(self, folder: str) -> str:
         """Makes a checkpoint invisible, durably; its files stay. Returns the directory to pass to
@@ -165,8 +161,7 @@ class Storage(Protocol):
         say.
         """
 
-    def tidy(self) -> None:
-        """Removes the files that `recycle` kept."""
+    def tidy(self) -> None: ...
 
     def identity(self) -> str:
         """A random id of this storage, which changes when the storage is emptied and used again
@@ -273,7 +268,6 @@ class Position:
 
     @property
     def signature(self) -> str:
-        """For a lock."""
         return json.dumps({"run": self.run, "order": self.order})
 
 

@@ -222,7 +222,6 @@ class RemoteStorage(Storage):
         return "/".join((self._root, *names))
 
     def _by_age(self, folders: list[str]) -> list[str]:
-        """Sorts by step, and the checkpoints of one step by the time of their commits."""
         several = [f for each in self._by_step(folders).values() if len(each) > 1 for f in each]
         ages = {folder: self._committed_at(folder) for folder in several}  # seldom any
         return sorted(folders, key=lambda f: (step_of(f, self.prefix) or 0, ages.get(f, 0.0), f))

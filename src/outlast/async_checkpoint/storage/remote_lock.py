@@ -54,7 +54,6 @@ class RemoteLock:
         self._conditional = _creates_exclusively(fs)
 
     def acquire(self, owner: str, careful: bool, position: Position | None = None) -> None:
-        """See `Storage.lock`."""
         before = self._holders()
         for holder in before.values():
             self._check_gone(holder, careful, position)
@@ -85,7 +84,6 @@ class RemoteLock:
             self._remove(other)
 
     def release(self) -> None:
-        """Removes the object if it still names this process."""
         name, token = self._name, self._token
         self._name = self._token = ""
         # An object that cannot be removed names a process that will soon be dead.

@@ -1,11 +1,4 @@
-"""Lightning's Trainer: a callback that makes its fits survive faults, and a `CheckpointIO`.
-
-    loader = ElasticLoader(dataset, global_batch_size=64)
-    trainer = L.Trainer(callbacks=[JobCallback("checkpoints", loader=loader)], ...)
-    trainer.fit(module, loader)
-
-Needs the package `lightning`: pip install 'outlast[lightning]'.
-"""
+"""Lightning's Trainer: a callback that makes its fits survive faults, and a `CheckpointIO`."""
 
 from outlast.integrations.common import not_installed
 

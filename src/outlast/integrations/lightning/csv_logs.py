@@ -102,7 +102,6 @@ class _Rows:
         self._writer.log_metrics = count_and_log
 
     def _continue(self) -> None:
-        """Makes a new file with the rows that are kept."""
         self.path.unlink(missing_ok=True)
         if self._count == 0 or not self._kept.exists():
             self._kept.unlink(missing_ok=True)

@@ -36,7 +36,6 @@ class LoopStates:
         self._max_steps = -1
 
     def state_dict(self) -> dict[str, Any]:
-        """The progress, as Lightning saves it."""
         if self._resumed:  # nothing has happened since
             return self._resumed
         connector = self._trainer._logger_connector
@@ -126,7 +125,6 @@ class CallbackStates:
         self._trainer, self._without = trainer, without
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of each callback that has one."""
         return {each.state_key: state for each in self._callbacks() if (state := each.state_dict())}
 
     def load_state_dict(self, states: dict[str, Any]) -> None:

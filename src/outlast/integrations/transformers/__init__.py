@@ -1,10 +1,4 @@
-"""Hugging Face's Trainer: a subclass, and a mixin for subclasses of your own, that survive faults.
-
-    trainer = JobTrainer(model=model, args=arguments, train_dataset=data)
-    trainer.train()
-
-Needs the packages `transformers` and `accelerate`: pip install 'outlast[transformers]'.
-"""
+"""Hugging Face's Trainer: a subclass, and a mixin for your own subclasses, that survive faults."""
 
 from outlast.integrations.common import not_installed
 

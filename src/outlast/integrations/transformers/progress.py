@@ -29,7 +29,6 @@ class TrainerProgress:
         self.end_of_step: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as Trainer writes it to `trainer_state.json`."""
         trainer = self._trainer
         # Not `asdict`, which copies a long history in Python: it is turned into text at once.
         fields = dataclasses.fields(trainer.state)
@@ -72,7 +71,6 @@ class Losses:
         self._loaded: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums; none before the training has begun."""
         if self._loaded is not None:  # restored, and not handed to the Trainer yet
             return self._loaded
         trainer = self._trainer

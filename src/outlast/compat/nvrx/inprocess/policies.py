@@ -117,7 +117,6 @@ class FaultCounter(_Called, HealthCheck):
 
     @property
     def faults_count(self) -> int:
-        """The number of faults so far."""
         return int(self._core.faults)
 
 
@@ -175,11 +174,9 @@ class NestedRestarterLogger:
         self.restarter_logger = logging.getLogger(name)
 
     def set_connected_rank(self, rank: int | None) -> None:
-        """Sets the rank that the lines are about."""
         self.rank = rank
 
     def log_for_restarter(self, message: str) -> None:
-        """Writes one line."""
         self.restarter_logger.info(message)
 
 

@@ -53,21 +53,17 @@ class State:
 
     @classmethod
     def from_env(cls) -> State:
-        """The state by `RANK` and `WORLD_SIZE`; 0 and 1 without them."""
         now = core.State()
         return cls(now.rank, now.world_size)
 
     def set_distributed_vars(self) -> None:
-        """Sets `RANK` and `WORLD_SIZE` to the active rank and world size."""
         os.environ.update(RANK=str(self.active_rank), WORLD_SIZE=str(self.active_world_size))
 
     def advance(self) -> None:
-        """Begins the next iteration."""
         self.iteration += 1
         self.fn_exception = None
 
     def freeze(self) -> FrozenState:
-        """A copy that cannot be changed."""
         return FrozenState(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
 
     def copy_from(self, other: State | FrozenState, fields: Iterable[str] | None = None) -> None:

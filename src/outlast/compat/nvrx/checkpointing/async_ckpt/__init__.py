@@ -76,11 +76,9 @@ class AsyncRequest(NamedTuple):
         self.finalize_fns.append(fn)
 
     def freeze(self) -> AsyncRequest:
-        """The same request, frozen."""
         return self._replace(is_frozen=True)
 
     def execute_sync(self) -> None:
-        """Does the same work synchronously, on all ranks."""
         _preloaded(self).execute_sync()
 
     def execute_finalize_fns(self, validate_matching_call_idx: bool = True) -> int:
@@ -219,7 +217,6 @@ class FileSystemWriterAsync(FileSystemWriter):
         return results
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-        """Not available: this writer writes in the background."""
         raise NotImplementedError("use get_save_function_and_args() and an AsyncCallsQueue")
 
     @property
