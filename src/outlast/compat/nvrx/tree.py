@@ -14,7 +14,9 @@ import enum
 import json
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
+from outlast.compat.nvrx.state import from_core
 from outlast.errors import RankDiscarded, RestartAbort
 from outlast.inprocess.rank_assignment import RankAssignment, as_ranks
 from outlast.inprocess.state import State, Status
@@ -44,14 +46,14 @@ class Layer:
         min_ranks: a group with fewer healthy ranks, active or not, leaves the job.
         max_ranks: how many ranks of a group are activated; `None` for no limit. A replacement from
             another group may exceed it.
-        key_or_fn: the group of a rank: a string, or `fn(state)`, called on each rank with its own
-            state.
+        key_or_fn: the group of a rank: a value whose text is its key, or `fn(state)`, called on
+            each rank with its own state.
         flag: see `LayerFlag`.
     """
 
     min_ranks: int = 1
     max_ranks: int | None = None
-    key_or_fn: str | Callable[[State], object] = ""
+    key_or_fn: Any = ""
     flag: LayerFlag | None = None
 
     def __post_init__(self) -> None:
@@ -62,7 +64,8 @@ class Layer:
             raise TypeError(f"flag must be a LayerFlag or None, not {self.flag!r}")
 
     def key(self, state: State) -> str:
-        return str(self.key_or_fn(state) if callable(self.key_or_fn) else self.key_or_fn)
+        fn = self.key_or_fn
+        return str(fn(from_core(state)) if callable(fn) else fn)
 
     def allows(self, flag: LayerFlag) -> bool:
         return self.flag is not None and flag in self.flag
@@ -85,9 +88,8 @@ class Tree(RankAssignment):
     A new process with the groups of the process whose rank it takes continues in its place. Another
     one is inactive at first; then inactive ranks are activated as far as `max_ranks` allows.
 
-    `Tree` cannot be composed with other assignments, except `AwaitReplacements`; no rank filter is
-    needed. Each rank computes its own keys; the wrapper exchanges them. Outside a wrapped call the
-    functions of the layers are called for all ranks.
+    `Tree` is composed with no assignment but `AwaitReplacements`, and needs no rank filter. Each
+    rank computes its own keys. Outside a wrapped call, each computes those of all ranks.
 
     Args:
         layers: from the root down. All ranks have the same key in the first.
@@ -136,9 +138,7 @@ class Tree(RankAssignment):
     ) -> tuple[State, frozenset[int]]:
         gone = as_ranks(terminated_ranks)
         received, self._received = self._received, None
-        arrangement = (
-            self._without_a_job(state, gone) if received is None else self._in_a_job(received)
-        )
+        arrangement = self._in_a_job(received) if received else self._outside(state, gone)
         self._last, size = arrangement, len(arrangement.paths)
         if state.rank not in arrangement.before:
             why = arrangement.why.get(state.rank, "it is one of the terminated ranks")
@@ -178,8 +178,8 @@ class Tree(RankAssignment):
         assert last is not None
         return next_arrangement(last, paths, newcomers, self.layers, self.world_size_filter)
 
-    def _without_a_job(self, state: State, gone: frozenset[int]) -> Arrangement:
-        """For tests of a tree: the keys of all ranks are computed here."""
+    def _outside(self, state: State, gone: frozenset[int]) -> Arrangement:
+        """Outside of a wrapped call: the keys of all ranks are computed here."""
         if self._last is not None and len(self._last.paths) == state.world_size:
             paths = {r: p for r, p in enumerate(self._last.paths) if r not in gone}
             return next_arrangement(self._last, paths, (), self.layers, self.world_size_filter)

@@ -2,9 +2,10 @@
 
 import sys
 
-from outlast.compat.nvrx.inprocess import policies, rank_assignment, state
-from outlast.compat.nvrx.inprocess.state import FrozenState, Mode, State
+from outlast.compat.nvrx import state
+from outlast.compat.nvrx.inprocess import policies, rank_assignment
 from outlast.compat.nvrx.inprocess.wrap import CallWrapper, Wrapper
+from outlast.compat.nvrx.state import FrozenState, Mode, State
 from outlast.inprocess import abort, attribution, compose, ending, initialize, store
 from outlast.inprocess.compose import Compose
 
@@ -23,6 +24,7 @@ _SAME = {
     "initialize": initialize,
     "nested_restarter": nested_restarter,
     "rank_filter": rank_filter,
+    "state": state,
     "store": store,
     "terminate": terminate,
 }

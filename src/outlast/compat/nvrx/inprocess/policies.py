@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from outlast.compat.nvrx.inprocess import rank_assignment
-from outlast.compat.nvrx.inprocess.state import FrozenState, State, to_core
+from outlast.compat.nvrx.state import FrozenState, State, to_core
 from outlast.errors import (
     FaultCounterExceeded,
     HealthCheckError,

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from outlast.compat.nvrx import tree
-from outlast.compat.nvrx.inprocess.state import Mode, State, from_core, to_core
-from outlast.compat.nvrx.tree import LayerFlag
+from outlast.compat.nvrx.state import Mode, State, from_core, to_core
+from outlast.compat.nvrx.tree import Layer, LayerFlag
 from outlast.errors import RankDiscarded
 from outlast.inprocess import rank_assignment as core
 from outlast.inprocess.state import LazyStore
@@ -155,17 +155,6 @@ class FilterCountGroupedByKey(RankAssignment):
         _, marked = self._core(state, frozenset(ctx.terminated_ranks))
         ctx.terminated_ranks = set(marked)
         return ctx
-
-
-@dataclasses.dataclass
-class Layer(tree.Layer):
-    """`outlast.compat.nvrx.tree.Layer`, whose `fn(state)` gets a `State` of 0.4."""
-
-    key_or_fn: Any = ""
-
-    def key(self, state: Any) -> str:
-        fn = self.key_or_fn
-        return str(fn(from_core(state)) if callable(fn) else fn)
 
 
 class Tree(RankAssignment):

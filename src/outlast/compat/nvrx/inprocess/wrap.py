@@ -19,7 +19,7 @@ from outlast.compat.nvrx.inprocess.rank_assignment import (
     ShiftRanks,
     as_core,
 )
-from outlast.compat.nvrx.inprocess.state import from_core
+from outlast.compat.nvrx.state import from_core
 from outlast.inprocess import CallWrapper
 from outlast.inprocess import Wrapper as CoreWrapper
 from outlast.inprocess.abort import Abort, AbortTorchDistributed
