@@ -17,13 +17,19 @@ from importlib.resources import files
 from typing import Any
 
 from outlast.events.report.builder import BACK, distribution
-from outlast.events.report.figures.causes import cause_text
+from outlast.events.report.lanes import MARKS, STATES, ZOOMS, clock, timeline_rows
 from outlast.events.report.model import Restart
 from outlast.events.report.report import CauseCount, Report, Save
-from outlast.events.report.views import totals
-from outlast.events.report.views.lanes import MARKS, STATES, ZOOMS, clock, timeline_rows
-from outlast.events.report.views.sentences import describe_restart, restart_title
-from outlast.events.report.words import PARTS, one_line, parts_of, plural, printable, share
+from outlast.events.report.sentences import describe, describe_goodput, headline_host
+from outlast.events.report.words import (
+    PARTS,
+    cause_text,
+    one_line,
+    parts_of,
+    plural,
+    printable,
+    share,
+)
 from outlast.system.units import duration_text, size_text
 
 PHASES = {
@@ -76,8 +82,9 @@ def render_html(report: Report, *, title: str = "", started: str = "") -> str:
         script=script,
         policy=f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
         "base-uri 'none'; form-action 'none'",
-        totals=totals,
-        host=totals.headline_host(report),
+        describe=describe,
+        goodput=describe_goodput(report),
+        host=headline_host(report),
         parts_of=parts_of,
         parts=PARTS,
         part_names={name: words for name, (words, _) in PARTS.items()},
@@ -113,12 +120,12 @@ def _faults(count: CauseCount, shown: dict[int, Restart], report: Report) -> lis
         restart = shown[number]
         total = restart.phases.total
         took = "" if total is None else f" · {duration_text(total)}"
-        title = restart_title(number, restart, report).partition(". ")[2]
+        title = describe("title", number, restart, report)[0].partition(". ")[2]
         fault = {
             "name": f"{number}. {cause_text(restart)}",
             "took": took if restart.resumed else " · ended the job",
             "restart": restart,
-            "sentences": " ".join([f"{title}.", *describe_restart(restart, report)]),
+            "sentences": " ".join([f"{title}.", *describe("restart", restart, report)]),
             "traceback": (restart.cause.traceback if restart.cause else "")[-_TRACEBACK:].strip(),
         }
         found.append(fault)
@@ -190,7 +197,7 @@ def _places(counts: Iterable[tuple[str, int]]) -> str:
 
 
 def _file(name: str) -> str:
-    return files("outlast.events.report.views").joinpath(name).read_text(encoding="utf-8")
+    return files("outlast.events.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def _hash(text: str) -> str:
