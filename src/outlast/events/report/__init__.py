@@ -28,9 +28,10 @@ from outlast.events.report.model import (
 )
 from outlast.events.report.page import render_html
 from outlast.events.report.report import Report, Saves
+from outlast.events.report.sentences import describe_cause, headline_host, lost_time
 from outlast.events.report.text import render, render_report, to_json
 from outlast.events.report.trace import to_trace
-from outlast.events.report.words import PARTS, parts_of
+from outlast.events.report.words import PARTS, parts_of, printable
 from outlast.events.run_folders import load, load_run
 
 __all__ = [
@@ -46,9 +47,13 @@ __all__ = [
     "Saves",
     "Span",
     "build",
+    "describe_cause",
+    "headline_host",
     "load",
     "load_run",
+    "lost_time",
     "parts_of",
+    "printable",
     "render",
     "render_html",
     "render_report",

@@ -10,6 +10,7 @@ from importlib.resources import files
 from outlast.events.report.model import Cause, HostTime, Party, Restart
 from outlast.events.report.report import Mismatch, Report
 from outlast.events.report.words import PARTS, listed, one_line, parts_of, plural, printable, share
+from outlast.events.restart_causes import HANGS
 from outlast.system.units import duration_text, size_text
 
 _FAILURES = {
@@ -38,14 +39,23 @@ def describe_goodput(report: Report) -> str:
     host = headline_host(report)
     if host is None or host.goodput is None:
         return ""
-    parts = sorted(parts_of(host).items(), key=lambda part: -part[1])
-    lost = [
-        f"{PARTS[name][0]} {share(seconds / host.wall_seconds)}"
-        for name, seconds in parts
-        if name != "productive" and seconds >= 0.0005 * host.wall_seconds
-    ]
+    lost = lost_time(host)
     named = lost[:_NAMED] + ["others"] * (len(lost) > _NAMED)
     return " ".join(describe("goodput", report, host, named))
+
+
+def describe_cause(cause: Cause) -> str:
+    """A fault without the end of its sentence: the rank, and how it failed."""
+    return f"{_name(cause)} {_failure(cause)}"
+
+
+def lost_time(host: HostTime) -> list[str]:
+    """The shares of the wall time that advanced nothing, the largest first."""
+    return [
+        f"{PARTS[name][0]} {share(seconds / host.wall_seconds)}"
+        for name, seconds in sorted(parts_of(host).items(), key=lambda part: -part[1])
+        if name != "productive" and seconds >= 0.0005 * host.wall_seconds
+    ]
 
 
 def headline_host(report: Report) -> HostTime | None:
@@ -85,7 +95,7 @@ def _failure(cause: Cause) -> str:
     ended = f"was {cause.exit}" if cause.exit.startswith("killed") else f"ended with {cause.exit}"
     if cause.exit and kind in _ENDED_BY_ITSELF:
         text, message = ended, message if kind == "WORKER_FAILED" else ""
-    elif cause.exit:
+    elif cause.exit and kind not in HANGS:  # it was killed only then
         text = f"{text} and {ended}"
     text = f"{text}: {message}" if message else text
     frames = list(_LAST_FRAME.finditer(cause.traceback))
