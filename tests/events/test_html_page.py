@@ -21,9 +21,8 @@ from events.test_report_render import a_run, log
 from events.test_report_stops import stopped_run
 from outlast.events import Event, ReplicaMismatch, StragglerFound
 from outlast.events.report import build, render_html
-from outlast.events.report.lanes import STATES, thin_marks, thin_spans
 from outlast.events.report.model import Span
-from outlast.events.report.page import PHASES
+from outlast.events.report.page import thin_marks, thin_spans
 from outlast.events.report.report import Mark
 from outlast.events.report.words import PARTS, cause_text, parts_of, share
 from outlast.launch.cli import app
@@ -222,10 +221,15 @@ def test_the_colors_of_the_charts_differ_for_every_kind_of_color_vision() -> Non
         )
         for name in re.findall(r"\.c-(\w+)", names)
     }
+    page = files("outlast.events.report").joinpath("page.html.jinja").read_text(encoding="utf-8")
+    charts: list[list[str]] = [list(PARTS)]
+    for names in re.findall(r"set (?:phases|states) = {([^}]*)}", page):
+        charts.append(re.findall(r'"(\w+)":', names))
+    assert len(charts) == 3
     designs = style.split("@media (prefers-color-scheme: dark)")[:2]
     for design in designs:
         palette = dict(re.findall(r"--(\w+): #([0-9a-f]{6})", design))
-        for chart in (PARTS, PHASES, STATES):
+        for chart in charts:
             for one, other in itertools.combinations(chart, 2):
                 pair = palette[roles[one]], palette[roles[other]]
                 for vision, matrix in VISIONS.items():
