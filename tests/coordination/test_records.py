@@ -85,6 +85,6 @@ def test_what_a_hung_rank_says_itself_supersedes_its_monitor() -> None:
     assert first_cause([*monitors, waited, hung]) == hung
 
 
-def test_a_testimony_supersedes_timeouts_only() -> None:
+def test_the_report_of_the_rank_itself_supersedes_timeouts_only() -> None:
     raised = fault(0)
     assert first_cause([raised, fault(0, "SOFT_TIMEOUT", pings=1)]) == raised

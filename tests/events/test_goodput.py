@@ -23,8 +23,8 @@ from outlast.events import (
     StepsDone,
 )
 from outlast.events.report import Report, build
-from outlast.events.report.figures.intervals import difference, intersection, length, union
-from outlast.events.report.views.totals import describe_redone
+from outlast.events.report.intervals import difference, intersection, length, union
+from outlast.events.report.sentences import describe
 
 
 def save(run: SyntheticRun, step: int, began: float, blocked: float = 0.25) -> None:
@@ -86,7 +86,7 @@ def test_steps_after_the_restored_one_are_lost() -> None:
     assert report.goodput == 16.75 / 26.5
     assert (report.redone_steps, report.steps_from, report.redone_known) == (11, "steps", True)
     assert report.restarts[0].redone_steps == 11
-    assert describe_redone(report) == "11 steps had to be done again, after all restarts."
+    assert describe("redone", report)[0] == "11 steps had to be done again, after all restarts."
 
 
 def test_the_state_of_a_living_rank_costs_only_the_steps_after_it() -> None:
@@ -193,7 +193,7 @@ def test_a_fault_in_the_first_step_has_no_redone_steps() -> None:
     run.complete(at=4.0)
     report = build(run.events)
     assert report.redone_steps == 0
-    assert describe_redone(report) == "0 steps had to be done again, after all restarts."
+    assert describe("redone", report)[0] == "0 steps had to be done again, after all restarts."
 
 
 def test_without_a_restore_redone_steps_cannot_be_known() -> None:
@@ -205,7 +205,7 @@ def test_without_a_restore_redone_steps_cannot_be_known() -> None:
     report = build(run.events)
     assert lost(report) == {"restart": RESTART}
     assert (report.redone_steps, report.redone_known) == (None, False)
-    assert describe_redone(report).startswith("Redone steps cannot be known, and count as")
+    assert describe("redone", report)[0].startswith("Redone steps cannot be known, and count as")
 
 
 def test_steps_counted_by_pings() -> None:
@@ -213,7 +213,7 @@ def test_steps_counted_by_pings() -> None:
     run.events = [event for event in run.events if not isinstance(event, StepsDone)]
     unknown = build(run.events)
     assert (unknown.redone_steps, unknown.redone_known) == (None, True)
-    assert "only the time they took" in describe_redone(unknown)
+    assert "only the time they took" in describe("redone", unknown)[0]
     run.events = [
         dataclasses.replace(event, pings=32)
         if isinstance(event, LeftFunction) and event.iteration == 0
@@ -222,7 +222,7 @@ def test_steps_counted_by_pings() -> None:
     ]
     report = build(run.events)
     assert (report.redone_steps, report.steps_from) == (12, "pings")
-    assert describe_redone(report).startswith("About 12 steps had")
+    assert describe("redone", report)[0].startswith("About 12 steps had")
 
 
 def test_missing_ranks_are_lost_until_they_are_replaced() -> None:
@@ -267,7 +267,7 @@ def test_the_time_of_a_hang_is_lost_from_the_last_progress_of_a_hung_rank() -> N
         interruption="SOFT_TIMEOUT",
         cause="no progress",
         idle=59.0,
-        testimony=True,
+        own_report=True,
         consequence=True,
     )
     run.restart(at=70.0)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from outlast.events import Fault
-from outlast.events.hang_report import hung_ranks
+from outlast.events.restart_causes import hung_ranks
 
 
 def monitor(member: int, **fields: Any) -> Fault:
@@ -18,7 +18,7 @@ def monitor(member: int, **fields: Any) -> Fault:
 
 def rank(member: int, waits: bool = False, pings: int = 5, collectives: int = 9) -> Fault:
     """A rank's own report."""
-    return monitor(member, testimony=True, consequence=waits, pings=pings, collectives=collectives)
+    return monitor(member, own_report=True, consequence=waits, pings=pings, collectives=collectives)
 
 
 def echo(member: int) -> Fault:

@@ -21,12 +21,10 @@ from events.test_report_render import a_run, log
 from events.test_report_stops import stopped_run
 from outlast.events import Event, ReplicaMismatch, StragglerFound
 from outlast.events.report import build, render_html
-from outlast.events.report.figures.causes import cause_text
 from outlast.events.report.model import Span
+from outlast.events.report.page import thin_marks, thin_spans
 from outlast.events.report.report import Mark
-from outlast.events.report.views.lanes import STATES, thin_marks, thin_spans
-from outlast.events.report.views.page import PHASES
-from outlast.events.report.words import PARTS, parts_of, share
+from outlast.events.report.words import PARTS, cause_text, parts_of, share
 from outlast.launch.cli import app
 
 
@@ -205,7 +203,7 @@ def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 
 def test_all_text_has_enough_contrast() -> None:
     """At least 4.5 to 1 (WCAG 2.1, AA), in the light and in the dark design."""
-    style = files("outlast.events.report.views").joinpath("style.css").read_text(encoding="utf-8")
+    style = files("outlast.events.report").joinpath("style.css").read_text(encoding="utf-8")
     for design in style.split("@media (prefers-color-scheme: dark)"):
         colors = dict(re.findall(r"--(ink|dim|link|bg|card): #([0-9a-f]{6})", design))
         for text in ("ink", "dim", "link"):
@@ -215,7 +213,7 @@ def test_all_text_has_enough_contrast() -> None:
 
 
 def test_the_colors_of_the_charts_differ_for_every_kind_of_color_vision() -> None:
-    style = files("outlast.events.report.views").joinpath("style.css").read_text(encoding="utf-8")
+    style = files("outlast.events.report").joinpath("style.css").read_text(encoding="utf-8")
     roles = {
         name: color
         for names, color in re.findall(
@@ -223,10 +221,15 @@ def test_the_colors_of_the_charts_differ_for_every_kind_of_color_vision() -> Non
         )
         for name in re.findall(r"\.c-(\w+)", names)
     }
+    page = files("outlast.events.report").joinpath("page.html.jinja").read_text(encoding="utf-8")
+    charts: list[list[str]] = [list(PARTS)]
+    for names in re.findall(r"set (?:phases|states) = {([^}]*)}", page):
+        charts.append(re.findall(r'"(\w+)":', names))
+    assert len(charts) == 3
     designs = style.split("@media (prefers-color-scheme: dark)")[:2]
     for design in designs:
         palette = dict(re.findall(r"--(\w+): #([0-9a-f]{6})", design))
-        for chart in (PARTS, PHASES, STATES):
+        for chart in charts:
             for one, other in itertools.combinations(chart, 2):
                 pair = palette[roles[one]], palette[roles[other]]
                 for vision, matrix in VISIONS.items():

@@ -18,8 +18,8 @@ from outlast.events import (
     WorkerExited,
 )
 from outlast.events.report import build, render_report
-from outlast.events.report.figures.causes import cause_text
-from outlast.events.report.views.sentences import describe_restart
+from outlast.events.report.sentences import describe
+from outlast.events.report.words import cause_text
 
 LOST = {"host_id": "c-1", "name": "c", "address": "10.0.0.3", "reason": "no heartbeat for 3.6 s"}
 
@@ -94,7 +94,7 @@ def test_the_loss_of_a_host_is_the_first_cause_of_broken_connections() -> None:
     assert restart.host_loss is not None
     assert restart.host_loss.name == "b"
     assert cause_text(restart) == "host b: lost"
-    text = " ".join(describe_restart(restart, report))
+    text = " ".join(describe("restart", restart, report))
     assert text.startswith("Host b (10.0.0.2) was lost, ")
     assert "Probably as a consequence, ranks 0 and 2 failed: RuntimeError: Connection" in text
     assert [(each.what, each.where) for each in report.causes] == [("host lost", (("b", 1),))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from events.synthetic_run import RESTART, SyntheticRun
 from events.test_report_hosts import run_without_a_host
 from outlast.events.report import build
-from outlast.events.report.views.sentences import describe_restart
+from outlast.events.report.sentences import describe
 
 CLOSED = "RuntimeError: Connection closed by peer"
 LATE_S = 0.25
@@ -27,7 +27,7 @@ def faulty(*, hung: bool = False, real: bool = False, joiners: tuple[str, ...] =
     (restart,) = report.restarts
     assert restart.at == 10.0
     assert joiners or restart.phases.total == RESTART  # from the first sign of a fault
-    return " ".join(describe_restart(restart, report))
+    return " ".join(describe("restart", restart, report))
 
 
 def test_it_is_the_first_cause_beside_consequences() -> None:
@@ -62,6 +62,6 @@ def test_a_lost_host_stays_the_first_cause() -> None:
     report = build(run.events)
     (restart,) = report.restarts
     assert restart.host_loss is not None
-    text = " ".join(describe_restart(restart, report))
+    text = " ".join(describe("restart", restart, report))
     assert "Probably as a consequence, ranks 0 and 2 failed: RuntimeError: Connection" in text
     assert "KeyError" not in text

@@ -16,7 +16,7 @@ from outlast.events import (
     Event,
 )
 from outlast.events.report import build, render_report
-from outlast.events.report.views.totals import describe_saves
+from outlast.events.report.sentences import describe
 
 
 def committed(step: int, *, rank: int, blocked: float, seconds: float, at: float) -> Event:
@@ -59,7 +59,7 @@ def test_each_save_counts_once_for_all_ranks() -> None:
     assert saves.size_bytes == 30_000_000
     assert (saves.blocked_median, saves.blocked_worst) == (0.004, 0.04)
     assert saves.durable_median == 0.6
-    said, newest = describe_saves(saves)
+    said, newest = describe("saves", saves)
     assert newest == "The newest checkpoint is that of step 30."
     assert "3 checkpoints of 30.0 MB" in said
     assert "4.0 ms" in said
@@ -75,7 +75,7 @@ def test_failed_damaged_and_restored_checkpoints_are_named_by_step() -> None:
     saves = build(events).saves
     assert saves is not None
     assert saves.failed == ((7, "the disk is full"),)
-    text = " ".join(describe_saves(saves))
+    text = " ".join(describe("saves", saves))
     for part in ("Failed on all ranks, not committed: step 7", "step 6", "step 5 from memory"):
         assert part in text
 
@@ -96,7 +96,7 @@ def test_copies_are_named_with_their_ranks_and_hosts() -> None:
     ]
     saves = build(events).saves
     assert saves is not None
-    text = " ".join(describe_saves(saves))
+    text = " ".join(describe("saves", saves))
     assert "step 5 from memory (ranks 2, 3 from their copies on host c)" in text
     assert "1 save copied to other hosts' memory: 10.0 MB from rank 0 in 500.0 ms" in text
     assert "step 6, rank 3 on b: too slow" in text
@@ -105,7 +105,7 @@ def test_copies_are_named_with_their_ranks_and_hosts() -> None:
 def test_one_save_has_no_median() -> None:
     saves = build([committed(10, rank=0, blocked=0.1, seconds=0.2, at=1.0)]).saves
     assert saves is not None
-    assert describe_saves(saves)[0] == (
+    assert describe("saves", saves)[0] == (
         "1 checkpoint of 10.0 MB committed: it blocked training for 100.0 ms and was durable after "
         "200.0 ms."
     )

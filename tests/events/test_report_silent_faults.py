@@ -6,7 +6,7 @@ import dataclasses
 
 from outlast.events import Event, ReplicaMismatch, StragglerFound
 from outlast.events.report import build
-from outlast.events.report.views.totals import ending
+from outlast.events.report.sentences import describe
 
 
 def mismatch(step: int, *ranks: int, majority: bool = True) -> ReplicaMismatch:
@@ -30,7 +30,7 @@ def test_replicas_that_differ_are_one_sentence_for_each_set_of_ranks() -> None:
         ((2,), 2, 0.0),
         ((1, 3), 1, 200.0),
     ]
-    first, second = (text for text in ending(report) if text.startswith("Parameters"))
+    first, second = (text for text in describe("ending", report) if text.startswith("Parameters"))
     assert first == (
         "Parameters: after step 200, rank 2 on b<script> differed from the other 3 replicas in "
         "first.weight and first.bias, in 2 checks; they were equal after step 100."
@@ -51,7 +51,7 @@ def test_a_straggler_is_one_sentence() -> None:
     )
     report = build([found])
     assert dataclasses.asdict(report)["stragglers"][0]["rank"] == 3
-    assert [text for text in ending(report) if text.startswith("Straggler")] == [
+    assert [text for text in describe("ending", report) if text.startswith("Straggler")] == [
         "Straggler: rank 3 on b, found after step 300: 150.0 ms for its own part of a step; the "
         "other ranks took 100.0 ms."
     ]

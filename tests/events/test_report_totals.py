@@ -32,16 +32,7 @@ from outlast.events import (
 )
 from outlast.events.report import build, render_html, render_report, to_json
 from outlast.events.report.builder import distribution
-from outlast.events.report.views.sentences import describe_restart
-from outlast.events.report.views.totals import (
-    describe_end,
-    describe_goodput,
-    describe_injected,
-    describe_no_restart,
-    describe_recovery,
-    ending,
-    headline_host,
-)
+from outlast.events.report.sentences import describe, describe_goodput, headline_host
 from outlast.events.report.words import parts_of
 
 
@@ -131,7 +122,7 @@ def test_the_times_of_all_restarts_are_one_line(restarts: int, times: str) -> No
     run.complete(at=1000.0)
     report = build(run.events)
     said = f"Back in the function after {times}." if times else ""
-    assert describe_recovery(report) == said
+    assert "".join(describe("recovery", report)) == said
     page = Page(render_html(report, title="a run"))
     assert ("p99" in page.text) == (restarts == 20)
 
@@ -175,19 +166,19 @@ def test_exit_code_93_is_explained() -> None:
         exited = WorkerExited(host="a", pid=1, rank=rank, worker_pid=1000 + rank, exit_code=93)
         run.events.append(exited)
     report = build(run.events)
-    assert describe_no_restart(report).startswith("Ranks 0 and 1 ended with exit code 93: ")
+    assert "Ranks 0 and 1 ended with exit code 93: " in " ".join(describe("ending", report))
 
 
 def test_a_log_that_does_not_end_says_so() -> None:
     run = SyntheticRun(hosts=["a", "a"])
     started = [WorkerStarted(host="a", pid=1, rank=rank, worker_pid=1000 + rank) for rank in (0, 1)]
     run.begin(at=0.0)
-    text = " ".join(ending(build([*started, *run.events])))
+    text = " ".join(describe("ending", build([*started, *run.events])))
     assert "The log has no end of the job: it still runs, or its launcher was killed." in text
     assert "completed" not in text
 
     ended = LauncherEnded(host="a", pid=1, time=9.0, exit_code=1)
-    text = " ".join(ending(build([*started, *run.events, ended])))
+    text = " ".join(describe("ending", build([*started, *run.events, ended])))
     assert "no end of the job" not in text
     assert "No rank is known to have completed the function." in text
 
@@ -207,7 +198,7 @@ def test_a_planned_fault_that_any_launcher_saw_has_fired() -> None:
         ("planned-0", True),
         ("planned-1", False),
     ]
-    assert describe_injected(report)[1] == "Never due, so not fired: hang on rank 1 (step 9)."
+    assert describe("injected", report)[1] == "Never due, so not fired: hang on rank 1 (step 9)."
 
 
 def ended_by_its_second_fault() -> SyntheticRun:
@@ -226,7 +217,7 @@ def test_the_fault_that_ends_the_job_is_listed_and_is_no_restart() -> None:
     report = build(ended_by_its_second_fault().events)
     assert [restart.resumed for restart in report.restarts] == [True, False]
     assert json.loads(to_json(report))["restart_count"] == 1
-    assert "Ended after 1 restart:" in describe_end(report)
+    assert "Ended after 1 restart:" in describe("end", report)[0]
     console = Console(file=io.StringIO(), width=80, color_system=None)
     render_report(report, console)
     assert isinstance(console.file, io.StringIO)
@@ -248,6 +239,6 @@ def test_a_job_that_its_first_fault_ended_had_no_restart() -> None:
 
 def test_the_reason_that_ranks_share_is_named_once() -> None:
     report = build(ended_by_its_second_fault().events)
-    text = " ".join(describe_restart(report.restarts[1], report))
+    text = " ".join(describe("restart", report.restarts[1], report))
     reason = "UnrecoverableFault: rank 1 on a: ValueError (the job ended after a mistake)"
     assert f"Lost: rank 0 on a and rank 1 on a ({reason})." in text

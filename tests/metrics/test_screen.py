@@ -56,7 +56,7 @@ def test_a_running_job(logs: Logs) -> None:
     assert " ".join(lines[4].split()) == "0 running a 1000 2 100 3.33 5.00 s ago"
     assert [line.split()[0] for line in lines[4:7]] == ["0", "1", "2"]
     text = "\n".join(lines)
-    assert "last fault  rank 2 (pid 1002) on a ended: main process ended; 24.00 s ago" in text
+    assert "last fault  Rank 2 (pid 1002, host a) died: main process ended; 24.00 s ago" in text
     assert "20 steps redone" in text
     assert "checkpoints newest: step 40, 1.0 MB, 40.50 s old; 1 committed, 0 failed" in text
     assert "steps done again" in text
@@ -122,7 +122,7 @@ def test_the_last_fault_is_a_hang_also_if_it_was_ended_by_a_signal(logs: Logs) -
     logs.write(run.events)
     logs.write([WorkerExited(host="a", pid=1, worker_pid=1001, exit_code=-9, time=121.0)])
     text = frame(logs.folder, alive=True)
-    assert "rank 1 (pid 1001) on a hung and was killed: no progress for 90 s; " in text
+    assert "Rank 1 (pid 1001, host a) hung and was terminated: no progress for 90 s; " in text
     assert "SIGKILL" not in text
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from typing import Any
 
-from outlast.events.hang_report import HUNG, hung_ranks
+from outlast.events.restart_causes import HUNG, hung_ranks
 
 COMPLETED_BY = "completed-by"
 """Under the prefix of a call: the names of the processes that have completed it, one on each line,
@@ -41,7 +41,7 @@ class FaultRecord:
         pings, collectives: the progress of the member; among hung ranks, the one that is furthest
             behind is the likely cause. -1 collectives if it is not known.
         idle: how long it had made no progress, in seconds.
-        testimony: whether the hung member reports itself: it knows where it was.
+        own_report: whether the hung member reports itself: it knows where it was.
         where: the place where the exception was raised; empty if there was none.
         permanent: whether a restart would raise it again: `always`, `at start` (if the job has not
             trained yet), or empty.
@@ -61,7 +61,7 @@ class FaultRecord:
     pings: int = 0
     collectives: int = -1
     idle: float = 0.0
-    testimony: bool = False
+    own_report: bool = False
     where: str = ""
     permanent: str = ""
     step: int = 0

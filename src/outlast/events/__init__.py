@@ -1,107 +1,20 @@
 """Typed events: the types, where events go, and the report computed from them."""
 
-from outlast.events.emitter import Emitter, Span
-from outlast.events.sinks import JsonlSink, MemorySink, NullSink, Sink
-from outlast.events.types.base import (
-    EVENT_TYPES,
-    Event,
-    Note,
-    event_from_dict,
-    event_to_dict,
-)
-from outlast.events.types.checkpoints import (
-    CheckpointCommitted,
-    CheckpointFailed,
-    CheckpointPassedOver,
-    CheckpointRemoved,
-    CheckpointRestored,
-    CopyCompleted,
-    CopySkipped,
-    NothingToRestore,
-)
-from outlast.events.types.launcher import (
-    HostJoined,
-    HostLost,
-    LauncherEnded,
-    LauncherStarted,
-    PlannedFault,
-    WorkerExited,
-    WorkerFailed,
-    WorkerStarted,
-)
-from outlast.events.types.recovery import (
-    AbortDone,
-    Admitted,
-    Assigned,
-    BarrierPassed,
-    Completed,
-    Entered,
-    Fault,
-    FinalizeDone,
-    HealthCheckDone,
-    InitializeDone,
-    InterruptSent,
-    InterruptSwallowed,
-    Joined,
-    LeftFunction,
-    Lost,
-    MonitorRestarted,
-    Seen,
-)
-from outlast.events.types.silent_faults import NonFiniteFound, ReplicaMismatch, StragglerFound
-from outlast.events.types.training import (
-    StepsDone,
-    StopRequested,
-)
+from outlast.events.emitter import Emitter, JsonlSink, MemorySink, NullSink, Sink, Span
+from outlast.events.event import EVENT_TYPES, Event, Note, event_from_dict, event_to_dict
+from outlast.events.types import *  # noqa: F403 - all types of events
 
 __all__ = [
     "EVENT_TYPES",
-    "AbortDone",
-    "Admitted",
-    "Assigned",
-    "BarrierPassed",
-    "CheckpointCommitted",
-    "CheckpointFailed",
-    "CheckpointPassedOver",
-    "CheckpointRemoved",
-    "CheckpointRestored",
-    "Completed",
-    "CopyCompleted",
-    "CopySkipped",
     "Emitter",
-    "Entered",
     "Event",
-    "Fault",
-    "FinalizeDone",
-    "HealthCheckDone",
-    "HostJoined",
-    "HostLost",
-    "InitializeDone",
-    "InterruptSent",
-    "InterruptSwallowed",
-    "Joined",
     "JsonlSink",
-    "LauncherEnded",
-    "LauncherStarted",
-    "LeftFunction",
-    "Lost",
     "MemorySink",
-    "MonitorRestarted",
-    "NonFiniteFound",
     "Note",
-    "NothingToRestore",
     "NullSink",
-    "PlannedFault",
-    "ReplicaMismatch",
-    "Seen",
     "Sink",
     "Span",
-    "StepsDone",
-    "StopRequested",
-    "StragglerFound",
-    "WorkerExited",
-    "WorkerFailed",
-    "WorkerStarted",
     "event_from_dict",
     "event_to_dict",
+    *(event_type.__name__ for event_type in EVENT_TYPES.values() if event_type is not Note),
 ]

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outlast.errors import EventLogError
-from outlast.events.log_lines import parse_line
-from outlast.events.types.base import Event
+from outlast.events.event import Event, parse_line
 
 _READ_BYTES = 4 << 20
 _LONGEST_LINE = 1 << 24  # more without a line end is not a log: it would be read again each time

@@ -1,4 +1,5 @@
-"""The runs in a directory of events: one folder per run, named after its start time.
+"""The runs in a directory of events, one folder per run, named after its start time; and the events
+of a run.
 
     events/20261121-212345.123-nightly/agent-17.jsonl
     events/20261121-212345.123-nightly/rank0-18.jsonl
@@ -20,9 +21,13 @@ import re
 from pathlib import Path
 
 from outlast.errors import EventLogError
+from outlast.events.event import Event, Note, parse_line
 
 OWN = "."
 """The name of the run whose logs are directly in the directory."""
+
+TORN_LINE = "outlast.torn_line"
+"""Name of the note that replaces a torn last line; `data["file"]` is the name of the file."""
 
 _STAMP = "%Y%m%d-%H%M%S"
 _NAME = re.compile(r"(\d{8}-\d{6})\.(\d{3})-(.+)", re.DOTALL)
@@ -124,3 +129,38 @@ def choose_run(runs: list[Run], wanted: str | None) -> Run:
 def logs_in(folder: Path) -> list[Path]:
     """The event logs directly in `folder`, by name."""
     return sorted(path for path in folder.iterdir() if path.suffix == ".jsonl" and path.is_file())
+
+
+def load(directory: str | os.PathLike[str], run: str | None = None) -> list[Event]:
+    """Reads the events of a run from all its `*.jsonl` files, each file in its own order.
+
+    Args:
+        directory: the directory of events, or the folder of one run in it.
+        run: name or ID of the run; the newest by default.
+
+    Raises:
+        EventLogError: if there is no such directory, run or log, if a file cannot be read, or if a
+            line is not an event; names file and line. The last line of a file may be torn, because
+            its process was killed while writing it: a `Note` named `TORN_LINE` takes its place.
+    """
+    return load_run(choose_run(runs_in(directory), run))
+
+
+def load_run(run: Run) -> list[Event]:
+    """Same as `load`, for a run that was already found."""
+    return [event for path in logs_in(run.folder) for event in _load_file(path)]
+
+
+def _load_file(path: Path) -> list[Event]:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise EventLogError(f"{path}: cannot be read: {error.strerror}") from error
+    *lines, last = content.split(b"\n")  # a sink ends each line, so that `last` is empty or torn
+    events = [parse_line(line, f"{path}, line {n}") for n, line in enumerate(lines, start=1)]
+    if last:
+        try:
+            events.append(parse_line(last, f"{path}, line {len(lines) + 1}"))
+        except EventLogError:
+            events.append(Note(name=TORN_LINE, data={"file": path.name}))
+    return events

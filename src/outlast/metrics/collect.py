@@ -1,4 +1,4 @@
-"""The values of all instruments for a run, taken whenever somebody asks for them.
+"""The values of all instruments for a run, taken whenever they are asked for.
 
 A counter never decreases, or Prometheus would take it for one of a new process. But some time is
 recognized as lost only afterwards: a hang at its timeout, redone work at the restore. What was
@@ -16,9 +16,9 @@ from collections import Counter
 from collections.abc import Mapping
 
 from outlast.events import CheckpointCommitted, CheckpointFailed
-from outlast.events.report import PHASE_FIELDS, HostTime, Report, Restart, parts_of
+from outlast.events.report import PHASE_FIELDS, HostTime, Restart, parts_of
 from outlast.metrics import instruments
-from outlast.metrics.instruments import MEMBER_STATES, Instrument
+from outlast.metrics.instruments import MEMBER_STATES, Instrument, Kind
 from outlast.metrics.live_run import LiveRun
 from outlast.metrics.run_state import State
 
@@ -76,7 +76,13 @@ class Collector:
         with self._lock:
             if poll:
                 self._poll()
-            return self._values(self.run.report())
+            found = self._values()
+            for instrument, values in found.items():
+                if instrument.kind is Kind.COUNTER:
+                    for labels, value in values.items():
+                        highest = max(value, self._counters.get((instrument, labels), 0.0))
+                        self._counters[instrument, labels] = values[labels] = highest
+            return found
 
     def poll(self) -> None:
         """Reads what is new, and makes the calls for new restarts and observations.
@@ -127,9 +133,12 @@ class Collector:
         for listener in self.listeners:
             listener.observed(instrument, labels, seconds)
 
-    def _values(self, report: Report) -> Values:
-        run, saves = self.run, self.run.state.checkpoints
-        lost = Counter(p.host for p in run.state.processes.values() if p.state is State.LOST)
+    def _values(self) -> dict[Instrument, dict[Labels, float]]:
+        run, state, report = self.run, self.run.state, self.run.report()
+        processes = list(state.processes.values())
+        hosts = sorted({process.host for process in processes})
+        lost = Counter(process.host for process in processes if process.state is State.LOST)
+        members = Counter((p.host, _MEMBER_STATES.get(p.state, "")) for p in processes)
         found: dict[Instrument, dict[Labels, float]] = {
             instruments.RUN: {(run.name,): 1.0},
             instruments.RESTARTS: {(cause,): float(n) for cause, n in self._restarts.items()},
@@ -137,52 +146,31 @@ class Collector:
                 (): float(sum(r.redone_steps or 0 for r in report.restarts))
             },
             instruments.CHECKPOINTS: {
-                ("committed",): float(saves.committed),
-                ("failed",): float(saves.failed),
+                ("committed",): float(state.saves(CheckpointCommitted)),
+                ("failed",): float(state.saves(CheckpointFailed)),
             },
-            instruments.DAMAGED_LINES: {(): float(run.damaged_lines)},
-            instruments.MEMBERS: self._members(),
-            instruments.MEMBERS_LOST: {(host,): float(lost[host]) for host in self._hosts()},
+            instruments.DAMAGED_LINES: {(): float(run.follower.damaged_lines)},
+            instruments.MEMBERS: {
+                (h, s): float(members[h, s]) for h in hosts for s in MEMBER_STATES
+            },
+            instruments.MEMBERS_LOST: {(host,): float(lost[host]) for host in hosts},
             instruments.TIME: {
-                (host.host, state): seconds
+                (host.host, use): seconds
                 for host in report.hosts
-                for state, seconds in time_states(host).items()
+                for use, seconds in time_states(host).items()
             },
             instruments.GOODPUT: {
                 (host.host,): host.goodput for host in report.hosts if host.goodput is not None
             },
         }
-        if saves.newest:
-            step = max(event.step for event in saves.newest.values())
+        if state.newest_saves:
+            step = max(event.step for event in state.newest_saves.values())
             found[instruments.CHECKPOINT_STEP] = {(): float(step)}
-            ages = [
-                (host != run.own_host, max(0.0, now - event.time + event.seconds))
-                for host, event in saves.newest.items()
-                if (now := run.now(host)) is not None
-            ]
-            if ages:  # by the clock of this host, if it has one
-                found[instruments.CHECKPOINT_AGE] = {(): min(ages)[1]}
-        if steps := [p.step for p in run.state.current if p.step is not None]:
+        if newest := run.newest_save():
+            found[instruments.CHECKPOINT_AGE] = {(): newest[1]}
+        if steps := [process.step for process in state.current if process.step is not None]:
             found[instruments.STEP] = {(): float(max(steps))}
-        for instrument, values in found.items():
-            if instrument.kind is instruments.Kind.COUNTER:
-                for labels, value in values.items():
-                    highest = max(value, self._counters.get((instrument, labels), 0.0))
-                    self._counters[instrument, labels] = values[labels] = highest
         return found
-
-    def _hosts(self) -> list[str]:
-        return sorted({process.host for process in self.run.state.processes.values()})
-
-    def _members(self) -> dict[Labels, float]:
-        counts = Counter(
-            (process.host, _MEMBER_STATES[process.state])
-            for process in self.run.state.processes.values()
-            if process.state in _MEMBER_STATES
-        )
-        return {
-            (h, state): float(counts[h, state]) for h in self._hosts() for state in MEMBER_STATES
-        }
 
 
 def time_states(host: HostTime) -> dict[str, float]:

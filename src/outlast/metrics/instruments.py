@@ -8,7 +8,7 @@ labels.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
 class Kind(enum.Enum):
@@ -19,8 +19,7 @@ class Kind(enum.Enum):
     HISTOGRAM = "histogram"
 
 
-@dataclass(frozen=True)
-class Instrument:
+class Instrument(NamedTuple):
     """One metric.
 
     Attributes:
@@ -48,80 +47,67 @@ class Instrument:
         return self.name.removesuffix("_seconds").removesuffix("_ratio").replace("_", ".")
 
 
-def _counter(name: str, unit: str, about: str, *labels: str) -> Instrument:
-    return Instrument(name, Kind.COUNTER, unit, about, labels)
-
-
-def _gauge(name: str, unit: str, about: str, *labels: str) -> Instrument:
-    return Instrument(name, Kind.GAUGE, unit, about, labels)
-
-
-def _histogram(name: str, about: str, *labels: str) -> Instrument:
-    return Instrument(name, Kind.HISTOGRAM, "s", about, labels)
-
-
-TIME = _counter(
-    "outlast_time_seconds",
-    "s",
-    "Wall time of the host since the training function was first entered, by what it was used for.",
-    *("host", "state"),
-)
-RESTARTS = _counter(
-    "outlast_restarts",
-    "{restart}",
-    "Restarts after which the function was entered again, by kind of the first fault.",
-    "cause",
-)
-RECOVERY = _histogram(
-    "outlast_recovery_seconds",
-    "Duration of each phase of a restart (of the slowest survivor), and of all of it (total).",
-    "phase",
-)
-STEPS_REDONE = _counter(
-    "outlast_steps_redone", "{step}", "Completed training steps that a restore discarded."
-)
-CHECKPOINT_BLOCKED = _histogram(
-    "outlast_checkpoint_blocked_seconds",
-    "How long a save blocked training: one observation for each save and rank.",
-)
-CHECKPOINT_AGE = _gauge(
-    "outlast_checkpoint_age_seconds",
-    "s",
-    "Time since the newest committed save began: the work that a restore of it would discard.",
-)
-CHECKPOINTS = _counter(
-    "outlast_checkpoints", "{checkpoint}", "Saves, by result: committed, failed.", "result"
-)
-CHECKPOINT_STEP = _gauge(
-    "outlast_checkpoint_step", "{step}", "Step of the newest committed checkpoint."
-)
-MEMBERS = _gauge(
-    "outlast_members",
-    "{process}",
-    "Processes that take part in the job, by state: active, restarting, reserve, joining.",
-    *("host", "state"),
-)
-MEMBERS_LOST = _counter(
-    "outlast_members_lost", "{process}", "Processes that the job has lost.", "host"
-)
-STEP = _gauge("outlast_step", "{step}", "Newest training step that was recorded.")
-GOODPUT = _gauge(
-    "outlast_goodput_ratio",
-    "1",
-    "Productive time divided by wall time, since the beginning of the run.",
-    "host",
-)
-RUN = _gauge("outlast_run_info", "", "Always 1; the label is the name of the run.", "run")
-DAMAGED_LINES = _counter(
-    "outlast_damaged_log_lines",
-    "{line}",
-    "Lines of event logs that are not events; they are skipped.",
-)
+_C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
 
 INSTRUMENTS = (
-    *(TIME, RESTARTS, RECOVERY, STEPS_REDONE),
-    *(CHECKPOINT_BLOCKED, CHECKPOINT_AGE, CHECKPOINTS, CHECKPOINT_STEP),
-    *(MEMBERS, MEMBERS_LOST, STEP, GOODPUT, RUN, DAMAGED_LINES),
+    TIME := Instrument(
+        *("outlast_time_seconds", _C, "s"),
+        "Wall time of the host since the training function was first entered, by its use.",
+        ("host", "state"),
+    ),
+    RESTARTS := Instrument(
+        *("outlast_restarts", _C, "{restart}"),
+        "Restarts after which the function was entered again, by kind of the first fault.",
+        ("cause",),
+    ),
+    RECOVERY := Instrument(
+        *("outlast_recovery_seconds", _H, "s"),
+        "Duration of each phase of a restart (of the slowest survivor), and of all of it (total).",
+        ("phase",),
+    ),
+    STEPS_REDONE := Instrument(
+        *("outlast_steps_redone", _C, "{step}"),
+        "Completed training steps that a restore discarded.",
+    ),
+    CHECKPOINT_BLOCKED := Instrument(
+        *("outlast_checkpoint_blocked_seconds", _H, "s"),
+        "How long a save blocked training: one observation for each save and rank.",
+    ),
+    CHECKPOINT_AGE := Instrument(
+        *("outlast_checkpoint_age_seconds", _G, "s"),
+        "Time since the newest committed save began: the work that a restore of it would discard.",
+    ),
+    CHECKPOINTS := Instrument(
+        *("outlast_checkpoints", _C, "{checkpoint}"),
+        "Saves, by result: committed, failed.",
+        ("result",),
+    ),
+    CHECKPOINT_STEP := Instrument(
+        "outlast_checkpoint_step", _G, "{step}", "Step of the newest committed checkpoint."
+    ),
+    MEMBERS := Instrument(
+        *("outlast_members", _G, "{process}"),
+        "Processes that take part in the job, by state: active, restarting, reserve, joining.",
+        ("host", "state"),
+    ),
+    MEMBERS_LOST := Instrument(
+        *("outlast_members_lost", _C, "{process}"),
+        "Processes that the job has lost.",
+        ("host",),
+    ),
+    STEP := Instrument("outlast_step", _G, "{step}", "Newest training step that was recorded."),
+    GOODPUT := Instrument(
+        *("outlast_goodput_ratio", _G, "1"),
+        "Productive time divided by wall time, since the beginning of the run.",
+        ("host",),
+    ),
+    RUN := Instrument(
+        "outlast_run_info", _G, "", "Always 1; the label is the name of the run.", ("run",)
+    ),
+    DAMAGED_LINES := Instrument(
+        *("outlast_damaged_log_lines", _C, "{line}"),
+        "Lines of event logs that are not events; they are skipped.",
+    ),
 )
 
 BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)

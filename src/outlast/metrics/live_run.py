@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from outlast.events import Event, Note, StepsDone
+from outlast.events import CheckpointCommitted, Event, Note, StepsDone
 from outlast.events.follow import Follower
 from outlast.events.report import Report, build
 from outlast.metrics.run_state import RunState, State
@@ -34,6 +34,7 @@ class LiveRun:
 
     Attributes:
         state: of the processes and checkpoints, after the last `poll`.
+        follower: reads the logs; it counts the lines that are not events.
         own_host: the name of this host, whose clock is that of this host's events.
     """
 
@@ -50,7 +51,7 @@ class LiveRun:
         self.name = name or self.folder.absolute().name
         self.state = RunState()
         self.own_host = socket.gethostname()
-        self._follower = Follower(folder, host=host)
+        self.follower = Follower(folder, host=host)
         self._look = alive
         self._alive: bool | None = None
         self._clock = clock
@@ -67,16 +68,6 @@ class LiveRun:
         """Whether the last report includes all events that were read."""
         return self._built == self._version
 
-    @property
-    def damaged(self) -> list[str]:
-        """File and line of what was not an event."""
-        return self._follower.damaged
-
-    @property
-    def damaged_lines(self) -> int:
-        """The number of lines that were not events."""
-        return self._follower.damaged_lines
-
     def poll(self) -> list[Event]:
         """Reads what is new, and returns it.
 
@@ -84,7 +75,7 @@ class LiveRun:
             OSError: if the folder cannot be read.
         """
         self._alive = None
-        new = self._follower.poll()
+        new = self.follower.poll()
         for event in new:
             self.state.apply(event)
             first = self._origins.setdefault(event.host, event.time)
@@ -123,6 +114,19 @@ class LiveRun:
         if host == self.own_host and last is not None and self.alive():
             return max(self._clock(), last)
         return last
+
+    def newest_save(self) -> tuple[CheckpointCommitted, float] | None:
+        """The newest committed save, by the clock of this host if it has one; and the time since it
+        began, in seconds.
+        """
+        found = [
+            (host != self.own_host, max(0.0, (self.now(host) or 0.0) - event.time + event.seconds))
+            for host, event in self.state.newest_saves.items()
+        ]
+        if not found:
+            return None
+        place = found.index(min(found))
+        return list(self.state.newest_saves.values())[place], found[place][1]
 
     def origin(self, host: str) -> float:
         """The time of a host's first event, from which the report counts."""

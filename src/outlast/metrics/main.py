@@ -28,8 +28,7 @@ class Order:
     """What to export.
 
     Attributes:
-        folder: of the run.
-        run: its name.
+        folder, run: of the run, and its name.
         host: if given, only what the processes of this host have recorded.
         opentelemetry: whether to export to the collector that the `OTEL_*` variables name.
     """

@@ -28,8 +28,6 @@ from outlast.metrics.collect import Collector, Labels, Listener, cause_label
 from outlast.metrics.instruments import BOUNDS, INSTRUMENTS, Instrument, Kind
 from outlast.metrics.live_run import LiveRun
 
-_SCOPE = "outlast"
-
 
 class OtlpExport(Listener):
     """Exports the metrics of a run at the SDK's interval, and the trace of each restart, which is
@@ -43,7 +41,7 @@ class OtlpExport(Listener):
         resource = _resource(self._run)
         self._tracers = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._tracers.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-        self._tracer: Tracer = self._tracers.get_tracer(_SCOPE)
+        self._tracer: Tracer = self._tracers.get_tracer("outlast")
         self._meters = MeterProvider(
             metric_readers=[PeriodicExportingMetricReader(OTLPMetricExporter())],
             resource=resource,
@@ -57,16 +55,16 @@ class OtlpExport(Listener):
                 if each.kind is Kind.HISTOGRAM
             ],
         )
-        meter = self._meters.get_meter(_SCOPE)
+        meter = self._meters.get_meter("outlast")
         self._histograms = {}
-        for instrument in INSTRUMENTS:
-            name, unit, about = instrument.opentelemetry_name, instrument.unit, instrument.help
-            if instrument.kind is Kind.HISTOGRAM:
-                self._histograms[instrument] = meter.create_histogram(name, unit, about)
-            elif instrument.kind is Kind.COUNTER:
-                meter.create_observable_counter(name, [self._reader(instrument)], unit, about)
+        for each in INSTRUMENTS:
+            about = each.opentelemetry_name, each.unit, each.help
+            if each.kind is Kind.HISTOGRAM:
+                self._histograms[each] = meter.create_histogram(*about)
+            elif each.kind is Kind.COUNTER:
+                meter.create_observable_counter(about[0], [self._reader(each)], *about[1:])
             else:
-                meter.create_observable_gauge(name, [self._reader(instrument)], unit, about)
+                meter.create_observable_gauge(about[0], [self._reader(each)], *about[1:])
 
     def close(self) -> None:
         """Exports what is new, and ends the threads of the SDK. Waits while the collector of
@@ -91,6 +89,7 @@ class OtlpExport(Listener):
         if not began:
             return
         start, ends = min(began), [each.end for each in ranks if each.end is not None]
+        end = max(ends, default=start + (restart.phases.total or 0.0))
         attributes: dict[str, str | int] = {
             "outlast.run": self._run.name,
             "outlast.cause": cause_label(restart),
@@ -105,9 +104,7 @@ class OtlpExport(Listener):
                 "outlast.message": cause.message,
             }
         self._clock = time.time() - time.monotonic() + self._run.origin(host)
-        with self._span(
-            "", start, max(ends, default=start + (restart.phases.total or 0.0))
-        ) as root:
+        with self._span("", start, end) as root:
             root.set_attributes(attributes)
             for each in ranks:
                 self._rank(each, start)

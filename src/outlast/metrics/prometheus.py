@@ -1,6 +1,6 @@
 """The metrics for Prometheus: a server that answers scrapes of a run.
 
-Values are taken when they are scraped, in the server's thread, and nobody else waits for them.
+Values are taken when they are scraped, in the server's thread, and nothing else waits for them.
 `prometheus_client` is an extra: it is imported when a server is made.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Metric
 
 
-class RunMetrics(Listener):
+class _Metrics(Listener):
     """A collector of `prometheus_client`: counters and gauges at the moment of the scrape."""
 
     def __init__(self, collector: Collector, registry: CollectorRegistry) -> None:
@@ -47,20 +47,17 @@ class RunMetrics(Listener):
         """The metric families; called by `prometheus_client` for each scrape."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+        families = {Kind.COUNTER: CounterMetricFamily, Kind.GAUGE: GaugeMetricFamily}
         values = self._collector.values()
-        for instrument in INSTRUMENTS:
-            if instrument.kind is Kind.HISTOGRAM:
-                continue
-            counter = instrument.kind is Kind.COUNTER
-            family = (CounterMetricFamily if counter else GaugeMetricFamily)(
-                instrument.name, instrument.help, labels=instrument.labels
-            )
-            for labels, number in values.get(instrument, {}).items():
-                family.add_metric(list(labels), number)
-            yield family
+        for each in INSTRUMENTS:
+            if each.kind in families:
+                family = families[each.kind](each.name, each.help, labels=each.labels)
+                for labels, number in values.get(each, {}).items():
+                    family.add_metric(list(labels), number)
+                yield family
 
 
-class MetricsServer:
+class MetricsServer(ThreadingHTTPServer):
     """Serves the metrics of a run over HTTP, in threads of this process.
 
     Args:
@@ -68,30 +65,28 @@ class MetricsServer:
         collector: of the run.
     """
 
+    daemon_threads = True
+    block_on_close = False
+
     def __init__(self, listening: socket.socket, collector: Collector) -> None:
         from prometheus_client import CollectorRegistry, MetricsHandler
 
         registry = CollectorRegistry(auto_describe=False)
-        RunMetrics(collector, registry)
+        _Metrics(collector, registry)
         address = listening.getsockname()[:2]
-        self._server = _Server(address, MetricsHandler.factory(registry), False)
-        self._server.socket.close()
-        self._server.socket = listening
+        super().__init__(address, MetricsHandler.factory(registry), bind_and_activate=False)
+        self.socket.close()
+        self.socket = listening
         self._thread = threading.Thread(
-            target=self._server.serve_forever, name="outlast-metrics", daemon=True
+            target=self.serve_forever, name="outlast-metrics", daemon=True
         )
         self._thread.start()
 
     def close(self) -> None:
         """Ends the server. A scrape that is being answered is not waited for."""
-        self._server.shutdown()
+        self.shutdown()
         self._thread.join()
-        self._server.server_close()
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
+        self.server_close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """One line, and not a traceback on the job's console for each scrape that fails."""

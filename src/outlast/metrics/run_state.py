@@ -67,45 +67,25 @@ class Process:
         """Whether it takes no part any more."""
         return self.state in _OVER
 
-    def record_step(self, first: int, last: int, time: float) -> None:
+    def apply_step(self, event: ev.Event) -> None:
+        """Notes the steps that an event records."""
+        if isinstance(event, ev.StepsDone):
+            self._record_step(event.first, event.last, event.time)
+        elif isinstance(event, ev.CheckpointRestored | ev.NothingToRestore):
+            self.step = event.step if isinstance(event, ev.CheckpointRestored) else 0
+            self.step_time, self.rate = event.time, None
+        elif isinstance(event, ev.CheckpointCommitted) and (self.step or 0) < event.step:
+            # Without `Job`, which records steps, a save shows how far training has come.
+            rate = self.rate
+            self._record_step(self.step or 0, event.step, event.time - event.seconds)
+            self.rate = self.rate or rate
+
+    def _record_step(self, first: int, last: int, time: float) -> None:
         """Notes that the steps after `first` up to `last` are done."""
         before, elapsed = self.step, time - self.step_time
         going_on = before is not None and first <= before < last and elapsed > 0
         self.rate = (last - (before or 0)) / elapsed if going_on else None
         self.step, self.step_time = last, time
-
-
-class Checkpoints:
-    """The saves of a run. Every rank records each of them, so that the rank with the most records
-    has seen all that its host took part in.
-
-    Attributes:
-        newest: the last committed save, as each host recorded it: their clocks are not compared.
-    """
-
-    def __init__(self) -> None:
-        self.newest: dict[str, ev.CheckpointCommitted] = {}
-        self._committed: Counter[tuple[str, int]] = Counter()
-        self._failed: Counter[tuple[str, int]] = Counter()
-
-    @property
-    def committed(self) -> int:
-        """The number of committed saves."""
-        return max(self._committed.values(), default=0)
-
-    @property
-    def failed(self) -> int:
-        """The number of failed saves."""
-        return max(self._failed.values(), default=0)
-
-    def apply(self, event: ev.Event) -> None:
-        """Notes a save."""
-        if isinstance(event, ev.CheckpointFailed):
-            self._failed[event.host, event.rank] += 1
-        elif isinstance(event, ev.CheckpointCommitted):
-            self._committed[event.host, event.rank] += 1
-            if self.newest.get(event.host, event).time <= event.time:
-                self.newest[event.host] = event
 
 
 class RunState:
@@ -115,6 +95,8 @@ class RunState:
         processes: by host and process ID, in the order in which they were first seen.
         iteration: the newest iteration that a process was assigned to; -1 if there is none.
         now: the time of the last event of each host.
+        newest_saves: the last committed save, as each host recorded it: their clocks are not
+            compared.
         hosts_lost: the names of lost hosts.
         stop: why the job was told to stop; empty if it was not.
         launchers: the hosts whose launchers have recorded workers.
@@ -123,13 +105,14 @@ class RunState:
 
     def __init__(self) -> None:
         self.processes: dict[tuple[str, int], Process] = {}
-        self.checkpoints = Checkpoints()
         self.iteration = -1
         self.now: dict[str, float] = {}
+        self.newest_saves: dict[str, ev.CheckpointCommitted] = {}
         self.hosts_lost: dict[str, str] = {}
         self.stop = ""
         self.launchers: set[str] = set()
         self.exit_codes: dict[str, int] = {}
+        self._saves: Counter[tuple[type[ev.Event], str, int]] = Counter()
         self._of_member: dict[int, Process] = {}
 
     @property
@@ -144,10 +127,22 @@ class RunState:
             found = [each for each in found if each.state is not State.LOST] or found
         return sorted(found, key=lambda p: (p.rank < 0, p.rank, p.host, p.pid))
 
+    def saves(self, kind: type[ev.CheckpointCommitted] | type[ev.CheckpointFailed]) -> int:
+        """The number of committed or failed saves. Every rank records each of them, so that the
+        rank with the most records has seen all that its host took part in.
+        """
+        return max((n for (own, *_), n in self._saves.items() if own is kind), default=0)
+
     def apply(self, event: ev.Event) -> None:
         """Takes one event."""
         self.now[event.host] = max(event.time, self.now.get(event.host, event.time))
-        self.checkpoints.apply(event)
+        if isinstance(event, ev.CheckpointCommitted | ev.CheckpointFailed):
+            self._saves[type(event), event.host, event.rank] += 1
+            newest = self.newest_saves.get(event.host)
+            if isinstance(event, ev.CheckpointCommitted) and (
+                newest is None or newest.time <= event.time
+            ):
+                self.newest_saves[event.host] = event
         if isinstance(event, ev.WorkerStarted | ev.WorkerExited):
             self._apply_worker(event)
         elif isinstance(event, ev.LauncherEnded):
@@ -192,16 +187,16 @@ class RunState:
         if event.member >= 0:
             process.member = event.member
             self._of_member[event.member] = process
-        self._apply_step(event, process)
-        state = self._state_after(event, process)
-        if state is not None and (event.time >= process.since or state in _OVER):
-            process.state, process.since = state, event.time
-
-    def _state_after(self, event: ev.Event, process: Process) -> State | None:
+        process.apply_step(event)
         if isinstance(event, ev.Assigned | ev.Entered):
             process.rank = event.rank
             if event.iteration >= self.iteration or event.iteration == 0:
                 self.iteration = event.iteration
+        state = self._state_after(event)
+        if state is not None and (event.time >= process.since or state in _OVER):
+            process.state, process.since = state, event.time
+
+    def _state_after(self, event: ev.Event) -> State | None:
         if isinstance(event, ev.Entered):
             return State.RUNNING if event.active else State.RESERVE
         if isinstance(event, ev.LeftFunction):
@@ -209,18 +204,6 @@ class RunState:
         if isinstance(event, ev.Lost):
             return State.ENDED if self.stop else State.LOST
         return _STATES.get(type(event))
-
-    def _apply_step(self, event: ev.Event, process: Process) -> None:
-        if isinstance(event, ev.StepsDone):
-            process.record_step(event.first, event.last, event.time)
-        elif isinstance(event, ev.CheckpointRestored | ev.NothingToRestore):
-            process.step = event.step if isinstance(event, ev.CheckpointRestored) else 0
-            process.step_time, process.rate = event.time, None
-        elif isinstance(event, ev.CheckpointCommitted) and (process.step or 0) < event.step:
-            # Without `Job`, which records steps, a save shows how far training has come.
-            rate = process.rate
-            process.record_step(process.step or 0, event.step, event.time - event.seconds)
-            process.rate = process.rate or rate
 
     def _process(self, host: str, pid: int) -> Process:
         return self.processes.setdefault((host, pid), Process(host, pid))

@@ -10,7 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from outlast.events.report import PARTS, Cause, HostTime, Report, parts_of
+from outlast.events import CheckpointCommitted, CheckpointFailed
+from outlast.events.report import Report, describe_cause, headline_host, lost_time, printable
 from outlast.metrics.live_run import LiveRun
 from outlast.metrics.progress_page import Progress, read_progress
 from outlast.metrics.run_state import Process, State
@@ -23,15 +24,6 @@ _STYLES = {
     State.STARTING: "yellow",
     State.WAITING: "yellow",
     State.LOST: "red",
-}
-_KINDS = {
-    "EXCEPTION": "raised an exception",
-    "BASE_EXCEPTION": "left",
-    "SOFT_TIMEOUT": "hung",
-    "HARD_TIMEOUT": "hung and was killed",
-    "TERMINATED": "ended",
-    "UNRESPONSIVE": "gave no sign of life",
-    "WORKER_FAILED": "failed",
 }
 _OTHER_LINES = 14  # of a frame, apart from the rows of the ranks
 
@@ -50,27 +42,27 @@ class Screen:
             height: the lines of the terminal; ranks that do not fit are summed up. By default all
                 are shown.
         """
-        report = self._run.report()
-        lines = [self._fault(report), self._checkpoints(report), self._time(report)]
-        if self._run.damaged_lines:
-            lines.append(
-                Text(f"{self._run.damaged_lines} damaged lines: {self._run.damaged[-1]}", "red")
-            )
+        report, logs = self._run.report(), self._run.follower
+        lines = [self._fault(report), self._checkpoints(report)]
+        if (host := headline_host(report)) is not None and host.wall_seconds:
+            lost = " · ".join(lost_time(host)) or "none"
+            lines.append(Text.assemble(("lost time   ", "bold"), lost))
+        if logs.damaged_lines:
+            lines.append(Text(f"{logs.damaged_lines} damaged lines: {logs.damaged[-1]}", "red"))
         ranks = self._ranks(height)
-        told = [line for line in lines if line.plain]
-        return Group(self._title(report), self._members(), Text(), *ranks, Text(), *told)
+        shown = [line for line in lines if line.plain]
+        return Group(self._title(report), self._members(), Text(), *ranks, Text(), *shown)
 
     def _title(self, report: Report) -> Text:
-        run = self._run
-        longest = _longest(report)
-        text = Text.assemble((_clean(run.name), "bold"), "  ", self._state())
+        run, longest = self._run, headline_host(report)
+        text = Text.assemble((_line(run.name), "bold"), "  ", self._state())
         if longest is not None:
             text.append(f" · {duration_text(longest.wall_seconds)}")
         if report.goodput is not None:
             text.append(f" · goodput {100 * report.goodput:.2f} %")
-        text.append(f" · {_clean(report.restart_causes) or '0 restarts'}")
+        text.append(f" · {_line(report.restart_causes) or '0 restarts'}")
         if run.state.stop:
-            text.append(f" · told to stop: {_clean(run.state.stop)}", "yellow")
+            text.append(f" · told to stop: {_line(run.state.stop)}", "yellow")
         return text
 
     def _state(self) -> tuple[str, str]:
@@ -83,8 +75,8 @@ class Screen:
                 return "finished", "bold green"
             if codes and run.state.stop:
                 return f"stopped, with exit code {max(codes)}", "bold yellow"
-            how = f"with exit code {max(codes)}" if codes else ""
-            return f"ended{f' {how}' if how else ': its processes no longer exist'}", "bold red"
+            how = f" with exit code {max(codes)}" if codes else ": its processes no longer exist"
+            return f"ended{how}", "bold red"
         if run.alive():
             return ("stopping", "bold yellow") if run.state.stop else ("running", "bold green")
         if run.own_host in run.state.now:
@@ -105,7 +97,7 @@ class Screen:
         parts += [f"{counts[s]} {s.value}" for s in (State.COMPLETED, State.ENDED) if counts[s]]
         parts.append(f"{len(hosts)} host{'' if len(hosts) == 1 else 's'}")
         if state.hosts_lost:
-            parts.append(f"hosts lost: {_clean(', '.join(state.hosts_lost.values()))}")
+            parts.append(f"hosts lost: {_line(', '.join(state.hosts_lost.values()))}")
         return Text(" · ".join(parts))
 
     def _ranks(self, height: int | None) -> list[RenderableType]:
@@ -134,7 +126,7 @@ class Screen:
         return [
             "-" if process.rank < 0 else str(process.rank),
             Text("stopped", "bold red") if self._is_stopped(process) else state,
-            Text(_clean(process.host)),  # no markup
+            Text(_line(process.host)),  # no markup
             str(process.pid),
             str(max(0, process.iteration)),
             "-" if step is None else str(step),
@@ -180,7 +172,7 @@ class Screen:
         if restart is None or restart.cause is None:
             return Text()
         cause = restart.cause
-        text = Text.assemble(("last fault  ", "bold"), _sentence(cause))
+        text = Text.assemble(("last fault  ", "bold"), describe_cause(cause))
         now = self._run.now(cause.host)
         if now is not None and not self._run.over():
             ago = now - self._run.origin(cause.host) - cause.at
@@ -192,48 +184,22 @@ class Screen:
         return text
 
     def _checkpoints(self, report: Report) -> Text:
-        run, saves = self._run, report.saves
-        found = run.state.checkpoints
-        newest = found.newest.get(run.own_host) or next(iter(found.newest.values()), None)
-        if newest is None and not found.failed:
+        state, newest = self._run.state, self._run.newest_save()
+        committed, failed = state.saves(CheckpointCommitted), state.saves(CheckpointFailed)
+        if newest is None and not failed:
             return Text()
         text = Text.assemble(("checkpoints ", "bold"))
         if newest is not None:
-            text.append(f"newest: step {newest.step}, {size_text(newest.size_bytes)}")
-            now = run.now(newest.host)
-            if now is not None and not run.over():
-                text.append(f", {duration_text(max(0.0, now - newest.time + newest.seconds))} old")
-        text.append(f"; {found.committed} committed, {found.failed} failed")
-        if saves is not None and saves.committed:
-            text.append(f"; blocked {duration_text(saves.blocked_median)} each (median)")
+            save, age = newest
+            text.append(f"newest: step {save.step}, {size_text(save.size_bytes)}")
+            if not self._run.over():
+                text.append(f", {duration_text(age)} old")
+        text.append(f"; {committed} committed, {failed} failed")
+        if report.saves is not None and report.saves.committed:
+            text.append(f"; blocked {duration_text(report.saves.blocked_median)} each (median)")
         return text
 
-    def _time(self, report: Report) -> Text:
-        longest = _longest(report)
-        if longest is None or not longest.wall_seconds:
-            return Text()
-        lost = [
-            f"{PARTS[name][0]} {100 * seconds / longest.wall_seconds:.1f} %"
-            for name, seconds in parts_of(longest).items()
-            if name != "productive" and seconds >= longest.wall_seconds / 2000
-        ]
-        return Text.assemble(("lost time   ", "bold"), " · ".join(lost) if lost else "none")
 
-
-def _longest(report: Report) -> HostTime | None:
-    return max(report.hosts, key=lambda host: host.wall_seconds, default=None)
-
-
-def _sentence(cause: Cause) -> str:
-    who = f"rank {cause.rank} (pid {cause.pid})" if cause.pid >= 0 else f"rank {cause.rank}"
-    hung = cause.interruption in ("SOFT_TIMEOUT", "HARD_TIMEOUT")  # killed only then, if at all
-    what = f"was {cause.exit}" if cause.exit.startswith("killed") and not hung else ""
-    what = what or _KINDS.get(cause.interruption, cause.interruption.lower())
-    message = _clean(next(iter(cause.message.strip().splitlines()), ""))
-    told = f": {message}" if message and (hung or not cause.exit) else ""
-    return f"{who} on {_clean(cause.host)} {what}{told}"
-
-
-def _clean(text: str) -> str:
+def _line(text: str) -> str:
     """Text from a log, without characters that would control the terminal."""
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+    return printable(text).replace("\n", "\N{REPLACEMENT CHARACTER}")

@@ -12,7 +12,7 @@ import pytest
 
 from outlast.events import CheckpointRestored, StepsDone
 from outlast.events.report import build, load
-from outlast.events.report.views.totals import describe_redone
+from outlast.events.report.sentences import describe
 from procs import Job
 
 
@@ -31,7 +31,7 @@ def test_redone_steps_are_counted_and_their_time_is_lost(
     # Saves after every fifth step: steps 1 to 3, 6 to 8 and 11 to 13 were executed twice.
     assert [restart.redone_steps for restart in report.restarts] == [3, 3, 3]
     assert (report.redone_steps, report.steps_from) == (9, "steps")
-    assert describe_redone(report) == "9 steps had to be done again, after all restarts."
+    assert describe("redone", report)[0] == "9 steps had to be done again, after all restarts."
     (host,) = report.hosts
     lost = dataclasses.asdict(host.lost)
     del lost["replacements"], lost["restart_parts"]  # parts of the restart

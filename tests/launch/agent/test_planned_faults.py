@@ -10,7 +10,7 @@ import pytest
 from launch.runs import Run
 from outlast.events import PlannedFault
 from outlast.events.report import build, load
-from outlast.events.report.views.totals import describe_injected
+from outlast.events.report.sentences import describe
 
 PLAN = {
     "faults": [
@@ -45,7 +45,7 @@ def test_faults_that_never_came_due_are_named(tmp_path: Path) -> None:
     assert (fired.key, fired.name, fired.fired, fired.rank) == ("planned-0", "exception", True, 0)
     assert fired.pid > 0
     assert (missed.name, missed.fired, missed.due) == ("sigkill", False, "iteration 2, step 100")
-    assert describe_injected(build(logged)) == [
+    assert describe("injected", build(logged)) == [
         "Planned faults: 1 of 2 fired.",
         "Never due, so not fired: sigkill on rank 1 (iteration 2, step 100).",
     ]

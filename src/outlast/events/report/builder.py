@@ -9,22 +9,25 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import outlast.events as ev
 from outlast.errors import NO_RESTART
-from outlast.events.report.figures.calls import Call
-from outlast.events.report.figures.causes import count_causes, count_hosts, restarts_in_words
-from outlast.events.report.figures.goodput import HostAccount
-from outlast.events.report.figures.host_losses import (
-    find_losses,
-    name_lost_hosts,
-    waits_for_lost_hosts,
-)
-from outlast.events.report.figures.redone_steps import redone_steps
-from outlast.events.report.figures.rounds import course_of_rounds, rounds_of
-from outlast.events.report.figures.saves import summarize_saves
-from outlast.events.report.figures.stretches import course_of_calls
-from outlast.events.report.figures.timeline import timeline_of
+from outlast.events.report.calls import Call
+from outlast.events.report.checkpoints import redone_steps, summarize_saves
+from outlast.events.report.course import course_of
+from outlast.events.report.goodput import HostAccount
+from outlast.events.report.host_losses import find_losses, name_lost_hosts, waits_for_lost_hosts
 from outlast.events.report.model import Distribution, Recovery, Restart
-from outlast.events.report.one_pass import Run, record
-from outlast.events.report.report import InjectedFault, Mismatch, Report, Stop, Straggler
+from outlast.events.report.report import (
+    CauseCount,
+    HostCount,
+    InjectedFault,
+    Mismatch,
+    Report,
+    Stop,
+    Straggler,
+)
+from outlast.events.report.run import Run, record
+from outlast.events.report.timeline import timeline_of
+from outlast.events.report.words import what_happened
+from outlast.events.restart_causes import RestartCount, describe_restarts
 from outlast.system.error_text import exit_summary
 
 BACK = "back"
@@ -36,14 +39,8 @@ _PERCENTILES_FROM = 20
 def build(events: Iterable[ev.Event]) -> Report:
     """Builds the report; the events of one process must be in the order in which it wrote them."""
     run = Run(events)
-    calls, rounds = [Call(run, number) for number in range(len(run.calls))], rounds_of(run)
-    wrapped = any(call.views for call in calls) or not rounds
-    if wrapped:
-        members = any(event.member >= 0 for event in run.events)
-        source = "wrapper" if members or not run.events else "checkpoints"
-        course = course_of_calls(calls, source)
-    else:
-        course = course_of_rounds(rounds, stopped=bool(run.stops))
+    calls = [Call(run, number) for number in range(len(run.calls))]
+    course = course_of(run, calls)
     losses = find_losses(run)
     named = name_lost_hosts(course, losses)
     stretches = waits_for_lost_hosts(course, named)
@@ -69,6 +66,7 @@ def build(events: Iterable[ev.Event]) -> Report:
     joined = sum(len(restart.joined) for restart in restarts)
     saves, injected = summarize_saves(run), _injected(run)
     started = run.all(ev.LauncherStarted)
+    no_restart = [e.rank for e in run.all(ev.WorkerExited) if e.exit_code == NO_RESTART]
     return Report(
         run_id=started[0].run_id if started else "",
         command=started[0].command if started else "",
@@ -96,18 +94,19 @@ def build(events: Iterable[ev.Event]) -> Report:
         saves=saves,
         hosts_lost=tuple(each.loss for each in losses),
         recovery=_distributions(restarts),
-        restart_causes=restarts_in_words(restarts),
-        causes=count_causes(restarts),
-        host_counts=count_hosts(restarts),
-        injected=injected,
-        no_restart=tuple(
-            sorted(e.rank for e in run.all(ev.WorkerExited) if e.exit_code == NO_RESTART)
+        restart_causes=describe_restarts(
+            RestartCount.of(what_happened(restart), _place(restart)[0])
+            for restart in restarts
+            if restart.resumed
         ),
+        causes=_count_causes(restarts),
+        host_counts=_count_hosts(restarts),
+        injected=injected,
+        no_restart=tuple(sorted(no_restart)),
         no_end=bool(run.all(ev.WorkerStarted)) and not run.all(ev.LauncherEnded),
         timeline=timeline_of(
             run,
-            wrapped,
-            course.segments,
+            course,
             reference="" if longest is None else longest.host,
             restarts=restarts,
             saves=saves,
@@ -132,11 +131,11 @@ def distribution(seconds: Sequence[float]) -> Distribution:
 def _distributions(restarts: Iterable[Restart]) -> dict[str, Distribution]:
     """The percentiles of each part over the restarts after which the ranks continued."""
     resumed = [restart for restart in restarts if restart.resumed]
+    recoveries = [vars(restart.recovery) for restart in resumed if restart.recovery is not None]
     values = {BACK: [r.phases.total for r in resumed if r.phases.total is not None]}
     for field in dataclasses.fields(Recovery):
         if field.name != "host":
-            known = (r.recovery for r in resumed if r.recovery is not None)
-            values[field.name] = [getattr(each, field.name) for each in known]
+            values[field.name] = [recovery[field.name] for recovery in recoveries]
     return {name: distribution(seconds) for name, seconds in values.items() if any(seconds)}
 
 
@@ -162,6 +161,51 @@ def _recovery_of(
     return next((each for each in hosts if each.host == fault), slowest)
 
 
+def _place(restart: Restart) -> tuple[int, str]:
+    """Rank and host of the first cause; -1 and an empty text if there is none."""
+    if restart.host_loss is not None:
+        return -1, restart.host_loss.name
+    ranked = restart.cause or next(iter(restart.lost), None)
+    return (-1, "") if ranked is None else (ranked.rank, ranked.host)
+
+
+def _count_causes(restarts: Sequence[Restart]) -> tuple[CauseCount, ...]:
+    """The kinds of first causes, the most frequent first."""
+    groups: dict[str, list[int]] = {}
+    for number, restart in enumerate(restarts):
+        groups.setdefault(what_happened(restart), []).append(number)
+    counts = []
+    for what, numbers in groups.items():
+        group = [restarts[number] for number in numbers]
+        known = [r.redone_steps for r in group if r.redone_steps is not None]
+        places = (
+            host if rank < 0 else f"rank {rank} on {host}" for rank, host in map(_place, group)
+        )
+        count = CauseCount(
+            what=what,
+            count=len(group),
+            where=tuple(Counter(filter(None, places)).most_common()),
+            recovery_seconds=sum(restart.phases.total or 0.0 for restart in group),
+            redone_steps=sum(known) if len(known) == len(group) else None,
+            restarts=tuple(numbers),
+        )
+        counts.append(count)
+    return tuple(sorted(counts, key=lambda count: -count.count))
+
+
+def _count_hosts(restarts: Iterable[Restart]) -> tuple[HostCount, ...]:
+    """The hosts of first causes, the most frequent first."""
+    found: dict[str, Counter[str]] = {}
+    for restart in restarts:
+        if host := _place(restart)[1]:
+            found.setdefault(host, Counter())[what_happened(restart)] += 1
+    counts = [
+        HostCount(host=host, count=kinds.total(), causes=tuple(kinds.most_common()))
+        for host, kinds in found.items()
+    ]
+    return tuple(sorted(counts, key=lambda count: (-count.count, count.host)))
+
+
 def _stop(run: Run) -> Stop | None:
     """The first request to stop; `None` if there was none."""
     requests = run.all(ev.StopRequested)
@@ -171,8 +215,8 @@ def _stop(run: Run) -> Stop | None:
     first = min(requests, key=lambda event: (event.rank >= 0, event.time, event.rank))
     ends = {
         event.rank: exit_summary(event.exit_code)
-        for event in run.all(ev.WorkerExited)
-        if event.time >= first.time and event.host == first.host
+        for event in run.all(ev.WorkerExited, host=first.host)
+        if event.time >= first.time
     }
     exits = tuple(f"rank {rank} ({text})" for rank, text in sorted(ends.items()))
     return record(Stop, first, exits=exits)

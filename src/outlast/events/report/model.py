@@ -6,14 +6,15 @@ monotonic clocks of two hosts have nothing in common. An unknown duration is `No
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
+
+from outlast.events.event import Record
 
 SCHEMA = 1
 """The version of the JSON report: raised when a field is removed or changes its meaning."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cause:
+class Cause(Record):
     """One fault: on which rank, of which kind, and when; see `outlast.events.Fault`.
 
     Attributes:
@@ -44,8 +45,7 @@ class Cause:
         return self.consequence or self.overtaken
 
 
-@dataclass(frozen=True, kw_only=True)
-class Party:
+class Party(Record):
     """A member that was lost (`rank` is its last one) or that joined (`rank` is its first)."""
 
     rank: int
@@ -54,8 +54,7 @@ class Party:
     reason: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Phases:
+class Phases(Record):
     """Durations of the phases of one restart, in seconds: of the slowest survivor, except that the
     barriers are those of the last to arrive, for which the others wait.
 
@@ -94,8 +93,7 @@ PHASE_FIELDS = {
 """The fields of `Phases` by their names in tables, traces and metrics, in order."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostLoss:
+class HostLoss(Record):
     """A host that the job has lost, as the launcher of host `seen_by` recorded it first."""
 
     name: str
@@ -106,8 +104,7 @@ class HostLoss:
     at: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class RestartParts:
+class RestartParts(Record):
     """The time between two stays in the function, in seconds. The parts follow each other: each
     ends when the last rank of the host has finished it. `clean_up` is finalize and health check;
     `entry` is rank assignment, barriers and initialize, or without `Wrapper` the start of the
@@ -122,7 +119,6 @@ class RestartParts:
     entry: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class Recovery(RestartParts):
     """What one host spent a restart on, from the last progress before it (`hang`) to the end of the
     restore; `total` is the sum. Unlike in `Phases`, no time is in it twice.
@@ -134,8 +130,7 @@ class Recovery(RestartParts):
     total: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Span:
+class Span(Record):
     """A state of a rank, or a phase of its recovery.
 
     `state` in a lane: starting, restoring, training, hung, reserve (a spare rank, waiting),
@@ -148,8 +143,7 @@ class Span:
     end: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankRecovery:
+class RankRecovery(Record):
     """One rank, from when it learned that the iteration must end to its next entry. `rank` is that
     of the iteration that ended, `lane` that of its lane in the timeline; `seen` is when its process
     recorded that the iteration must end.
@@ -165,8 +159,7 @@ class RankRecovery:
     phases: tuple[Span, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Restart:
+class Restart(Record):
     """The end of one iteration, and the recovery that followed.
 
     Attributes:
@@ -204,7 +197,6 @@ class Restart:
     ranks: tuple[RankRecovery, ...] = field(default=(), repr=False)
 
 
-@dataclass(frozen=True, kw_only=True)
 class TimeOutside(RestartParts):
     """`RestartParts` of all restarts, and `uneven`: ranks entered the function at different times
     at the start, or left it at different times at the end.
@@ -213,10 +205,9 @@ class TimeOutside(RestartParts):
     uneven: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class LostTime:
+class LostTime(Record):
     """The wall time of a host that advanced nothing, in seconds, by its first reason (see
-    `figures/goodput.py`). `replacements` and `restart_parts` are parts of `restart`; all others add
+    `goodput.py`). `replacements` and `restart_parts` are parts of `restart`; all others add
     up.
     """
 
@@ -230,8 +221,7 @@ class LostTime:
     restart_parts: TimeOutside
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostTime:
+class HostTime(Record):
     """Wall time (from the first entry into the function to the end, summed over the calls) and
     productive time of one host. `start_seconds` is before it, from the start of the first process;
     `None` if the launcher did not record it.
@@ -245,8 +235,7 @@ class HostTime:
     start_seconds: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Distribution:
+class Distribution(Record):
     """Durations in seconds; percentiles by nearest rank, so each is one that was measured. `p99` is
     `None` for fewer than 20 values.
     """

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from outlast.events.event import Record
 from outlast.events.report.model import (
     SCHEMA,
     Distribution,
@@ -15,8 +16,7 @@ from outlast.events.report.model import (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stop:
+class Stop(Record):
     """A request to end the whole job, which it obeyed: who asked, and how each process ended (by
     launcher rank, if the launcher recorded it).
     """
@@ -27,8 +27,7 @@ class Stop:
     exits: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class CauseCount:
+class CauseCount(Record):
     """Restarts and ends of the job with the same first cause (`what`), the ranks and hosts on which
     it was with their numbers, and the positions in `Report.restarts`, from 0.
     """
@@ -41,8 +40,7 @@ class CauseCount:
     restarts: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostCount:
+class HostCount(Record):
     """First causes on one host, with their kinds and numbers."""
 
     host: str
@@ -50,8 +48,7 @@ class HostCount:
     causes: tuple[tuple[str, int], ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class InjectedFault:
+class InjectedFault(Record):
     """A fault of the plan of `outlast run --chaos`; if it has not `fired`, `at` is meaningless."""
 
     key: str
@@ -63,8 +60,7 @@ class InjectedFault:
     at: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mismatch:
+class Mismatch(Record):
     """Replicas that differed: one for each set of ranks, with the number of checks that found it;
     the other attributes are of the first: see `outlast.events.ReplicaMismatch`.
     """
@@ -81,8 +77,7 @@ class Mismatch:
     at: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Straggler:
+class Straggler(Record):
     """A rank on `straggler_host` that was slower than the others; times are medians of a step."""
 
     rank: int
@@ -94,8 +89,7 @@ class Straggler:
     at: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Save:
+class Save(Record):
     """One save: `at` is when `save` was called; `seconds` until the commit or the failure, whose
     `cause` is empty if it was committed.
     """
@@ -109,8 +103,7 @@ class Save:
     cause: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Restore:
+class Restore(Record):
     """One restore; `source` as in `Saves.restored`, `at` when it had ended."""
 
     step: int
@@ -120,8 +113,7 @@ class Restore:
     seconds: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Saves:
+class Saves(Record):
     """The checkpoints of a run, as rank 0 saw them; a save ends the same way on all ranks.
 
     Attributes:
@@ -155,8 +147,7 @@ class Saves:
     restores: tuple[Restore, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mark:
+class Mark(Record):
     """A moment. `kind`: fault, consequence, injected, takeover, restored, not_saved, passed_over,
     host_lost, host_joined, stop, monitor_restarted, mismatch, straggler.
     """
@@ -166,8 +157,7 @@ class Mark:
     text: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Lane:
+class Lane(Record):
     """One rank, the launcher or the checkpoints of a host. `rank` is the launcher's number, or else
     the first rank of the process: a replacement continues the lane. -1 for other lanes.
     """
@@ -178,8 +168,7 @@ class Lane:
     marks: tuple[Mark, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostTimeline:
+class HostTimeline(Record):
     """The lanes of one host. `shift` is what to add to its times so that its entries into the
     function coincide with those of the host with the longest wall time; `None` if unknown.
     """
@@ -190,8 +179,7 @@ class HostTimeline:
     lanes: tuple[Lane, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Report:
+class Report(Record):
     """The report of a run.
 
     Attributes:

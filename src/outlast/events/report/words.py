@@ -1,11 +1,13 @@
-"""Words, numbers and the names of the parts of the wall time, as all views have them."""
+"""Words and numbers as all views have them: causes, the parts of the wall time, lists."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 
-from outlast.events.report.model import HostTime
+from outlast.events import restart_causes
+from outlast.events.report.model import Cause, HostTime, Restart
+from outlast.events.restart_causes import HOST_LOST, JOINED
 
 _LISTED = 8
 _SOURCE = re.compile(r"\[/\S+\.(?:cc|cpp|cu|h|hpp):\d+\] ?")
@@ -60,9 +62,37 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def listed(names: Sequence[str], limit: int = _LISTED) -> str:
-    """A list in words; a long one is shortened to its first names."""
+def listed(values: Iterable[object], limit: int = _LISTED) -> str:
+    """A list in words; a long one is shortened to its first values."""
+    names = [str(value) for value in values]
     if len(names) > limit:
         names = [*names[:limit], f"{len(names) - limit} more"]
     *most, last = names
     return f"{', '.join(most)} and {last}" if most else last
+
+
+def what_failed(cause: Cause) -> str:
+    """A fault of a rank in a few words: the type of an exception and its line, or its kind."""
+    message, where = one_line(cause.message), one_line(cause.where)
+    return restart_causes.what_failed(cause.interruption, message, where, cause.exit)
+
+
+def what_happened(restart: Restart) -> str:
+    """The first cause in a few words, without rank and host."""
+    if restart.host_loss is not None:
+        return HOST_LOST
+    if restart.cause is not None:
+        return what_failed(restart.cause)
+    if restart.lost:
+        return "rank lost"
+    return JOINED if restart.joined else one_line(restart.reason) or "not recorded"
+
+
+def cause_text(restart: Restart) -> str:
+    """The first cause in a few words, with its rank or host."""
+    if restart.host_loss is not None:
+        return f"host {one_line(restart.host_loss.name)}: lost"
+    if restart.cause is None and restart.lost:
+        return f"rank {restart.lost[0].rank}: lost"
+    rank = "" if restart.cause is None else f"rank {restart.cause.rank}: "
+    return rank + what_happened(restart)

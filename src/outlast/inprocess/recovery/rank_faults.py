@@ -159,7 +159,7 @@ class RankFaults:
         """
         sample, hung = self.sample, Interruption.SOFT_TIMEOUT
         idle = 0.0 if sample is None else sample.idle
-        reported = [f.idle for f in faults if f.interruption == hung.value and not f.testimony]
+        reported = [f.idle for f in faults if f.interruption == hung.value and not f.own_report]
         if sample is None or not reported:
             return None
         duration = "until the soft timeout"
@@ -179,7 +179,7 @@ class RankFaults:
             pings=sample.pings,
             collectives=sample.collectives,
             idle=idle,
-            testimony=True,
+            own_report=True,
         )
         return self._noted(record)
 

@@ -13,13 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import outlast.events as ev
-from outlast.events.hang_report import HUNG, hung_ranks
-from outlast.events.report.figures.intervals import Interval
-from outlast.events.report.figures.phases import measure, rank_recovery
+from outlast.events.report.intervals import FOREVER, Interval
 from outlast.events.report.model import Cause, Party, Restart
-from outlast.events.report.one_pass import Process, Run, record
+from outlast.events.report.recoveries import measure, rank_recovery
+from outlast.events.report.run import Process, Run, record
+from outlast.events.restart_causes import HANGS, HUNG, hung_ranks
 
-_HANGS = (HUNG, "HARD_TIMEOUT", "UNRESPONSIVE")
+NO_PROGRESS = (*HANGS, "UNRESPONSIVE")
 _LEAVES = ("BASE_EXCEPTION", "TERMINATED")
 """How a rank that was told to stop leaves: with `SystemExit`, or killed by the signal."""
 
@@ -33,23 +33,24 @@ class Call:
         number: the number of the call in the run, from 0.
 
     Attributes:
+        during: the events of each iteration.
         views: the members of each iteration, each with the event that assigned its rank.
     """
 
     def __init__(self, run: Run, number: int) -> None:
         self.number, self.events = number, run.calls[number]
         self._run = run
+        self.during: dict[int, list[ev.Event]] = defaultdict(list)
         self.views: dict[int, dict[int, ev.Assigned | ev.Entered]] = defaultdict(dict)
-        self._iterations: dict[int, list[ev.Event]] = defaultdict(list)
         self._tracks: dict[tuple[int, int], list[ev.Event]] = defaultdict(list)
         self._processes: dict[int, Process] = {}
         self._firsts: dict[int, int] = {}
         self._lasts: dict[int, int] = {}
         self._faults: dict[int, list[ev.Fault]] = {}
-        self.completed = {e.member for e in self.events if isinstance(e, ev.Completed)}
+        self.completed = {e.member for e in _only(ev.Completed, self.events)}
         ranks = {(e.host, e.pid) for e in self.events if isinstance(e, ev.Assigned | ev.Entered)}
         for event in self.events:
-            self._iterations[event.iteration].append(event)
+            self.during[event.iteration].append(event)
             if (event.host, event.pid) in ranks and event.member >= 0:
                 self._tracks[event.member, event.iteration].append(event)
                 self._processes[event.member] = event.host, event.pid
@@ -59,19 +60,17 @@ class Call:
             for member in self.views[iteration]:
                 self._firsts.setdefault(member, iteration)
                 self._lasts[member] = iteration
-
-    def iterations(self) -> list[int]:
-        """Every iteration that has events."""
         ended = {event.iteration for event in self.events if isinstance(event, ev.Fault | ev.Seen)}
-        return sorted(iteration for iteration in ended | set(self.views) if iteration >= 0)
+        self.iterations = sorted(k for k in ended | set(self.views) if k >= 0)
+        """Every iteration that has events."""
 
-    def during(self, iteration: int) -> Sequence[ev.Event]:
-        """The events of one iteration."""
-        return self._iterations.get(iteration, ())
+    def view(self, iteration: int) -> Mapping[int, ev.Assigned | ev.Entered]:
+        """The members of an iteration; empty if it was not entered."""
+        return self.views.get(iteration, {})
 
     def world_size(self, iteration: int) -> int:
         """The number of members in the iteration."""
-        view = self.views.get(iteration, {})
+        view = self.view(iteration)
         sizes = [event.world_size for event in view.values() if isinstance(event, ev.Assigned)]
         return max(sizes, default=len(view))
 
@@ -88,8 +87,8 @@ class Call:
         """From the first entry into the function to the end of the call, on each host."""
         ends = self.ends()
         walls: dict[str, Interval] = {}
-        for event in self.events:
-            if isinstance(event, ev.Entered) and event.member in self._firsts:
+        for event in _only(ev.Entered, self.events):
+            if event.member in self._firsts:
                 walls.setdefault(event.host, (event.time, ends[event.host]))
         return walls
 
@@ -113,16 +112,16 @@ class Call:
     def begins(self, iteration: int) -> dict[str, float]:
         """When each host was assigned its ranks in the iteration."""
         begins: dict[str, float] = {}
-        for event in self.views.get(iteration, {}).values():
+        for event in self.view(iteration).values():
             begins[event.host] = min(event.time, begins.get(event.host, event.time))
         return begins
 
     def lost(self, iteration: int) -> tuple[Party, ...]:
         """The members of the iteration that are in no later one."""
-        view = self.views.get(iteration, {})
-        events = [*self.during(iteration), *self.during(iteration + 1)]
-        reasons = {event.member: event.reason for event in events if isinstance(event, ev.Lost)}
-        if self.views.get(iteration + 1):
+        view = self.view(iteration)
+        events = [*self.during.get(iteration, ()), *self.during.get(iteration + 1, ())]
+        reasons = {event.member: event.reason for event in _only(ev.Lost, events)}
+        if self.view(iteration + 1):
             gone = {member for member in view if self._lasts[member] == iteration}
         else:
             gone = reasons.keys() & view.keys()
@@ -135,48 +134,42 @@ class Call:
         """The hosts of the iteration whose members are all in no later one."""
         lost = self.lost(iteration)
         gone = {party.member for party in lost}
-        stayed = {e.host for m, e in self.views.get(iteration, {}).items() if m not in gone}
+        stayed = {event.host for m, event in self.view(iteration).items() if m not in gone}
         return frozenset(party.host for party in lost) - stayed
-
-    def joined(self, iteration: int) -> tuple[Party, ...]:
-        """The members of the next iteration that were in none before."""
-        view = self.views.get(iteration + 1, {})
-        return _parties((view[m], "") for m in view if self._firsts[m] > iteration)
 
     def waiting(self) -> list[Party]:
         """The processes that asked to join and were in no iteration."""
-        asked = [event for event in self.events if isinstance(event, ev.Joined)]
         return [
             Party(rank=event.preferred_rank, member=event.member, host=event.host)
-            for event in asked
+            for event in _only(ev.Joined, self.events)
             if event.member not in self._firsts
         ]
 
     def restarts(self) -> list[Restart]:
         """Every iteration that ended in a restart, or should have."""
-        found = []
-        for iteration in self.iterations():
-            faults, seen = self.faults(iteration), _only(ev.Seen, self.during(iteration))
-            if (faults or seen or iteration + 1 in self.views) and not self._stopped(iteration):
-                found.append(self._restart(iteration, faults, seen))
-        return found
+        return [
+            self._restart(iteration)
+            for iteration in self.iterations
+            if iteration + 1 in self.views
+            or any(isinstance(event, ev.Fault | ev.Seen) for event in self.during[iteration])
+            if not self._stopped(iteration)
+        ]
 
-    def _restart(self, iteration: int, faults: list[ev.Fault], seen: list[ev.Seen]) -> Restart:
+    def _restart(self, iteration: int) -> Restart:
+        view, following = self.view(iteration), self.view(iteration + 1)
+        events, faults = self.during[iteration], self.faults(iteration)
+        seen = _only(ev.Seen, events)
         # An overtaken exception is recorded at the end of the interrupt, not when it was raised.
         first = next((fault for fault in faults if not fault.overtaken), None)
-        moments = *([first] if first else []), *seen, *self.views.get(iteration + 1, {}).values()
+        moments = *([first] if first else []), *seen, *following.values()
         causes = [self._cause(fault) for fault in faults]
-        lost, joined = self.lost(iteration), self.joined(iteration)
+        lost = self.lost(iteration)
+        joined = _parties((following[m], "") for m in following if self._firsts[m] > iteration)
         if joined and not lost and all(cause.may_be_harmless for cause in causes):
             causes = []  # no rank failed: connections broke because the job grew
-        members = self.views.get(iteration, {}).keys() & self.views.get(iteration + 1, {}).keys()
         ranks = tuple(
-            rank_recovery(
-                self.views[iteration][m],
-                self._run.lanes[self._processes[m]],
-                self._recovery(m, iteration),
-            )
-            for m in sorted(members)
+            rank_recovery(view[m], self._run.lanes[self._processes[m]], self._back(m, iteration))
+            for m in sorted(view.keys() & following.keys())
         )
         return Restart(
             call=self.number,
@@ -190,8 +183,8 @@ class Call:
             joined=joined,
             world_size_before=self.world_size(iteration),
             world_size_after=self.world_size(iteration + 1),
-            resumed=bool(_only(ev.Entered, self.during(iteration + 1))),
-            swallowed=tuple(e.where for e in _only(ev.InterruptSwallowed, self.during(iteration))),
+            resumed=bool(_only(ev.Entered, self.during.get(iteration + 1, ()))),
+            swallowed=tuple(event.where for event in _only(ev.InterruptSwallowed, events)),
             ranks=ranks,
         )
 
@@ -199,10 +192,10 @@ class Call:
         """Whether the iteration ended only because ranks left when the job was told to stop."""
         stops = self._run.stops
         left = [f for f in self.faults(iteration) if not (f.consequence or f.overtaken)]
-        lost = _only(ev.Lost, self.during(iteration))
+        lost = _only(ev.Lost, self.during[iteration])
         return bool(stops and (left or lost)) and all(
             not (isinstance(event, ev.Fault) and event.interruption not in _LEAVES)
-            and event.time >= stops.get(event.host, float("inf"))
+            and event.time >= stops.get(event.host, FOREVER)
             for event in (*left, *lost)
         )
 
@@ -217,10 +210,10 @@ class Call:
             exit=self._exit(fault.member, fault.iteration),
             pid=process[1],
             launcher_rank=self._run.launcher_ranks.get(process, -1),
-            idle=fault.idle if fault.interruption in _HANGS else 0.0,
+            idle=fault.idle if fault.interruption in NO_PROGRESS else 0.0,
         )
 
-    def _recovery(self, member: int, iteration: int) -> list[ev.Event]:
+    def _back(self, member: int, iteration: int) -> list[ev.Event]:
         """The events of the member's process from the end of the iteration to its next entry."""
         before = self._tracks[member, iteration]
         after = self._tracks[member, iteration + 1]
@@ -242,10 +235,11 @@ class Call:
         return self._run.exits.get(process, "")
 
     def _order_faults(self, iteration: int) -> list[ev.Fault]:
+        events = self.during.get(iteration, ())
         seen: dict[str, float] = {}
-        for event in _only(ev.Seen, self.during(iteration)):
+        for event in _only(ev.Seen, events):
             seen.setdefault(event.host, event.time)
-        found = _merge_hung(_only(ev.Fault, self.during(iteration)), seen)
+        found = _merge_hung(_only(ev.Fault, events), seen)
         hung = [fault.member for fault in found if fault.interruption == HUNG]
 
         def likely(fault: ev.Fault) -> tuple[bool, bool]:
@@ -271,7 +265,7 @@ class Call:
         return list(merged.values())
 
 
-def _only(kind: type[E], events: Sequence[ev.Event]) -> list[E]:
+def _only(kind: type[E], events: Iterable[ev.Event]) -> list[E]:
     return [event for event in events if isinstance(event, kind)]
 
 

@@ -18,13 +18,11 @@ from rich.table import Table
 from rich.text import Text
 
 from outlast.events.report.builder import build
-from outlast.events.report.figures.causes import cause_text
-from outlast.events.report.log_reader import load
 from outlast.events.report.model import PHASE_FIELDS, HostTime, Party, Restart
 from outlast.events.report.report import Report
-from outlast.events.report.views.sentences import describe_restart, restart_title
-from outlast.events.report.views.totals import describe_goodput, describe_recovery, ending
-from outlast.events.report.words import PARTS, one_line, parts_of, plural, share
+from outlast.events.report.sentences import describe, describe_goodput
+from outlast.events.report.words import PARTS, cause_text, one_line, parts_of, plural, share
+from outlast.events.run_folders import load
 from outlast.system.units import duration_text
 
 _ONLY_CHECKPOINTS = (
@@ -65,18 +63,19 @@ def render_report(report: Report, console: Console) -> None:
         console.print(_restart_table(report.restarts))
         if report.source == "wrapper":
             console.print(_phase_table(report.restarts))
-        if recovery := describe_recovery(report):
-            console.print(Text(recovery))
+        for sentence in describe("recovery", report):
+            console.print(Text(sentence))
         console.print()
         for number, restart in enumerate(report.restarts, start=1):
-            console.print(Text(restart_title(number, restart, report), style="bold"))
-            for sentence in describe_restart(restart, report):
+            (title,) = describe("title", number, restart, report)
+            console.print(Text(title, style="bold"))
+            for sentence in describe("restart", restart, report):
                 console.print(Padding(Text(sentence), (0, 0, 0, 2)))
     console.print()
     for host in report.hosts:
         if host.goodput is not None:
             console.print(_time_table(host, report))
-    for sentence in ending(report):
+    for sentence in describe("ending", report):
         console.print(Text(sentence))
 
 

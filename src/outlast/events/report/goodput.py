@@ -21,12 +21,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import outlast.events as ev
-from outlast.events.report.figures import intervals as iv
-from outlast.events.report.figures.gaps import GAP_EVENTS, PARTS, gaps_of
-from outlast.events.report.figures.intervals import Interval
-from outlast.events.report.figures.stretches import Stretch
+from outlast.events.report import intervals as iv
+from outlast.events.report.intervals import FOREVER, Interval, Stretch
 from outlast.events.report.model import HostTime, LostTime, Recovery, TimeOutside
-from outlast.events.report.one_pass import Run
+from outlast.events.report.recoveries import GAP_EVENTS, PARTS, gaps_of
+from outlast.events.report.run import Run
 
 Save = ev.CheckpointCommitted | ev.CheckpointFailed
 
@@ -47,13 +46,15 @@ class HostAccount:
     ) -> None:
         self._host, self._stretches, self._wall = host, stretches, iv.union(walls)
         self._starts = [each.start for each in stretches]
-        self._started = run.on(host, ev.WorkerStarted)
-        self._saves = run.on(host, ev.CheckpointCommitted) + run.on(host, ev.CheckpointFailed)
-        self._restored = run.on(host, ev.CheckpointRestored)
-        self._from_nothing = run.on(host, ev.NothingToRestore)
-        self._steps = run.on(host, ev.StepsDone)
-        self._pinged = [event for event in run.on(host, ev.LeftFunction) if event.pings]
-        self._gaps = gaps_of(stretches, run.any_of(*GAP_EVENTS, host=host))
+        self._started = run.all(ev.WorkerStarted, host=host)
+        self._saves = run.all(ev.CheckpointCommitted, host=host) + run.all(
+            ev.CheckpointFailed, host=host
+        )
+        self._restored = run.all(ev.CheckpointRestored, host=host)
+        self._from_nothing = run.all(ev.NothingToRestore, host=host)
+        self._steps = run.all(ev.StepsDone, host=host)
+        self._pinged = [event for event in run.all(ev.LeftFunction, host=host) if event.pings]
+        self._gaps = gaps_of(stretches, run.all(*GAP_EVENTS, host=host))
         self._restores = self._restore_times()
 
     def time(self) -> HostTime:
@@ -63,7 +64,7 @@ class HostAccount:
         outside = iv.difference(self._wall, worked)
         blocked = ((_began(e), _began(e) + e.blocked_seconds) for e in self._saves)
         layers = {
-            "hang": iv.union((max(s.start, s.hung_from), s.end) for s in self._stretches),
+            "hang": iv.union(stretch.hang for stretch in self._stretches),
             "setup": iv.union(self._setup_times()),
             "saves": iv.union(blocked),
             "redone": iv.union(self._discarded(begin)),
@@ -154,7 +155,7 @@ class HostAccount:
         on average.
         """
         restored = [event.time for event in (*self._restored, *self._from_nothing)]
-        since_restore = max((time for time in restored if time < start), default=float("-inf"))
+        since_restore = max((time for time in restored if time < start), default=-FOREVER)
         done = [event for event in self._steps if since_restore <= event.time <= start]
         last = max(done, key=lambda each: each.last, default=None)
         if last is None or last.last <= step:

@@ -11,16 +11,17 @@ import re
 from collections.abc import Mapping, Sequence
 
 from outlast.events import HostLost
-from outlast.events.report.figures.stretches import Course, Ended, Stretch
+from outlast.events.event import Record
+from outlast.events.report.course import Course, Ended
+from outlast.events.report.intervals import FOREVER, Stretch
 from outlast.events.report.model import HostLoss
-from outlast.events.report.one_pass import Run, record
+from outlast.events.report.run import Run, record
 
 _SILENT = re.compile(r"no heartbeat for (?P<seconds>[0-9.]+) s")
 _DEATHS = ("TERMINATED", "UNRESPONSIVE")
 
 
-@dataclasses.dataclass(frozen=True)
-class SeenLoss:
+class SeenLoss(Record):
     """The loss of a host, as all launchers have recorded it.
 
     Attributes:
@@ -45,10 +46,13 @@ def find_losses(run: Run) -> list[SeenLoss]:
         times: dict[str, float] = {}
         for event in others:
             times.setdefault(event.host, event.time)
-        first = others[0]
-        silent = _SILENT.search(first.reason)
-        seconds = float(silent["seconds"]) if silent else 0.0
-        found.append(SeenLoss(record(HostLoss, first, seen_by=first.host), times, seconds))
+        silent = _SILENT.search(others[0].reason)
+        loss = SeenLoss(
+            loss=record(HostLoss, others[0], seen_by=others[0].host),
+            times=times,
+            silent=float(silent["seconds"]) if silent else 0.0,
+        )
+        found.append(loss)
     return sorted(found, key=lambda each: each.loss.at)
 
 
@@ -62,7 +66,9 @@ def name_lost_hosts(course: Course, losses: Sequence[SeenLoss]) -> list[SeenLoss
         begun = [
             i
             for i, ended in enumerate(course.ended)
-            if each.loss.name in ended.gone and _begun(course.segments[ended.place], each)
+            for segment in [course.segments[ended.place]]
+            if each.loss.name in ended.gone
+            if any(segment[host] <= time for host, time in each.times.items() if host in segment)
         ]
         # The logs of a lost host may be missing: its members are then in no log.
         found = begun[-1:] or [
@@ -96,21 +102,15 @@ def waits_for_lost_hosts(
     return {host: [corrected(host, s) for s in found] for host, found in course.stretches.items()}
 
 
-def _begun(segment: Mapping[str, float], loss: SeenLoss) -> bool:
-    return any(segment[host] <= time for host, time in loss.times.items() if host in segment)
-
-
 def _ended_then(course: Course, ended: Ended, each: SeenLoss) -> bool:
     """Whether the host fell silent in this segment, by the clock of the host of the fault."""
     cause, place = ended.restart.cause, ended.place
-    hosts = [cause.host] if cause is not None else list(each.times)
+    segment = course.segments[place]
     following = course.segments[place + 1] if place + 1 < len(course.segments) else {}
     return any(
-        course.segments[place][host]
-        <= each.times[host] - each.silent
-        < following.get(host, float("inf"))
-        for host in hosts
-        if host in each.times and host in course.segments[place]
+        segment[host] <= each.times[host] - each.silent < following.get(host, FOREVER)
+        for host in ([cause.host] if cause is not None else each.times)
+        if host in each.times and host in segment
     )
 
 

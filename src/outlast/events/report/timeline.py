@@ -11,11 +11,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import outlast.events as ev
-from outlast.events.report.figures.causes import what_failed
+from outlast.events.report.course import Course
 from outlast.events.report.model import Cause, HostLoss, Restart, Span
-from outlast.events.report.one_pass import Process, Run
 from outlast.events.report.report import HostTimeline, InjectedFault, Lane, Mark, Saves
-from outlast.events.report.words import one_line
+from outlast.events.report.run import Process, Run
+from outlast.events.report.words import one_line, what_failed
 from outlast.system.units import duration_text
 
 STARTING, RESTORING, TRAINING, HUNG = "starting", "restoring", "training", "hung"
@@ -54,8 +54,7 @@ class Track:
 
 def timeline_of(
     run: Run,
-    wrapped: bool,
-    segments: Sequence[dict[str, float]],
+    course: Course,
     reference: str,
     restarts: Iterable[Restart],
     saves: Saves | None,
@@ -63,7 +62,7 @@ def timeline_of(
     losses: Iterable[HostLoss],
 ) -> tuple[HostTimeline, ...]:
     """The timeline of each host; `reference` is the host whose times are not shifted."""
-    tracks = _tracks(run, wrapped, restarts)
+    tracks = _tracks(run, course.source != "launcher", restarts)
     _mark_faults(tracks, restarts)
     for fault in injected:
         if fault.fired and (fault.host, fault.rank) in tracks:
@@ -77,7 +76,7 @@ def timeline_of(
         HostTimeline(
             host=host,
             end=run.ends[host],
-            shift=_shift(host, reference, segments),
+            shift=_shift(host, reference, course.segments),
             lanes=tuple(lanes[host]),
         )
         for host in sorted(lanes)
@@ -88,7 +87,7 @@ def _tracks(run: Run, wrapped: bool, restarts: Iterable[Restart]) -> dict[tuple[
     """The lanes of all ranks, by host and rank. Without `Wrapper`, a process trains from its start
     to its end.
     """
-    members = {e.member: (e.host, e.pid) for e in run.any_of(ev.Assigned, ev.Entered)}
+    members = {e.member: (e.host, e.pid) for e in run.all(ev.Assigned, ev.Entered)}
     tracks: dict[tuple[str, int], Track] = {}
     for event in run.events:
         process = (event.host, getattr(event, "worker_pid", event.pid))
@@ -182,25 +181,25 @@ def _other_tracks(
     """The lanes "host" and "checkpoints", by host and name."""
     hosts: dict[tuple[str, str], Track] = defaultdict(Track)
     checkpoints: dict[tuple[str, str], Track] = defaultdict(Track)
-    for event in run.all(ev.HostJoined):
-        if event.name == event.host:  # each launcher records all of them
-            hosts[event.host, "host"].mark("host_joined", event.time, f"host {event.name} joined")
+
+    def mark(event: ev.Event, kind: str, text: str) -> None:
+        hosts[event.host, "host"].mark(kind, event.time, text)
+
+    for joined in run.all(ev.HostJoined):
+        if joined.name == joined.host:  # each launcher records all of them
+            mark(joined, "host_joined", f"host {joined.name} joined")
     for stop in run.all(ev.StopRequested):
         if stop.time == run.stops[stop.host]:
-            hosts[stop.host, "host"].mark("stop", stop.time, f"told to stop: {stop.reason}")
+            mark(stop, "stop", f"told to stop: {stop.reason}")
     for monitor in run.all(ev.MonitorRestarted):
-        text = f"monitor process of rank {monitor.rank} restarted"
-        hosts[monitor.host, "host"].mark("monitor_restarted", monitor.time, text)
+        mark(monitor, "monitor_restarted", f"monitor process of rank {monitor.rank} restarted")
     for mismatch in run.all(ev.ReplicaMismatch):
         ranks = ", ".join(str(rank) for rank in mismatch.ranks)
-        text = f"replicas differ after step {mismatch.step}: ranks {ranks}"
-        hosts[mismatch.host, "host"].mark("mismatch", mismatch.time, text)
+        mark(mismatch, "mismatch", f"replicas differ after step {mismatch.step}: ranks {ranks}")
     for slow in run.all(ev.StragglerFound):
-        times = (
-            f"{duration_text(slow.seconds)} a step, others {duration_text(slow.typical_seconds)}"
-        )
-        text = f"rank {slow.straggler} on {slow.straggler_host} is slow: {times}"
-        hosts[slow.host, "host"].mark("straggler", slow.time, text)
+        own, others = duration_text(slow.seconds), duration_text(slow.typical_seconds)
+        where = f"rank {slow.straggler} on {slow.straggler_host}"
+        mark(slow, "straggler", f"{where} is slow: {own} a step, others {others}")
     for loss in losses:
         text = f"host {loss.name} {'left' if loss.left else 'lost'}: {loss.reason}"
         hosts[loss.seen_by, "host"].mark("host_lost", loss.at, text)

@@ -1,10 +1,37 @@
-"""Sets of moments as sorted intervals that do not overlap: union, intersection, difference."""
+"""Sets of moments, as sorted intervals that do not overlap; and the stretches of training."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from outlast.events.event import Record
+
 Interval = tuple[float, float]
+FOREVER = float("inf")
+
+
+class Stretch(Record):
+    """One iteration on one host: the time in which all its active ranks were in the function.
+
+    Attributes:
+        size: the share of ranks that were active, of the largest number so far.
+        hung_from: the last progress of hung ranks; infinity if no rank hung.
+        host_lost: whether all ranks of the host were lost at its end.
+        call, iteration: those of the function; without `Wrapper`, the number of the round.
+    """
+
+    start: float
+    end: float
+    size: float = 1.0
+    hung_from: float = FOREVER
+    host_lost: bool = False
+    call: int = 0
+    iteration: int = 0
+
+    @property
+    def hang(self) -> Interval:
+        """When hung ranks made no progress in it."""
+        return max(self.start, self.hung_from), self.end
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -34,9 +61,8 @@ def intersection(one: list[Interval], other: list[Interval]) -> list[Interval]:
 
 def difference(one: list[Interval], other: list[Interval]) -> list[Interval]:
     """The moments in `one` and not in `other`."""
-    ends = [end for _, end in other]
-    starts = [start for start, _ in other]
-    gaps = zip([float("-inf"), *ends], [*starts, float("inf")], strict=True)
+    starts, ends = [start for start, _ in other], [end for _, end in other]
+    gaps = zip([-FOREVER, *ends], [*starts, FOREVER], strict=True)
     return intersection(one, list(gaps))
 
 

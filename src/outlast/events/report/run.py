@@ -1,7 +1,7 @@
 """The one pass over the events of a run: each goes to its host, its process, its kind and its call.
 
 Every figure of the report is computed from what this pass keeps, and reads only the events that it
-is about. Times are in seconds from the first event of their host from here on.
+is about. From here on, times are in seconds from the first event of their host.
 
 A process that calls a wrapped function twice writes both calls to one log, and each call counts its
 iterations from 0. A new call of a process begins where the process is assigned a rank after it has
@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import outlast.events as ev
-from outlast.events.report.log_reader import TORN_LINE
+from outlast.events.run_folders import TORN_LINE
 from outlast.system.error_text import exit_summary
 
 Process = tuple[str, int]
@@ -73,18 +73,10 @@ class Run:
         self.lanes |= self.launcher_ranks
         self.calls = _calls(processes, ranks)
 
-    def all(self, kind: type[E]) -> list[E]:
-        """The events of exactly this kind."""
-        return self._kinds.get((kind, None), [])
-
-    def on(self, host: str, kind: type[E]) -> list[E]:
-        """The events of exactly this kind that processes of the host have written."""
-        return self._kinds.get((kind, host), [])
-
-    def any_of(self, *kinds: type[ev.Event], host: str | None = None) -> list[ev.Event]:
-        """The events of these kinds, of all hosts or of one, by the clock of each host."""
-        found = (event for kind in kinds for event in self._kinds.get((kind, host), []))
-        return sorted(found, key=order)
+    def all(self, *kinds: type[E], host: str | None = None) -> list[E]:
+        """The events of exactly these kinds, of all hosts or of one, by the clock of each host."""
+        found = [event for kind in kinds for event in self._kinds.get((kind, host), [])]
+        return found if len(kinds) == 1 else sorted(found, key=order)
 
     def _by_clock(self, events: Iterable[ev.Event]) -> list[ev.Event]:
         origins: dict[str, float] = {}

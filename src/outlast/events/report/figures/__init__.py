@@ -1,1 +1,0 @@
-"""The figures of the report, each from the events that it is about."""

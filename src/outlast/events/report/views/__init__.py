@@ -1,1 +1,0 @@
-"""The report as text, JSON, an HTML page, and a trace."""
