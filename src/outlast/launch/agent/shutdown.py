@@ -7,15 +7,15 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
-from outlast.launch.agent.resources import JobResources
-from outlast.launch.event_loop import Timer
-from outlast.launch.processes.descendants import (
+from outlast.launch.agent.descendants import (
     BETWEEN_ATTEMPTS,
     KILL_NOW,
     DescendantShutdown,
     at_end_of_job,
     snapshot_holders,
 )
+from outlast.launch.agent.resources import JobResources
+from outlast.launch.event_loop import Timer
 
 
 class Shutdown:
@@ -83,7 +83,7 @@ class Shutdown:
     def _kill_workers(self) -> None:
         workers = self._resources.workers
         if workers:
-            ranks = ", ".join(str(worker.slot.rank) for worker in workers)
+            ranks = ", ".join(str(worker.rank) for worker in workers)
             self._resources.console.say(f"still running, killed: rank {ranks}")
             workers.send(signal.SIGKILL)
 

@@ -13,39 +13,29 @@ from typing import BinaryIO
 
 from outlast.errors import LaunchError
 from outlast.launch import environment
-from outlast.launch.config.job_spec import JobSpec
-from outlast.launch.config.placement import Placement
-from outlast.launch.config.streams import Std
+from outlast.launch.config.job_spec import JobSpec, Placement, Std
 from outlast.launch.event_loop import EventLoop
-from outlast.launch.output.console import Console
-from outlast.launch.output.worker_output import KEPT_LINES, Capture, readable
+from outlast.launch.workers.console import Console
+from outlast.launch.workers.output import KEPT_LINES, Capture, readable
 from outlast.launch.workers.standby import StandbyPool
 
 _TAIL_BYTES = 16 * 1024
 _SHIM = str(Path(__file__).with_name("exec_shim.py"))
 
 
-@dataclasses.dataclass(frozen=True)
-class WorkerSlot:
-    """The rank of a worker, and the number of its process.
+@dataclasses.dataclass
+class Worker:
+    """A worker process with its pipes and files.
 
     Attributes:
         rank: in the whole job.
-        replacement: number of replacements of this rank in this attempt.
         start: number of earlier processes of this local rank, in all attempts.
+        shown: whether the console shows its stderr.
     """
 
     rank: int
     local_rank: int
-    replacement: int = 0
-    start: int = 0
-
-
-@dataclasses.dataclass
-class Worker:
-    """A worker process with its pipes and files. `shown`: the console shows its stderr."""
-
-    slot: WorkerSlot
+    start: int
     process: subprocess.Popen[bytes]
     was_standby: bool
     started: float
@@ -94,8 +84,10 @@ class Worker:
 def start_worker(
     job: JobSpec,
     placement: Placement,
-    slot: WorkerSlot,
     *,
+    local_rank: int,
+    replacement: int,
+    start: int,
     folder: Path,
     loop: EventLoop,
     console: Console,
@@ -104,11 +96,15 @@ def start_worker(
     """Start a worker in a new session, or make a ready standby process the worker; its files go to
     `folder/attempt_N/LOCAL_RANK/`.
 
+    Args:
+        replacement: number of replacements of this rank in this attempt.
+        start: number of earlier processes of this local rank, in all attempts.
+
     Raises:
         LaunchError: if the system cannot start another process.
     """
-    local_rank = slot.local_rank
-    own = folder / f"attempt_{slot.start}" / str(local_rank)
+    rank = placement.ranks(job.nproc)[local_rank]
+    own = folder / f"attempt_{start}" / str(local_rank)
     captures: dict[Std, Capture] = {}
     stderr_file = None
     with contextlib.ExitStack() as close_here, contextlib.ExitStack() as on_failure:
@@ -132,23 +128,25 @@ def start_worker(
                 ends[stream] = write
                 shown = local_rank in job.routes.shown
                 outlet = console.stdout if stream is Std.OUT else console.stderr
-                prefix = console.prefix(slot.rank, int(stream))
+                prefix = console.prefix(rank, int(stream))
                 captures[stream] = Capture(loop, read, prefix, outlet if shown else None, file)
                 on_failure.callback(captures[stream].close)
             variables = environment.worker_environment(
                 job,
                 placement,
                 local_rank=local_rank,
-                replacement=slot.replacement,
+                replacement=replacement,
                 error_file=_error_file(own),
             )
             standby = standbys.take(variables, [_descriptor(ends[s]) for s in (Std.OUT, Std.ERR)])
             process = standby.process if standby is not None else _start(job, variables, ends)
         except OSError as e:
-            raise LaunchError(f"cannot start the worker of rank {slot.rank}: {e}") from e
+            raise LaunchError(f"cannot start the worker of rank {rank}: {e}") from e
         on_failure.pop_all()
     return Worker(
-        slot=slot,
+        rank=rank,
+        local_rank=local_rank,
+        start=start,
         process=process,
         was_standby=standby is not None,
         started=loop.clock.now(),

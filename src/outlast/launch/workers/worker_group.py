@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from outlast.events import Emitter, WorkerExited, WorkerStarted
-from outlast.launch.config.job_spec import JobSpec
-from outlast.launch.config.placement import Placement
+from outlast.launch.config.job_spec import JobSpec, Placement
 from outlast.launch.event_loop import EventLoop
-from outlast.launch.output.console import Console
+from outlast.launch.workers.console import Console
 from outlast.launch.workers.standby import StandbyPool
-from outlast.launch.workers.worker import Worker, WorkerSlot, start_worker
+from outlast.launch.workers.worker import Worker, start_worker
 
 
 class WorkerGroup:
@@ -58,7 +57,7 @@ class WorkerGroup:
         self._placement = placement
         self._replacements.clear()
         workers = [self._start(local_rank) for local_rank in range(self._job.nproc)]
-        named = ", ".join(f"rank {worker.slot.rank} is pid {worker.pid}" for worker in workers)
+        named = ", ".join(f"rank {worker.rank} is pid {worker.pid}" for worker in workers)
         count = len(workers)
         spare = f"; standby processes: {self.standbys.size}" if self.standbys.size else ""
         self._console.say(f"started {count} rank{'' if count == 1 else 's'}: {named}{spare}")
@@ -76,12 +75,12 @@ class WorkerGroup:
         """Remove a reaped worker, after reading its last output."""
         del self._running[worker.pid]
         worker.ended(exit_code)
-        self.last_exit_codes[worker.slot.local_rank] = exit_code
+        self.last_exit_codes[worker.local_rank] = exit_code
         self._ended.append(worker)
-        self._lifetimes_s[worker.slot.local_rank].append(self._loop.clock.now() - worker.started)
+        self._lifetimes_s[worker.local_rank].append(self._loop.clock.now() - worker.started)
         self._emitter.emit(
             WorkerExited(
-                rank=worker.slot.rank,
+                rank=worker.rank,
                 worker_pid=worker.pid,
                 exit_code=exit_code,
                 last_words=worker.last_output()[0] if exit_code else "",
@@ -104,17 +103,12 @@ class WorkerGroup:
         self._ended.clear()
 
     def _start(self, local_rank: int) -> Worker:
-        placement = self._placement
-        slot = WorkerSlot(
-            rank=placement.ranks(self._job.nproc)[local_rank],
-            local_rank=local_rank,
-            replacement=placement.taken_over + self._replacements[local_rank],
-            start=self._starts[local_rank],
-        )
         worker = start_worker(
             self._job,
-            placement,
-            slot,
+            self._placement,
+            local_rank=local_rank,
+            replacement=self._placement.taken_over + self._replacements[local_rank],
+            start=self._starts[local_rank],
             folder=self._folder,
             loop=self._loop,
             console=self._console,
@@ -124,9 +118,9 @@ class WorkerGroup:
         self._running[worker.pid] = worker
         self._emitter.emit(
             WorkerStarted(
-                rank=slot.rank,
+                rank=worker.rank,
                 worker_pid=worker.pid,
-                attempt=slot.start,
+                attempt=worker.start,
                 standby=worker.was_standby,
             )
         )

@@ -1,9 +1,9 @@
 """The program of a writer process under a plan: the real one, with faults in its storage.
 
-    python -m outlast.chaos.writer.program
+    python -m outlast.chaos.writer_program
 
 `outlast.chaos.install` makes checkpointers start it, if the plan has such faults. It asks the
-injector before each operation (`server.py`), and carries out the fault that is in the answer.
+injector (`writer_server.py`) before each operation, and carries out the fault in the answer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, cast
 from outlast.async_checkpoint.faulty_writer import MANIFEST, FileWriter, Storage, run_writer
 from outlast.chaos.kinds import Kind
 from outlast.chaos.storage import flip_byte
-from outlast.chaos.writer.server import PUBLISH, PUBLISHED, PUT, WRITE, address_of
+from outlast.chaos.writer_server import PUBLISH, PUBLISHED, PUT, WRITE, address_of
 
 _ANSWER_S = 10.0  # a main process that is stopped, or has its GIL held, does not answer
 

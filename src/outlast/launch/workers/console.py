@@ -11,7 +11,7 @@ from rich.console import Console as RichConsole
 from rich.style import Style
 
 from outlast.launch.event_loop import EventLoop
-from outlast.launch.output.worker_output import Outlet
+from outlast.launch.workers.output import Outlet
 
 # The 8 colors of every terminal, except black and white (backgrounds) and red (a failed job).
 _COLORS = ("cyan", "green", "yellow", "blue", "magenta")
