@@ -65,7 +65,6 @@ class Campaign:
         self._cancelled = threading.Event()
 
     def run(self) -> CampaignResult:
-        """Runs rounds as the options say."""
         options = self._options
         most = options.per_round if options.seconds is None else min(options.per_round, _FEW)
         faults = most if options.faults is None else max(1, min(most, options.faults))
@@ -75,7 +74,6 @@ class Campaign:
         return self.result()
 
     def replay(self, plan: RoundPlan) -> CampaignResult:
-        """Runs one round."""
         if plan.hosts and (why := unavailable()):
             raise CampaignError(f"this round needs several hosts: {why}")
         reference, _ = self._reference(plan.only(()))
@@ -83,11 +81,9 @@ class Campaign:
         return dataclasses.replace(self.result(), seed=plan.seed, ranks=plan.ranks)
 
     def folder_of(self, plan: RoundPlan) -> Path:
-        """Where a round runs."""
         return self._options.out / f"round-{plan.number:04d}"
 
     def result(self) -> CampaignResult:
-        """The result of the rounds that have ended so far."""
         with self._lock:
             return CampaignResult(
                 seed=self._options.seed,
@@ -100,7 +96,6 @@ class Campaign:
             )
 
     def _possible(self, shape: Shape) -> Shape:
-        """The shape with the kinds that are possible here."""
         of_hosts = [card for card in shape.kinds if card in OF_HOSTS]
         if not of_hosts:
             return shape
@@ -116,7 +111,6 @@ class Campaign:
         return dataclasses.replace(shape, kinds=rest)
 
     def _reference(self, plan: RoundPlan) -> tuple[Reference, int]:
-        """The result of the undisturbed run, and its steps."""
         places = {"the undisturbed run": "reference", "its repetition": "reference-again"}
         names = list(places)[: self._program.undisturbed_runs]
         folders = [self._new(self._options.out / places[name]) for name in names]
@@ -242,7 +236,6 @@ class Campaign:
             shutil.rmtree(folder)
 
     def _new(self, folder: Path) -> Path:
-        """Removes what an earlier campaign has left there."""
         if folder.exists():
             if not (folder / "plan.json").is_file():
                 raise CampaignError(

@@ -36,7 +36,6 @@ class Progress:
         self.last = self.events = 0
 
     def update(self) -> bool:
-        """Reads what is new; whether there was anything."""
         before = self.events
         for place in self._places():
             follower = self._followers.setdefault(place, Follower(place))

@@ -78,7 +78,6 @@ class RoundPlan:
 
     @property
     def all_faults(self) -> tuple[Fault, ...]:
-        """Those inside the ranks, and those to the launcher."""
         return (*self.faults, *self.launcher)
 
     @property
@@ -88,7 +87,6 @@ class RoundPlan:
         return hosts_for(self.ranks) if on_hosts else 0
 
     def only(self, faults: Sequence[Fault]) -> RoundPlan:
-        """The same round with these of its faults."""
         return dataclasses.replace(
             self,
             faults=tuple(f for f in self.faults if f in faults),
@@ -96,7 +94,6 @@ class RoundPlan:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain values."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         values["faults"] = chaos.Plan(faults=self.faults).to_dict().get("faults", [])
         values["launcher"] = [{"action": f.action.value, "step": f.step} for f in self.launcher]

@@ -65,7 +65,6 @@ class Program:
         """The beginning of the names of temporary files that must not be left."""
 
     def command(self, plan: RoundPlan, folder: Path) -> list[str]:
-        """The script and its arguments."""
         work = str(work_of(folder))
         arguments = [argument.replace(FOLDER, work) for argument in self._arguments]
         if self.own:
@@ -78,13 +77,11 @@ class Program:
         return None if self._stays_here else work_of(folder)
 
     def checkpoints(self, folder: Path) -> list[Path]:
-        """The folders of checkpoints of a run."""
         found = {path.parent.parent for path in work_of(folder).rglob(named_files.MANIFEST)}
         own = work_of(folder) / "checkpoints"  # it may have no checkpoint yet
         return sorted(found | ({own} if self.own and own.exists() else set()))
 
     def progress(self, folder: Path) -> Progress:
-        """Follows a run."""
         return Progress(folder, own=self.own)
 
     def reference(self, folders: Sequence[Path]) -> Reference:

@@ -80,7 +80,6 @@ class RoundResult:
     seconds: float = 0.0
 
     def wrong(self) -> list[str]:
-        """Each problem with its kind."""
         return [f"{kind}: {text}" for kind, texts in self.problems.items() for text in texts]
 
 
@@ -119,7 +118,6 @@ class CampaignResult:
 
     @property
     def fired(self) -> list[Fired]:
-        """The faults of all rounds."""
         return [fault for one in self.rounds for fault in one.fired]
 
     @property
@@ -141,7 +139,6 @@ class CampaignResult:
         }
 
     def table(self) -> str:
-        """A row for each kind of fault, by name, and one for all; in Markdown."""
         kinds: dict[str, list[Fired]] = defaultdict(list)
         for fault in self.fired:
             kinds[fault.kind].append(fault)
@@ -160,7 +157,6 @@ class CampaignResult:
         return "\n".join([*lines, "", f"({_NOTE})", ""])
 
     def markdown(self) -> str:
-        """The table and the totals, with the date and the machine."""
         sides = "one round at a time" if self.jobs == 1 else f"{self.jobs} rounds at the same time"
         day = datetime.date.today().isoformat()
         first = f"Seed {self.seed}, {self.ranks} ranks, {sides}; {day}, on {describe()}.\n"
@@ -168,7 +164,6 @@ class CampaignResult:
         return "\n".join([first, self.table(), "| | |", "|---|--:|", *totals, ""])
 
     def to_json(self) -> str:
-        """All of it, for programs."""
         values = {
             "seed": self.seed,
             "ranks": self.ranks,
@@ -230,7 +225,6 @@ class Display:
             self.line(f"  {problem}")
 
     def result(self, result: CampaignResult) -> None:
-        """The table, and how to repeat each failure."""
         self.line(f"Campaign with seed {result.seed}, {result.ranks} ranks")
         self._console.print(Markdown(result.table()))
         self.line(", ".join(f"{name}: {value}" for name, value in result.totals().items()))
@@ -253,7 +247,6 @@ class Display:
             self.line(f"Run it again: {replay}{script}")
 
     def line(self, text: str) -> None:
-        """Prints a text as it is."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 

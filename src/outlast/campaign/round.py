@@ -153,7 +153,6 @@ def _run_jobs(
 
 
 def _check(result: RoundResult, folder: Path, temporary: Path, program: Program) -> None:
-    """Adds what the events and the files say to the result."""
     problems, plan = result.problems, result.plan
     stages = []
     try:

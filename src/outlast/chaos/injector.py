@@ -134,7 +134,6 @@ class Injector:
         self._await_collective()
 
     def entered(self, call: ObservedCall) -> None:
-        """Observer method: the rank enters the training function."""
         self._rank = call.state.rank
         self._iteration = call.iteration
         self._monitor_pid = call.monitor_pid
@@ -144,7 +143,6 @@ class Injector:
         self._await_collective()
 
     def pinged(self, call: ObservedCall, pings: int) -> None:
-        """Observer method: the rank made progress, `pings` times so far."""
         self._monitor_pid = call.monitor_pid
         counts = not self._own_steps and not self._job_steps
         if counts:
@@ -163,18 +161,15 @@ class Injector:
             self._await_collective()
 
     def recovering(self, iteration: int, rank: int) -> None:
-        """Observer method: a restart in place of this rank."""
         if self._withdraw is not None:
             self._withdraw()  # the training function has ended
         self._rank, self._iteration = rank, iteration
         self._fire_due(phase=Phase.RECOVERY)
 
     def saving(self) -> None:
-        """Observer method: a snapshot is about to be copied."""
         self._fire_due(phase=Phase.SAVE)
 
     def restoring(self) -> None:
-        """Observer method: a checkpoint is about to be loaded."""
         # At the beginning of an iteration, its own steps have not been reported.
         step, self._step = self._step, max(self._step, self._step_before)
         try:
@@ -187,7 +182,6 @@ class Injector:
         self._fire_due(phase=Phase.COMMITTING, elsewhere=True)
 
     def _writer_reached(self, operation: str) -> None:
-        """A writer process is about to do this."""
         # Of a commit, faults of storage hit the manifest; others come when it is durable.
         phase, kinds = _OPERATIONS[operation]
         self._fire_due(phase=phase, elsewhere=True, kinds=kinds)
@@ -205,7 +199,6 @@ class Injector:
             self.writers = WriterServer(self._clock, self._writer_reached)
 
     def close(self) -> None:
-        """Ends the threads."""
         self._closed.set()
         if self._withdraw is not None:
             self._withdraw()
@@ -263,7 +256,6 @@ class Injector:
             self._fire_random(self.plan.random, moment)
 
     def _leave(self, index: int, moment: Moment) -> None:
-        """Leaves a fault to the training thread, and waits for that."""
         if index not in self._left and f"planned-{index}" not in self._spent:
             fires = threading.Event()
             self._left[index] = moment, fires

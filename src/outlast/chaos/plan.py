@@ -84,7 +84,6 @@ class PlannedFault:
                 object.__setattr__(self, name, duration.total_seconds())
 
     def due(self, moment: Moment) -> bool:
-        """Whether every condition holds."""
         return (
             moment.rank == self.rank
             and moment.phase is self.phase
@@ -166,7 +165,6 @@ class Plan:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain values."""
         faults = [_without_defaults(fault) for fault in self.faults]
         values: dict[str, Any] = {"faults": faults} if faults else {}
         if self.random is not None:
@@ -269,7 +267,6 @@ class Fields:
         self._values = values
 
     def has(self, name: str) -> bool:
-        """Whether the field is present and not `null`."""
         return self._values.get(name) is not None
 
     def integer(self, name: str, least: int = 0) -> int:
@@ -277,7 +274,6 @@ class Fields:
         return self.as_integer(self._get(name), name, least)
 
     def number(self, name: str, low: float, high: float) -> float:
-        """A finite number between `low` and `high`, inclusive."""
         value = self._get(name)
         fits = isinstance(value, int | float) and not isinstance(value, bool)
         if not fits or not math.isfinite(value) or not low <= value <= high:
@@ -286,7 +282,6 @@ class Fields:
         return float(value)
 
     def choice(self, name: str, choices: type[E]) -> E:
-        """A member of an enumeration of strings."""
         return self.as_choice(self._get(name), name, choices)
 
     def items(self, name: str) -> list[Any]:

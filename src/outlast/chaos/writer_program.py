@@ -65,7 +65,6 @@ class FaultyStorage:
         return getattr(self._real, name)
 
     def create(self, folder: str, name: str, size_bytes: int) -> FileWriter:
-        """See `Storage`."""
         # An object store takes pieces of equal sizes only.
         splits = hasattr(self._real, "root")
         return _FaultyFile(
@@ -73,7 +72,6 @@ class FaultyStorage:
         )
 
     def put(self, folder: str, name: str, content: bytes) -> None:
-        """See `Storage`."""
         kind, seconds = self._injector.ask(PUT) if name == MANIFEST else (None, 0.0)
         half = content[: len(content) // 2]
         match kind:
@@ -91,7 +89,6 @@ class FaultyStorage:
         self._real.put(folder, name, content)
 
     def publish(self, working: str, final: str) -> str:
-        """See `Storage`."""
         self._injector.ask(PUBLISH)
         replaced = self._real.publish(working, final)
         kind, _ = self._injector.ask(PUBLISHED)
@@ -153,7 +150,6 @@ def _no_space(name: str) -> OSError:
 
 
 def _flipped(data: bytes) -> bytes:
-    """The data with the byte in the middle inverted."""
     middle = len(data) // 2
     return data[:middle] + bytes([data[middle] ^ 0xFF]) + data[middle + 1 :] if data else data
 

@@ -56,7 +56,6 @@ class WriterServer:
 
     @property
     def connected(self) -> bool:
-        """Whether there is a writer process."""
         return bool(self._writers)
 
     def order(self, kind: Kind, seconds: float) -> None:
@@ -70,7 +69,6 @@ class WriterServer:
                 self._orders.append((kind, seconds))
 
     def kill(self) -> None:
-        """Kills all writer processes."""
         for pid in list(self._writers):
             with contextlib.suppress(ProcessLookupError):  # it is ending; its connection is not yet
                 os.kill(pid, signal.SIGKILL)

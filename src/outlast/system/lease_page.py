@@ -59,7 +59,6 @@ class LeasePage:
         return float(self._deadline[0])
 
     def valid(self) -> bool:
-        """Whether this host holds a lease now."""
         return now() < self.deadline
 
     def renew(self, deadline: float) -> None:
@@ -67,11 +66,9 @@ class LeasePage:
         self._deadline[0] = deadline
 
     def close(self) -> None:
-        """Unmaps the page; the file stays."""
         self._deadline.release()
         self._map.close()
 
     def remove(self) -> None:
-        """Unmaps the page and removes its file."""
         self.close()
         self.path.unlink(missing_ok=True)

@@ -57,7 +57,7 @@ from outlast.launch.agent.replacement import CallWatch, Replacements
 from outlast.launch.agent.resources import JobResources
 from outlast.launch.agent.shutdown import Shutdown
 from outlast.launch.config.job_spec import JobSpec, Placement
-from outlast.launch.workers.worker import Worker
+from outlast.launch.workers.worker_group import Worker
 
 
 class Phase(enum.Enum):
@@ -344,7 +344,6 @@ class Agent:
         self._next_phase()
 
     def _next_phase(self) -> None:
-        """Start the next phase if all workers have ended."""
         phases = (Phase.RUNNING, Phase.RESTARTING, Phase.ENDING)
         if self._resources.workers or self._phase not in phases:
             return
@@ -381,7 +380,6 @@ class Agent:
         self._shutdown.end_workers(number)
 
     def _all_ended(self) -> None:
-        """Called when all workers, and all processes that they started, have ended."""
         coordinator = self._resources.coordinator
         if self._phase is Phase.RESTARTING:
             self._phase = Phase.WAITING

@@ -48,8 +48,7 @@ class Outcome:
 class Actions(Protocol):
     """What an agent is told to do; always in the thread of its event loop."""
 
-    def start(self, placement: Placement) -> None:
-        """Start the workers of this host; none is running."""
+    def start(self, placement: Placement) -> None: ...
 
     def park(self) -> None:
         """Wait without workers, ready to start them soon: this host is a spare."""
@@ -107,14 +106,12 @@ class Coordinator(Protocol):
     def stop(self, number: signal.Signals) -> None:
         """End the job, because the agent has received a signal."""
 
-    def failed(self, death: Death) -> None:
-        """A worker of this host has failed."""
+    def failed(self, death: Death) -> None: ...
 
     def finished(self, exit_codes: frozenset[int]) -> None:
         """No process of the job is left on this host, and no worker will be replaced."""
 
-    def close(self) -> None:
-        """Leave the job."""
+    def close(self) -> None: ...
 
 
 OpenCoordinator: TypeAlias = "Callable[[JobResources, Actions], Coordinator]"

@@ -60,7 +60,6 @@ class Raised:
 
     @property
     def advice(self) -> str:
-        """What the user can do, if that is not obvious."""
         return _DEBUGGING if self.error.startswith(_BY_PDB) else ""
 
 
@@ -97,7 +96,6 @@ class Death:
 
     @property
     def process(self) -> str:
-        """The name of the process in the whole job."""
         return process_name(self.host_id, self.pid)
 
     @functools.cached_property
@@ -127,12 +125,10 @@ class Death:
 
     @property
     def message(self) -> str:
-        """The exception, or the last line of its output."""
         lines = without_ranks(self.last_output).splitlines()
         return self._raised.error if self._raised is not None else lines[-1] if lines else ""
 
     def event(self) -> WorkerFailed:
-        """The death as an event."""
         return WorkerFailed(
             rank=self.rank,
             worker_pid=self.pid,
@@ -224,7 +220,6 @@ def from_last_traceback(lines: list[str]) -> list[str]:
 
 
 def _place(lines: list[str]) -> str:
-    """The innermost line of the user's code among the frames."""
     found = [frame for line in lines if (frame := _FRAME.fullmatch(line)) is not None]
     frames = [(frame[1], int(frame[2]), frame[3] or "") for frame in reversed(found)]
     return place_in_user_code(frames).partition(" in ")[0]

@@ -44,13 +44,11 @@ class Ending:
 
     @property
     def stopped(self) -> bool:
-        """Whether it ended because it was told to, by itself."""
         told = self.cause is not None and self.cause.decision is Decision.STOPPED
         return self.saved if self.received is not None else told
 
     @property
     def failed(self) -> bool:
-        """Whether nobody asked for this end."""
         caused = self.cause is not None or bool(self.text)
         return self.received is None and caused and not self.stopped
 
@@ -79,7 +77,6 @@ class Ending:
 
     @property
     def advice(self) -> str:
-        """What the user can do about the first cause."""
         fault, cause = self._told_by_ranks, self.cause
         error = Raised(fault.cause) if fault is not None else cause.error if cause else None
         return error.advice if error is not None else ""

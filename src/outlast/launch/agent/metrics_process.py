@@ -63,7 +63,6 @@ class MetricsProcess:
 
     @property
     def pids(self) -> list[int]:
-        """Its process ID, while it runs."""
         return [] if self._process is None else [self._process.pid]
 
     def ended(self, pid: int, exit_code: int) -> bool:

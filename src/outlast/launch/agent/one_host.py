@@ -106,7 +106,6 @@ class JobStore:
         self.client = self._serve()
 
     def close(self) -> None:
-        """Stop serving."""
         self._listener.close()
         del self.client
 

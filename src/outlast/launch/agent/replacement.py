@@ -13,7 +13,7 @@ from outlast.launch.agent.decisions import Decision, JobRecord, JobState
 from outlast.launch.agent.resources import JobResources
 from outlast.launch.config.job_spec import Placement
 from outlast.launch.event_loop import Timer
-from outlast.launch.workers.worker import Worker
+from outlast.launch.workers.worker_group import Worker
 from outlast.system.error_text import exit_text
 
 _CHECK_S = 0.5
@@ -48,7 +48,6 @@ class Replacements:
         return state is JobState.RUNNING or (wrapped and state is JobState.PLAIN)
 
     def schedule(self, death: Death) -> None:
-        """Replace a dead worker, after the back-off of its rank."""
         delay_s = self._resources.workers.delay_s(death.local_rank)
         if delay_s == 0:
             self._replace(death)
@@ -60,7 +59,6 @@ class Replacements:
         self._waiting.append((timer, death))
 
     def cancel(self) -> None:
-        """Give up the replacements that still wait."""
         for timer, death in self._waiting:
             timer.cancel()
             self._lost(death)
@@ -122,7 +120,6 @@ class CallWatch:
         return running and not self._resources.coordinator.keys.has_come(job, worker.rank)
 
     def ended(self, worker: Worker, exit_code: int) -> None:
-        """A worker has ended, and is not replaced."""
         self._ended.append((worker, exit_code))
         self._check()
 

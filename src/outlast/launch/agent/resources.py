@@ -200,7 +200,6 @@ class JobResources:
             self.console.say(f"the faults of {plan} are not in the events: {error}")
 
     def _start_orphan_killer(self) -> None:
-        """Start the process that cleans up if this one is killed; before any worker."""
         page = self.coordinator.lease_page
         lease_page = [] if page is None else [str(page)]
         program = [sys.executable, "-I", "-S", orphan_killer.__file__, str(os.getpid())]

@@ -177,7 +177,6 @@ def _nproc(text: str) -> int:
 
 
 def _address(options: RunOptions) -> tuple[str, int]:
-    """The address of the store; the more specific option takes precedence."""
     host, port = None, 0
     if options.rdzv_endpoint:
         host, _, digits = options.rdzv_endpoint.rpartition(":")

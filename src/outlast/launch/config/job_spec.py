@@ -29,7 +29,6 @@ class Program:
     wrapped: bool = False
 
     def as_typed(self) -> str:
-        """The script and its arguments, as one would type them."""
         return shlex.join([*(["-m"] if self.module else []), self.name, *self.args])
 
     def command(self, interpreter: str, chaos: bool) -> list[str]:
@@ -60,7 +59,6 @@ class BackOff:
     soon_s: float = 10.0
 
     def delay_s(self, lifetimes_s: Sequence[float]) -> float:
-        """The wait before the next process of a rank, given the lifetimes of the earlier ones."""
         short_lived = itertools.takewhile(lambda s: s < self.soon_s, reversed(lifetimes_s))
         deaths = sum(1 for _ in short_lived)
         if deaths < 2:
@@ -94,15 +92,12 @@ class Routes:
 
     @property
     def any_file(self) -> bool:
-        """Whether any output goes to a file."""
         return any([*self.redirects.values(), *self.tee.values()])
 
     def to_file(self, local_rank: int, stream: Std) -> bool:
-        """Whether this stream goes to a file."""
         return bool((self.redirects[local_rank] | self.tee[local_rank]) & stream)
 
     def to_console(self, local_rank: int, stream: Std) -> bool:
-        """Whether this stream goes to the console."""
         hidden = self.redirects[local_rank] & ~self.tee[local_rank]
         return local_rank in self.shown and not hidden & stream
 
@@ -182,5 +177,4 @@ class Placement:
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def ranks(self, nproc: int) -> range:
-        """The ranks of this host's workers."""
         return range(self.place * nproc, (self.place + 1) * nproc)
