@@ -10,7 +10,7 @@ import pytest
 from launch.runs import WORKER, Run
 from outlast.events import LauncherEnded, event_from_dict
 from outlast.events.run_folders import runs_in
-from outlast.launch.agent.descendants import OomKills
+from outlast.launch.workers.descendants import OomKills
 from procs import NET_S
 
 # A script that wraps a function, and is killed before it gets there.

@@ -43,7 +43,12 @@ from outlast.launch.agent.decisions import (
     decide,
     replacements,
 )
-from outlast.launch.agent.descendants import (
+from outlast.launch.agent.last_lines import Ending, summary
+from outlast.launch.agent.replacement import CallWatch, Replacements
+from outlast.launch.agent.resources import JobResources
+from outlast.launch.agent.shutdown import Shutdown
+from outlast.launch.config.job_spec import JobSpec, Placement
+from outlast.launch.workers.descendants import (
     LINGER_S,
     OomKills,
     ended_children,
@@ -52,11 +57,6 @@ from outlast.launch.agent.descendants import (
     reap,
     terminate_group,
 )
-from outlast.launch.agent.last_lines import Ending, summary
-from outlast.launch.agent.replacement import CallWatch, Replacements
-from outlast.launch.agent.resources import JobResources
-from outlast.launch.agent.shutdown import Shutdown
-from outlast.launch.config.job_spec import JobSpec, Placement
 from outlast.launch.workers.worker_group import Worker
 
 

@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator
 
 import psutil
 
-from outlast.launch.agent.descendants import (
+from outlast.launch.agent.resources import JobResources
+from outlast.launch.event_loop import Timer
+from outlast.launch.workers.descendants import (
     KILL_S,
     LINGER_S,
     TERMINATE_S,
     descendants,
     snapshot_holders,
 )
-from outlast.launch.agent.resources import JobResources
-from outlast.launch.event_loop import Timer
 
 _Steps = Iterator[tuple[float, signal.Signals | None]]
 """Seconds to wait after each signal; `None` sends no signal."""
