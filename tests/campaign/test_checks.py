@@ -8,19 +8,33 @@ import pytest
 
 from async_checkpoint import made
 from outlast.async_checkpoint.storage.local import LocalStorage
-from outlast.campaign.records import Entry, Records, Reference, Step, differences
-from outlast.campaign.rounds.checks import leaks, unfinished_checkpoints
+from outlast.campaign.checks import leaks, unfinished_checkpoints
+from outlast.campaign.notes import ENTRY, STEP, notes_in
+from outlast.campaign.plan import RoundPlan
+from outlast.campaign.programs import Program
+from outlast.events import JsonlSink, Note
+
+
+def write_notes(folder: Path, *notes: Note) -> None:
+    sink = JsonlSink(notes_in(folder / "work"))
+    for note in notes:
+        sink.write(note)
+    sink.close()
 
 
 def test_a_step_that_another_rank_has_completed_may_lack_its_record(tmp_path: Path) -> None:
     """The rank died before it wrote the record, and continued from the other rank's state."""
-    losses = {(step, rank): "0x1p+0" for step in (1, 2) for rank in (0, 1)}
-    records = Records(tmp_path)
-    for step, rank in ((1, 0), (1, 1), (2, 0)):
-        records.write(Step(step=step, rank=rank, loss="0x1p+0"))
-    assert differences(Reference(losses, {}), tmp_path) == []
-    more = Reference({**losses, (3, 0): "0x1p+0", (3, 1): "0x1p+0"}, {})
-    assert differences(more, tmp_path) == ["1 steps were never trained, the first is step 3"]
+    notes = [
+        Note(name=STEP, rank=rank, data={"step": step, "loss": "0x1p+0"})
+        for step in (1, 2, 3)
+        for rank in (0, 1)
+    ]
+    own, plan = Program(["training"], own=True), RoundPlan(seed=1, number=1, ranks=2, steps=3)
+    for name, some in (("all", notes), ("one", notes[:5]), ("none", notes[:4])):
+        write_notes(tmp_path / name, *some)
+    expected = own.reference([tmp_path / "all"])
+    assert own.differences(expected, tmp_path / "one", plan) == []
+    assert own.differences(expected, tmp_path / "none", plan) == ["step 3 is missing"]
 
 
 @pytest.mark.parametrize(
@@ -35,10 +49,9 @@ def test_a_step_that_another_rank_has_completed_may_lack_its_record(tmp_path: Pa
 def test_a_leak_repeats_at_each_restart(
     tmp_path: Path, counts: tuple[int, ...], grows: bool
 ) -> None:
-    records = Records(tmp_path)
-    for iteration, count in enumerate(counts):
-        entry = Entry(pid=7, rank=0, iteration=iteration, descriptors={"socket": count}, threads=5)
-        records.write(entry)
+    for count in counts:
+        data = {"descriptors": {"socket": count}, "threads": 5}
+        write_notes(tmp_path, Note(name=ENTRY, pid=7, rank=0, data=data))
     assert bool(leaks(tmp_path)) == grows
 
 

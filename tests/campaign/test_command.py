@@ -15,12 +15,11 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from campaign import launchers
-from outlast.campaign import campaign
-from outlast.campaign.output import ProgressLine
+from campaign import stand_in
+from outlast.campaign import job as jobs
+from outlast.campaign.checks import reap_orphans
 from outlast.campaign.plan import Action, LauncherFault, RoundPlan
-from outlast.campaign.rounds import run_round
-from outlast.campaign.rounds.checks import reap_orphans
+from outlast.campaign.results import Display
 from outlast.launch.cli import app
 
 
@@ -31,10 +30,9 @@ def invoke(*arguments: str) -> tuple[int, str]:
 
 
 @pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds are run by the stand-in for `outlast run`, with a training that is right."""
-    monkeypatch.setattr(campaign, "LAUNCHER", launchers.COMMAND)
-    monkeypatch.setattr(campaign, "TRAINING", Path("waits"))
+    stand_in.use(monkeypatch, "waits")
 
 
 def test_an_unknown_kind_is_refused() -> None:
@@ -49,7 +47,7 @@ def test_a_plan_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     assert output.endswith("none.json: cannot be read: No such file or directory")
 
 
-@pytest.mark.usefixtures("stand_in")
+@pytest.mark.usefixtures("_stand_in")
 def test_the_table_and_the_results_are_written(tmp_path: Path) -> None:
     table = tmp_path / "table.md"
     before = "in `<!-- campaign: begin -->`\n<!-- campaign: begin -->\n"
@@ -71,11 +69,11 @@ def test_the_table_and_the_results_are_written(tmp_path: Path) -> None:
     assert results["rounds"][0]["exit_codes"] == [143, 0]
 
 
-@pytest.mark.usefixtures("stand_in")
+@pytest.mark.usefixtures("_stand_in")
 def test_a_failure_is_printed_with_the_command_that_repeats_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(campaign, "TRAINING", Path("waits_wrong_loss"))
+    stand_in.use(monkeypatch, "waits_wrong_loss")
     code, output = invoke(
         "--faults=1", "--kinds=stop", "--nproc-per-node=1", "--seconds=1", f"--out={tmp_path}"
     )
@@ -86,7 +84,7 @@ def test_a_failure_is_printed_with_the_command_that_repeats_it(
     assert f"outlast chaos campaign --replay {tmp_path}/round-0001/shortened.json" in output
 
 
-@pytest.mark.usefixtures("stand_in")
+@pytest.mark.usefixtures("_stand_in")
 @pytest.mark.parametrize(
     ("training", "job"), [("slow", "round 1"), ("stalls", "the undisturbed run")]
 )
@@ -97,7 +95,7 @@ def test_sigterm_ends_the_running_job(
     left: list[psutil.Process] = []
     reaped: list[str] = []
 
-    def running(self: ProgressLine, steps: Mapping[str, int]) -> None:
+    def running(self: Display, steps: Mapping[str, int]) -> None:
         # Between two launchers of a round there is no job.
         if steps.get(job) and not left:
             left.extend(set(psutil.Process().children()) - set(before))
@@ -110,9 +108,9 @@ def test_sigterm_ends_the_running_job(
             reaped.append(mark)
         return reap_orphans(mark, linger_s)
 
-    monkeypatch.setattr(ProgressLine, "running", running)
-    monkeypatch.setattr(run_round, "reap_orphans", reap)
-    monkeypatch.setattr(campaign, "TRAINING", Path(training))
+    monkeypatch.setattr(Display, "running", running)
+    monkeypatch.setattr(jobs, "reap_orphans", reap)
+    stand_in.use(monkeypatch, training)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     handler = signal.getsignal(signal.SIGTERM)
     code, output = invoke("--faults=1", "--kinds=stop", "--nproc-per-node=1")
@@ -125,7 +123,7 @@ def test_sigterm_ends_the_running_job(
     assert "stopped; rounds that have ended: 0" in output
 
 
-@pytest.mark.usefixtures("stand_in")
+@pytest.mark.usefixtures("_stand_in")
 @pytest.mark.parametrize("script", ["slow", "slow_wrong_loss"])
 def test_a_campaign_that_is_stopped_tells_what_has_ended(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -133,13 +131,13 @@ def test_a_campaign_that_is_stopped_tells_what_has_ended(
     """In the second round, or while the first, which has failed, is shortened."""
     sent: list[bool] = []
 
-    def running(self: ProgressLine, steps: Mapping[str, int]) -> None:
+    def running(self: Display, steps: Mapping[str, int]) -> None:
         if not sent and (steps.get("round 2") or steps.get("shortening round 1 to 1 faults")):
             sent.append(True)
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(ProgressLine, "running", running)
-    monkeypatch.setattr(campaign, "TRAINING", Path(script))
+    monkeypatch.setattr(Display, "running", running)
+    stand_in.use(monkeypatch, script)
     code, output = invoke(
         *("--faults=2", "--faults-per-round=1", "--kinds=stop", "--nproc-per-node=1"),
         *("--jobs=1", f"--out={tmp_path}"),
@@ -166,7 +164,7 @@ def test_two_campaigns_cannot_use_one_folder(tmp_path: Path) -> None:
     assert "another campaign is running in" in output
 
 
-@pytest.mark.usefixtures("stand_in")
+@pytest.mark.usefixtures("_stand_in")
 def test_only_folders_of_campaigns_are_removed(tmp_path: Path) -> None:
     mine = tmp_path / "reference" / "mine"
     mine.parent.mkdir()
@@ -177,11 +175,11 @@ def test_only_folders_of_campaigns_are_removed(tmp_path: Path) -> None:
     assert mine.exists()
 
 
-@pytest.mark.usefixtures("stand_in")
+@pytest.mark.usefixtures("_stand_in")
 def test_a_plan_is_not_replayed_over_its_own_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(campaign, "TRAINING", Path("right"))
+    stand_in.use(monkeypatch, "right")
     plan = tmp_path / "round-0003" / "shortened.json"
     plan.parent.mkdir()
     plan.write_text(RoundPlan(seed=1, number=3, ranks=1, steps=9).to_json())
@@ -193,11 +191,11 @@ def test_a_plan_is_not_replayed_over_its_own_round(
     assert code == 0, output
 
 
-@pytest.mark.usefixtures("stand_in")
+@pytest.mark.usefixtures("_stand_in")
 def test_faults_that_did_not_fire_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(campaign, "TRAINING", Path("right"))
+    stand_in.use(monkeypatch, "right")
     never = LauncherFault(Action.STOP, 100)
     plan = RoundPlan(seed=1, number=1, ranks=1, steps=9, launcher=(never,))
     file = tmp_path / "plan.json"

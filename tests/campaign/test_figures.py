@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from outlast.campaign.output import markdown, write_markdown
+from outlast.campaign.figures import Stage, believed_partial, fired_faults
 from outlast.campaign.plan import RoundPlan
-from outlast.campaign.results import CampaignResult, Fired, Problems, RoundResult
-from outlast.campaign.rounds.figures import Stage, believed_partial, fired_faults
+from outlast.campaign.results import CampaignResult, Fired, RoundResult, write_markdown
 from outlast.chaos import Kind, Phase, PlannedFault
 from outlast.events import (
     Assigned,
@@ -104,22 +103,15 @@ def test_a_checkpoint_that_may_have_been_committed_may_be_restored() -> None:
 
 
 def test_the_table_has_a_row_for_each_kind_and_the_totals(tmp_path: Path) -> None:
-    fired = (
+    fired = [
         Fired(kind="hang_gil", seen=4.0, back=8.0, redone=3),
         Fired(kind="hang_gil", seen=5.0, back=9.5, redone=2),
         Fired(kind="slow_disk"),
-    )
-    one = RoundResult(
-        plan=PLAN,
-        fired=fired,
-        problems=Problems(orphans=("a process",)),
-        exit_codes=(0,),
-        wall_seconds=20.0,
-        productive_seconds=5.0,
-        seconds=30.0,
-    )
-    result = CampaignResult(seed=1, ranks=2, rounds=(one,), failures=(), seconds=60.0)
-    text = markdown(result)
+    ]
+    one = RoundResult(plan=PLAN, fired=fired, wall_seconds=20.0, productive_seconds=5.0)
+    one.problems["orphans"].append("a process")
+    result = CampaignResult(seed=1, ranks=2, rounds=(one,), seconds=60.0)
+    text = result.markdown()
     assert "| hang gil | 2 | 5.00 / 5.00 | 9.50 / 9.50 | 5 |" in text
     assert "| slow disk | 1 | - | - | - |" in text
     assert "| all | 3 | 5.00 / 5.00 | 9.50 / 9.50 | 5 |" in text

@@ -10,13 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from campaign import launchers
-from outlast.campaign import campaign
-from outlast.campaign.campaign import Campaign, CampaignError, Options
+from campaign import stand_in
+from outlast.campaign import campaign, job
+from outlast.campaign.campaign import CampaignError
 from outlast.campaign.generate import Shape, parse_kinds
+from outlast.campaign.network import Network, unavailable
 from outlast.campaign.plan import OF_HOSTS, LauncherFault, RoundPlan
-from outlast.campaign.rounds import job_on_hosts
-from outlast.campaign.rounds.network import Network, unavailable
 
 PLAN = RoundPlan(seed=1, number=1, ranks=3, steps=20)
 
@@ -66,16 +65,15 @@ def test_a_host_that_loses_power_is_replaced_by_a_fresh_one(
 def test_a_round_on_hosts_of_which_one_after_another_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_on_hosts, "_CUT_OFF_S", 0.1)
+    monkeypatch.setattr(job, "_CUT_OFF_S", 0.1)
     faults = tuple(LauncherFault(action, 2) for action in OF_HOSTS)
     plan = dataclasses.replace(PLAN, launcher=faults)
-    script = Path("slow")
-    options = Options(out=tmp_path, script=script, launcher=launchers.COMMAND, linger_s=1)
+    stand_in.use(monkeypatch, "slow")
     before = {process.pid for process in _unshared()}
-    result = Campaign(options).replay(plan)
+    result = stand_in.campaign(out=tmp_path, linger_s=1)[0].replay(plan)
     assert not result.failures, result.rounds[0].problems
     assert [one.kind for one in result.fired] == ["host_cut_off", "host_lost"]
-    assert result.rounds[0].exit_codes == (0, 0, 0)
+    assert result.rounds[0].exit_codes == [0, 0, 0]
     assert {process.pid for process in _unshared()} <= before
 
 
@@ -83,22 +81,17 @@ def test_without_network_namespaces_these_faults_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(campaign, "unavailable", lambda: "they need root")
-    left_out = []
-
-    class Observer(campaign.Observer):
-        def left_out(self, what: str, why: str) -> None:
-            left_out.append((what, why))
-
-    running = Campaign(Options(out=tmp_path), Observer())
+    running, output = stand_in.campaign(out=tmp_path)
     shape = Shape(ranks=4, faults=4, kinds=parse_kinds([]))
     assert not set(OF_HOSTS) & set(running._possible(shape).kinds)
-    assert left_out == [("host_cut_off, host_lost", "they need root")]
+    assert output.getvalue() == "without host_cut_off, host_lost: they need root\n"
     for ranks, why in ((4, "they need root"), (2, "2 ranks cannot share them equally")):
-        only = Options(out=tmp_path, ranks=ranks, kinds=parse_kinds(["host_lost"]))
+        kinds = parse_kinds(["host_lost"])
+        only, _ = stand_in.campaign(out=tmp_path, ranks=ranks, kinds=kinds)
         with pytest.raises(
             CampaignError, match=f"without three hosts or more there is no host_lost: {why}"
         ):
-            Campaign(only).run()
+            only.run()
 
 
 def _unshared() -> list[psutil.Process]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.campaign.shrink import shorten
+from outlast.campaign.generate import shorten
 
 
 @given(st.integers(1, 40), st.data())

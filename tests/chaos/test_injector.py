@@ -242,7 +242,7 @@ def test_an_interrupt_before_the_action_releases_the_claim() -> None:
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("outlast.chaos.firing.log.warning", interrupt)
+        patch.setattr("outlast.chaos.injector.log.warning", interrupt)
         with pytest.raises(KeyboardInterrupt):
             bench.injector.step(1)
     assert bench.done == []

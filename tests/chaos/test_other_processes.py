@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from outlast.chaos import fire
-from outlast.chaos.other_processes import SigAction, server_of
+from outlast.chaos.actions import SigAction, server_of
 from outlast.errors import ChaosError
 from procs import NET_S
 

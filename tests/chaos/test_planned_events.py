@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from outlast.chaos.fired_faults import MarkerDirectory
-from outlast.chaos.planned_events import planned_events
+from outlast.chaos.fired_faults import MarkerDirectory, planned_events
 
 PLAN = {
     "faults": [

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from outlast.chaos.plan_validation import load_json
+from outlast.chaos.plan import load_json
 from outlast.errors import ChaosError
 from outlast.system.user_frames import (
     in_own_code,
@@ -46,7 +46,7 @@ def test_the_frames_of_this_package_are_left_out(tmp_path: object) -> None:
     error = raised(lambda: reads(tmp_path / "none"))  # type: ignore[operator]
     assert isinstance(error, ChaosError)
     text = user_traceback(error, 10_000)
-    assert "plan_validation.py" not in text
+    assert "chaos/plan.py" not in text
     assert "in reads" in text
     assert "direct cause" in text
     assert text.rstrip().endswith("No such file or directory")

@@ -9,9 +9,9 @@ descriptor may be left over.
 |---|---|
 | the loop over the rounds | `campaign.py` |
 | the plans of the rounds, from a seed | `generate.py`, `plan.py` |
-| the own training, and what it records | `training.py`, `records.py` |
-| several rounds at a time | `side_by_side.py` |
-| one round: its program, what it must not show, hosts in network namespaces | `rounds/` |
-| the shortest plan that fails | `shrink.py` |
-| the results and the table | `results.py`, `output.py` |
+| the training, and its result | `programs.py`; the own one: `training.py` |
+| one round, and its job | `round.py`, `job.py` |
+| what it must not leave; what each fault has cost | `checks.py`; `figures.py` |
+| hosts in network namespaces | `network.py` |
+| the results and the table | `results.py` |
 """

@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import datetime
 import functools
 import itertools
 import os
 import shutil
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import field
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
 
-from outlast.campaign.environment import describe
-from outlast.campaign.generate import Card, Shape, parse_kinds, plans, reference_plan
+from outlast.campaign import round as rounds
+from outlast.campaign.generate import Shape, plans, reference_plan, shorten
+from outlast.campaign.network import unavailable
 from outlast.campaign.plan import OF_HOSTS, Fault, RoundPlan, hosts_for
-from outlast.campaign.results import CampaignResult, Failure, RoundResult
-from outlast.campaign.rounds.network import unavailable
-from outlast.campaign.rounds.programs import (
-    AnyProgram,
-    CampaignError,
-    OwnTraining,
-)
-from outlast.campaign.rounds.run_round import Surroundings, run_round
-from outlast.campaign.rounds.user_script import UserScript
-from outlast.campaign.shrink import shorten
-from outlast.campaign.side_by_side import Cancelled, SideBySide
+from outlast.campaign.programs import CampaignError, Program, Reference
+from outlast.campaign.results import CampaignResult, Display, Failure, RoundResult
+from outlast.campaign.round import Options, run_round
 
-LAUNCHER = (sys.executable, "-m", "outlast.launch", "run")
-TRAINING = Path(__file__).with_name("training.py")
-
-_UNDISTURBED = ("the undisturbed run", "its repetition")
+_LOOK_S = 0.1
 _MOST_RUNS = 12
 """Runs that shorten the plan of one failed round."""
 _FEW = 6
@@ -45,70 +31,13 @@ _MOST_JOBS = 8
 """Rounds side by side by default, however many cores there are: each needs gigabytes of memory."""
 
 
+class Cancelled(BaseException):
+    """Ends a round, because the campaign ends."""
+
+
 def default_jobs() -> int:
     """The number of cores that this process may use, at most 8."""
     return min(len(os.sched_getaffinity(0)), _MOST_JOBS)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """The options of a campaign.
-
-    Attributes:
-        out: the folder of the results; failed rounds stay in it, others are removed.
-        faults: how many faults to fire; `None` without limit.
-        seconds: start no further round that would end later than this; `None` without limit.
-        seed: of the plans and of the training.
-        ranks: of each job.
-        kinds: all by default.
-        per_round: the number of faults in a round.
-        jobs: how many rounds run at the same time.
-        standby: how many standby processes each job has.
-        keep: whether to keep the folders of all rounds.
-        shrink: whether to shorten the plans of failed rounds.
-        script: the campaign's own training.
-        command: the user's script and its arguments, instead of that training.
-        stall_s: a job in which no rank completes a step for this long has failed.
-        linger_s: how long after the end of a launcher its job's other processes may end.
-        launcher: the command `outlast run`.
-    """
-
-    out: Path
-    faults: int | None = 1000
-    seconds: float | None = None
-    seed: int = 0
-    ranks: int = 4
-    kinds: tuple[Card, ...] = parse_kinds([])
-    per_round: int = 40
-    jobs: int = 1
-    standby: int = 2
-    keep: bool = False
-    shrink: bool = True
-    script: Path = field(default_factory=lambda: TRAINING)
-    command: tuple[str, ...] = ()
-    stall_s: float = 150.0
-    linger_s: float = 15.0
-    launcher: tuple[str, ...] = field(default_factory=lambda: LAUNCHER)
-
-    @property
-    def shape(self) -> Shape:
-        """The shape of the rounds."""
-        most = self.per_round if self.seconds is None else min(self.per_round, _FEW)
-        faults = most if self.faults is None else max(1, min(most, self.faults))
-        return Shape(ranks=self.ranks, faults=faults, kinds=self.kinds)
-
-
-class Observer:
-    """Hears how a campaign goes on, always in the thread that runs it; this one does nothing."""
-
-    def running(self, steps: Mapping[str, int]) -> None:
-        """These jobs are running, and each has come to this step."""
-
-    def ended(self, result: RoundResult) -> None:
-        """A round has ended. One that failed is shortened after that."""
-
-    def left_out(self, what: str, why: str) -> None:
-        """These faults are not possible here."""
 
 
 class Campaign:
@@ -119,20 +48,11 @@ class Campaign:
             kinds is possible here.
     """
 
-    def __init__(self, options: Options, observer: Observer | None = None) -> None:
+    def __init__(self, options: Options, display: Display) -> None:
         self._options = options
-        self._observer = observer or Observer()
+        self._display = display
         own = not options.command
-        self._program: AnyProgram = (
-            OwnTraining(options.script) if own else UserScript(options.command)
-        )
-        self._surroundings = Surroundings(
-            program=self._program,
-            standby=options.standby,
-            stall_s=options.stall_s,
-            linger_s=options.linger_s,
-            launcher=options.launcher,
-        )
+        self._program = Program(options.command or (str(rounds.TRAINING),), own=own)
         self._since = time.monotonic()
         self._lock = threading.Lock()
         # Written by the threads of the rounds:
@@ -142,81 +62,78 @@ class Campaign:
         self._ended: deque[RoundResult] = deque()
         self._faults = 0  # of the rounds that have ended, and planned for those that run
         self._longest = 0.0
+        self._cancelled = threading.Event()
 
     def run(self) -> CampaignResult:
-        """Runs rounds as the options say."""
-        options, shape = self._options, self._possible(self._options.shape)
-        reference = self._reference(reference_plan(options.seed, shape))
-        shape = shape.with_steps(self._program.steps(reference))
-        self._run_all(plans(options.seed, shape), reference)
-        return self.result(options.seed, options.ranks)
-
-    def folder_of(self, plan: RoundPlan) -> Path:
-        """Where a round runs."""
-        return self._options.out / f"round-{plan.number:04d}"
+        options = self._options
+        most = options.per_round if options.seconds is None else min(options.per_round, _FEW)
+        faults = most if options.faults is None else max(1, min(most, options.faults))
+        shape = self._possible(Shape(ranks=options.ranks, faults=faults, kinds=options.kinds))
+        reference, steps = self._reference(reference_plan(options.seed, shape))
+        self._run_all(plans(options.seed, shape.with_steps(steps)), reference)
+        return self.result()
 
     def replay(self, plan: RoundPlan) -> CampaignResult:
-        """Runs one round."""
         if plan.hosts and (why := unavailable()):
             raise CampaignError(f"this round needs several hosts: {why}")
-        reference = self._reference(dataclasses.replace(plan, faults=(), launcher=()))
+        reference, _ = self._reference(plan.only(()))
         self._run_all(iter([plan]), reference)
-        return self.result(plan.seed, plan.ranks)
+        return dataclasses.replace(self.result(), seed=plan.seed, ranks=plan.ranks)
 
-    def result(self, seed: int, ranks: int) -> CampaignResult:
-        """The result of the rounds that have ended so far."""
+    def folder_of(self, plan: RoundPlan) -> Path:
+        return self._options.out / f"round-{plan.number:04d}"
+
+    def result(self) -> CampaignResult:
         with self._lock:
-            rounds = sorted(self._rounds, key=lambda one: one.plan.number)
-            failures = [failure for _, failure in sorted(self._failures.items())]
-        return CampaignResult(
-            seed=seed,
-            ranks=ranks,
-            command=self._options.command,
-            jobs=self._options.jobs,
-            machine=describe(),
-            date=datetime.date.today().isoformat(),
-            rounds=tuple(rounds),
-            failures=tuple(failures),
-            seconds=time.monotonic() - self._since,
-        )
+            return CampaignResult(
+                seed=self._options.seed,
+                ranks=self._options.ranks,
+                command=self._options.command,
+                jobs=self._options.jobs,
+                rounds=sorted(self._rounds, key=lambda one: one.plan.number),
+                failures=[failure for _, failure in sorted(self._failures.items())],
+                seconds=time.monotonic() - self._since,
+            )
 
-    def _run_all(self, upcoming: Iterator[RoundPlan], reference: object) -> None:
+    def _possible(self, shape: Shape) -> Shape:
+        of_hosts = [card for card in shape.kinds if card in OF_HOSTS]
+        if not of_hosts:
+            return shape
+        can_share = hosts_for(shape.ranks)
+        why = unavailable() if can_share else f"{shape.ranks} ranks cannot share them equally"
+        if not why:
+            return shape
+        what = ", ".join(map(str, of_hosts))
+        rest = tuple(card for card in shape.kinds if card not in OF_HOSTS)
+        if not rest:
+            raise CampaignError(f"without three hosts or more there is no {what}: {why}")
+        self._display.line(f"without {what}: {why}")
+        return dataclasses.replace(shape, kinds=rest)
+
+    def _reference(self, plan: RoundPlan) -> tuple[Reference, int]:
+        places = {"the undisturbed run": "reference", "its repetition": "reference-again"}
+        names = list(places)[: self._program.undisturbed_runs]
+        folders = [self._new(self._options.out / places[name]) for name in names]
+
+        def run(folder: Path, name: str) -> None:
+            if wrong := self._run_one(plan, folder, name, None).wrong():
+                raise CampaignError(f"the undisturbed run in {folder} failed: {'; '.join(wrong)}")
+
+        tasks = (functools.partial(run, *each) for each in zip(folders, names, strict=True))
+        self._side_by_side(lambda: next(tasks, None))
+        steps = self._program.steps(folders[0])
+        return self._program.reference(folders), steps
+
+    def _run_all(self, upcoming: Iterator[RoundPlan], reference: Reference) -> None:
         def next_round() -> Callable[[], None] | None:
             plan = next(upcoming, None) if self._continues() else None
             if plan is None:
                 return None
             with self._lock:
                 self._faults += len(plan.all_faults)
-            return functools.partial(self._run, plan, reference, side_by_side.check)
+            return functools.partial(self._run, plan, reference)
 
-        side_by_side = SideBySide(self._options.jobs, next_round)
-
-        # Closed: an error here must end the rounds that run.
-        with contextlib.closing(side_by_side.results(self._look)) as ended:
-            deque(ended, maxlen=0)
-        self._look()
-
-    def _look(self) -> None:
-        """Tells the observer what has happened since."""
-        while self._ended:
-            self._observer.ended(self._ended.popleft())
-        self._observer.running(dict(self._steps))
-
-    def _possible(self, shape: Shape) -> Shape:
-        """The shape with the kinds that are possible here."""
-        of_hosts = [card for card in shape.kinds if card in OF_HOSTS]
-        rest = tuple(card for card in shape.kinds if card not in OF_HOSTS)
-        why = ""
-        if of_hosts:
-            can_share = hosts_for(shape.ranks)
-            why = unavailable() if can_share else f"{shape.ranks} ranks cannot share them equally"
-        if not why:
-            return shape
-        what = ", ".join(map(str, of_hosts))
-        if not rest:
-            raise CampaignError(f"without three hosts or more there is no {what}: {why}")
-        self._observer.left_out(what, why)
-        return dataclasses.replace(shape, kinds=rest)
+        self._side_by_side(next_round)
 
     def _continues(self) -> bool:
         """Whether to start another round, now that others may be running."""
@@ -229,57 +146,54 @@ class Campaign:
             return True
         return time.monotonic() - self._since + longest <= options.seconds
 
-    def _reference(self, plan: RoundPlan) -> Any:
-        """The result of the undisturbed run."""
-        names = _UNDISTURBED[: self._program.undisturbed_runs]
-        folders = [
-            self._new(self._options.out / f"reference{'-again' * again}")
-            for again in range(len(names))
-        ]
-        # Nothing in it needs a standby process.
-        surroundings = dataclasses.replace(self._surroundings, standby=0)
+    def _side_by_side(self, next_task: Callable[[], Callable[[], None] | None]) -> None:
+        """Runs tasks in threads, as many at a time as the options say; `next_task` is called again
+        whenever one has ended. An error in a task or here, such as Ctrl-C, ends those that run; it
+        is raised when they have ended.
 
-        def run(folder: Path, name: str) -> RoundResult:
-            return self._one(plan, folder, name, None, side_by_side.check, surroundings)
+        A signal raises an exception in the main thread, which must not come between the start of a
+        launcher and the code that ends it: so also a single task runs in a thread.
+        """
+        jobs, running = self._options.jobs, set[Future[None]]()
+        with ThreadPoolExecutor(jobs, thread_name_prefix="outlast-round") as pool:
+            try:
+                while True:
+                    while len(running) < jobs and (task := next_task()) is not None:
+                        running.add(pool.submit(task))
+                    if not running:
+                        return
+                    ended, running = wait(running, _LOOK_S, FIRST_COMPLETED)
+                    self._show()
+                    for one in ended:
+                        one.result()
+            except BaseException:
+                self._cancelled.set()
+                raise
 
-        # In threads, as the rounds are: a signal raises an exception in the main thread, which
-        # must not come between the start of a launcher and the code that ends it.
-        tasks = (functools.partial(run, *each) for each in zip(folders, names, strict=True))
-        side_by_side = SideBySide(self._options.jobs, lambda: next(tasks, None))
-        with contextlib.closing(side_by_side.results(self._look)) as results:
-            for folder, result in zip(folders, results, strict=True):
-                if result.problems:
-                    wrong = "; ".join(result.problems.lines())
-                    raise CampaignError(f"the undisturbed run in {folder} failed: {wrong}")
-        return self._program.result(folders)
+    def _show(self) -> None:
+        while self._ended:
+            self._display.ended(self._ended.popleft())
+        self._display.running(dict(self._steps))
 
-    def _run(self, plan: RoundPlan, reference: object, check: Callable[[], None]) -> None:
+    def _run(self, plan: RoundPlan, reference: Reference) -> None:
         folder = self._new(self.folder_of(plan))
-        one = functools.partial(
-            self._one, reference=reference, check=check, surroundings=self._surroundings
-        )
         try:
-            result = one(plan, folder, f"round {plan.number}")
+            result = self._run_one(plan, folder, f"round {plan.number}", reference)
         except Cancelled:  # it has not failed
             self._remove(folder)
             raise
         with self._lock:
-            self._faults += len(result.fired) - len(plan.all_faults)
+            if result.fired or not result.wrong():  # a round that cannot start counts as planned
+                self._faults += len(result.fired) - len(plan.all_faults)
             self._longest = max(self._longest, result.seconds)
             self._rounds.append(result)
         self._ended.append(result)
-        if result.problems:
-            self._shorten(result, folder, one)
+        if result.wrong():
+            self._shorten(result, folder, reference)
         else:
             self._remove(folder)
 
-    def _remove(self, folder: Path) -> None:
-        if not self._options.keep:
-            shutil.rmtree(folder)
-
-    def _shorten(
-        self, result: RoundResult, folder: Path, one: Callable[[RoundPlan, Path, str], RoundResult]
-    ) -> None:
+    def _shorten(self, result: RoundResult, folder: Path, reference: Reference) -> None:
         plan = result.plan
 
         def note(shortened: RoundPlan, repeated: bool) -> None:
@@ -296,34 +210,32 @@ class Campaign:
         def fails(faults: list[Fault]) -> bool:
             place = folder / f"shortening-{next(numbers):02d}"
             what = f"shortening round {plan.number} to {len(faults)} faults"
-            return bool(one(plan.only(faults), place, what).problems)
+            return bool(self._run_one(plan.only(faults), place, what, reference).wrong())
 
         faults = list(plan.all_faults)
-        repeated = self._options.shrink and fails(list(faults))
+        repeated = self._options.shrink and fails(faults)
         if repeated:
-            faults = list(shorten(faults, fails, _MOST_RUNS))
+            faults = shorten(faults, fails, _MOST_RUNS)
         note(plan.only(faults), repeated)
 
-    def _one(
-        self,
-        plan: RoundPlan,
-        folder: Path,
-        what: str,
-        reference: object | None,
-        check: Callable[[], None],
-        surroundings: Surroundings,
+    def _run_one(
+        self, plan: RoundPlan, folder: Path, what: str, reference: Reference | None
     ) -> RoundResult:
         def tell(step: int) -> None:
-            check()
+            if self._cancelled.is_set():
+                raise Cancelled
             self._steps[what] = step
 
         try:
-            return run_round(plan, folder, reference, surroundings, tell)
+            return run_round(plan, folder, self._program, self._options, reference, tell)
         finally:
             self._steps.pop(what, None)
 
+    def _remove(self, folder: Path) -> None:
+        if not self._options.keep:
+            shutil.rmtree(folder)
+
     def _new(self, folder: Path) -> Path:
-        """Removes what an earlier campaign has left there."""
         if folder.exists():
             if not (folder / "plan.json").is_file():
                 raise CampaignError(

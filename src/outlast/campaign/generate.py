@@ -1,4 +1,5 @@
-"""The plans of a campaign's rounds: all from the seed, so that a round can be repeated.
+"""The plans of a campaign's rounds: all from the seed, so that a round can be repeated; and the
+shortest plan that still fails.
 
 Kinds are dealt like cards: every kind comes as often as it should before any comes again. So do the
 phases of each kind. Some faults come at the same step as the one before, on another rank: then the
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from outlast.campaign.plan import OF_HOSTS, Action, LauncherFault, RoundPlan
@@ -60,24 +61,20 @@ class Shape:
     @property
     def steps(self) -> int:
         """The steps of the training."""
-        if self.known_steps is not None:
-            return self.known_steps
-        return self.faults * GAP_STEPS + _UNDISTURBED_STEPS
+        return self.known_steps or self.faults * GAP_STEPS + _UNDISTURBED_STEPS
 
     @property
     def gap(self) -> int:
         """The steps between two faults."""
         return max(1, (self.steps - _UNDISTURBED_STEPS) // self.faults)
 
-    def with_steps(self, steps: int | None) -> Shape:
-        """For a training of so many steps, which has no more faults than fit; `None`: as it is."""
-        if steps is None:
-            return self
+    def with_steps(self, steps: int) -> Shape:
+        """For a training of so many steps, which has no more faults than fit."""
         most = max(1, (steps - _UNDISTURBED_STEPS) // GAP_STEPS)
         return dataclasses.replace(self, faults=min(self.faults, most), known_steps=steps)
 
 
-def parse_kinds(names: Sequence[str]) -> tuple[Card, ...]:
+def parse_kinds(names: Sequence[str] = ()) -> tuple[Card, ...]:
     """The kinds of these names; all without names.
 
     Raises:
@@ -159,3 +156,42 @@ def _plan(seed: int, number: int, shape: Shape, cards: Sequence[tuple[Card, Phas
         faults=tuple(faults),
         launcher=tuple(sorted(launcher, key=lambda one: one.step)),
     )
+
+
+def shorten(items: Sequence[T], fails: Callable[[list[T]], bool], most_runs: int) -> list[T]:
+    """Delta debugging (ddmin): a part of `items`, in their order, for which `fails` is true; if
+    `most_runs` suffice, one of which no single item can be left out.
+
+    Args:
+        items: all of them together are known to fail.
+        fails: whether these items fail. It should always answer the same for the same items; each
+            part is tried only once.
+        most_runs: how often `fails` may be called.
+    """
+    current = list(range(len(items)))
+    tried: dict[tuple[int, ...], bool] = {}
+
+    def still_fails(part: list[int]) -> bool:
+        key = tuple(part)
+        if key not in tried:
+            if len(tried) >= most_runs:
+                return False
+            tried[key] = fails([items[index] for index in part])
+        return tried[key]
+
+    parts = 2
+    while len(current) >= 2:
+        size = -(-len(current) // parts)
+        chunks = [current[start : start + size] for start in range(0, len(current), size)]
+        without = [[i for i in current if i not in chunk] for chunk in chunks]
+        # With two chunks, each is the complement of the other.
+        candidates = without if len(chunks) == 2 else [*chunks, *without]
+        smaller = next((part for part in candidates if part and still_fails(part)), None)
+        if smaller is not None:
+            parts = 2 if len(smaller) <= size else max(parts - 1, 2)
+            current = smaller
+        elif parts >= len(current):
+            break
+        else:
+            parts = min(2 * parts, len(current))
+    return [items[index] for index in current]

@@ -15,11 +15,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from outlast import chaos
-from outlast.chaos.plan_validation import Fields, load_json
+from outlast.chaos.plan import Fields, load_json
 from outlast.errors import ChaosError
 
 
@@ -77,7 +78,6 @@ class RoundPlan:
 
     @property
     def all_faults(self) -> tuple[Fault, ...]:
-        """Those inside the ranks, and those to the launcher."""
         return (*self.faults, *self.launcher)
 
     @property
@@ -86,28 +86,22 @@ class RoundPlan:
         on_hosts = any(fault.action in OF_HOSTS for fault in self.launcher)
         return hosts_for(self.ranks) if on_hosts else 0
 
-    def only(self, faults: list[Fault]) -> RoundPlan:
-        """The same round with these of its faults."""
+    def only(self, faults: Sequence[Fault]) -> RoundPlan:
         return dataclasses.replace(
             self,
             faults=tuple(f for f in self.faults if f in faults),
             launcher=tuple(f for f in self.launcher if f in faults),
         )
 
+    def to_dict(self) -> dict[str, Any]:
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values["faults"] = chaos.Plan(faults=self.faults).to_dict().get("faults", [])
+        values["launcher"] = [{"action": f.action.value, "step": f.step} for f in self.launcher]
+        return values
+
     def to_json(self) -> str:
         """The plan as `load` reads it."""
-        inside = json.loads(chaos.Plan(faults=self.faults).to_json()).get("faults", [])
-        return json.dumps(
-            {
-                "seed": self.seed,
-                "number": self.number,
-                "ranks": self.ranks,
-                "steps": self.steps,
-                "faults": inside,
-                "launcher": [{"action": f.action.value, "step": f.step} for f in self.launcher],
-            },
-            indent=2,
-        )
+        return json.dumps(self.to_dict(), indent=2)
 
     @classmethod
     def load(cls, path: Path) -> RoundPlan:
@@ -116,65 +110,55 @@ class RoundPlan:
         Raises:
             ChaosError: if it cannot be read or is invalid; names the file and the field.
         """
-        values = load_json(path)
-        try:
-            return cls._parse(values)
-        except ChaosError as error:
-            raise ChaosError(f"{path}: {error}") from error
-
-    @classmethod
-    def _parse(cls, values: Any) -> RoundPlan:
         names = [field.name for field in dataclasses.fields(cls)]
+        values = load_json(path)
         if not isinstance(values, dict) or sorted(values) != sorted(names):
-            raise ChaosError(f"the plan of a round has exactly these fields: {', '.join(names)}")
-        numbers = {"seed": 0, "number": 0, "ranks": 1, "steps": 1}
-        for name, least in numbers.items():
-            value = values[name]
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ChaosError(
-                    f"field {name!r} is {value!r}; it must be an integer of at least {least}"
-                )
-            numbers[name] = value
-        faults: tuple[chaos.PlannedFault, ...] = ()
-        if values["faults"] != []:
-            faults = chaos.Plan.parse({"faults": values["faults"]}).faults
-        plan = cls(**numbers, faults=faults, launcher=_parse_launcher(values["launcher"]))
-        plan._check_possible()
+            raise ChaosError(
+                f"{path}: the plan of a round has exactly these fields: {', '.join(names)}"
+            )
+        fields = Fields(values, f"{path}: plan", names)
+        entries = [
+            Fields(entry, f"{path}: launcher[{index}]", ("action", "step"))
+            for index, entry in enumerate(fields.items("launcher"))
+        ]
+        launcher = [
+            LauncherFault(one.choice("action", Action), one.integer("step")) for one in entries
+        ]
+        plan = cls(
+            seed=fields.integer("seed"),
+            number=fields.integer("number"),
+            ranks=fields.integer("ranks", least=1),
+            steps=fields.integer("steps", least=1),
+            faults=chaos.Plan.parse_faults(fields.items("faults"), f"{path}: "),
+            # They are taken one after the other.
+            launcher=tuple(sorted(launcher, key=lambda fault: fault.step)),
+        )
+        if why := plan._impossible():
+            raise ChaosError(f"{path}: {why}")
         return plan
 
-    def _check_possible(self) -> None:
-        """Checks that each fault can happen: one that never fires would be "survived"."""
+    def _impossible(self) -> str:
+        """Why a fault cannot happen: one that never fires would be "survived"."""
         for index, fault in enumerate(self.faults):
             if fault.rank >= self.ranks:
-                raise ChaosError(
+                return (
                     f"faults[{index}]: field 'rank' is {fault.rank}; with {self.ranks} ranks, it "
                     f"must be less than {self.ranks}"
                 )
         of_hosts = [str(fault.action) for fault in self.launcher if fault.action in OF_HOSTS]
         if of_hosts and len(of_hosts) < len(self.launcher):
-            raise ChaosError(
+            return (
                 f"field 'launcher' has {of_hosts[0]!r} together with actions on a single launcher; "
                 f"a round has only actions on hosts ({', '.join(OF_HOSTS)}) or none of them"
             )
         if of_hosts and not self.hosts:
-            raise ChaosError(
+            return (
                 f"field 'launcher' has {of_hosts[0]!r}; {self.ranks} ranks cannot be shared "
                 f"equally by {_FEWEST_HOSTS} hosts or more"
             )
+        return ""
 
 
 def hosts_for(ranks: int) -> int:
     """How many hosts share this many ranks equally, at least three; 0 if that is not possible."""
     return next((n for n in range(_FEWEST_HOSTS, ranks + 1) if ranks % n == 0), 0)
-
-
-def _parse_launcher(values: Any) -> tuple[LauncherFault, ...]:
-    if not isinstance(values, list):
-        raise ChaosError(f"field 'launcher' is {values!r}; it must be a list")
-    entries = [
-        Fields(entry, f"launcher[{index}]", ("action", "step"))
-        for index, entry in enumerate(values)
-    ]
-    found = [LauncherFault(each.choice("action", Action), each.integer("step")) for each in entries]
-    # They are taken one after the other.
-    return tuple(sorted(found, key=lambda fault: fault.step))

@@ -1,12 +1,40 @@
-"""The result of a round and of a campaign, as plain dataclasses; `to_json` writes them."""
+"""The results of a campaign, and how they are shown: a line while it runs, a line for each round,
+the table of what each kind of fault has cost, with the totals, and all of it as JSON.
+
+In a page that has the lines `<!-- campaign: begin -->` and `<!-- campaign: end -->`, the table is
+written between them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
-from collections.abc import Sequence
+import shlex
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import field
+from pathlib import Path
 
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.status import Status
+
+from outlast.campaign.environment import describe
 from outlast.campaign.plan import RoundPlan
+
+PROBLEMS = ("differences", "orphans", "leaks", "leftovers", "believed")
+"""What may be wrong with a round:
+
+- differences: from the undisturbed run, or no result at all;
+- orphans: processes that outlived their launcher;
+- leaks: descriptors and threads that grew with each restart;
+- leftovers: temporary files and unfinished checkpoints;
+- believed: damaged checkpoints that were committed, or uncommitted ones that were restored.
+"""
+
+_BEGIN, _END = "<!-- campaign: begin -->", "<!-- campaign: end -->"
+_NOTE = "Seen, back: median and maximum, in seconds from the fault."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,54 +59,28 @@ class Fired:
     redone: int | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Problems:
-    """What was wrong with a round, in words; all empty if nothing was.
-
-    Attributes:
-        differences: from the undisturbed run, or no result at all.
-        orphans: processes that outlived their launcher.
-        leaks: descriptors and threads that grew with each restart.
-        leftovers: temporary files and unfinished checkpoints.
-        believed: damaged checkpoints that were committed, or uncommitted ones that were restored.
-    """
-
-    differences: tuple[str, ...] = ()
-    orphans: tuple[str, ...] = ()
-    leaks: tuple[str, ...] = ()
-    leftovers: tuple[str, ...] = ()
-    believed: tuple[str, ...] = ()
-
-    def __bool__(self) -> bool:
-        return any(dataclasses.astuple(self))
-
-    def lines(self) -> list[str]:
-        """Each problem with its kind."""
-        return [
-            f"{field.name}: {text}"
-            for field in dataclasses.fields(self)
-            for text in getattr(self, field.name)
-        ]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class RoundResult:
     """The result of a round.
 
     Attributes:
         fired: the faults that have fired; a planned one may come too late.
+        problems: what was wrong, by kind, in words.
         exit_codes: of its launchers, in order.
         wall_seconds, productive_seconds: of the job, as its report says.
         seconds: of the whole round, with its starts and checks.
     """
 
     plan: RoundPlan
-    fired: tuple[Fired, ...]
-    problems: Problems
-    exit_codes: tuple[int, ...]
-    wall_seconds: float
-    productive_seconds: float
-    seconds: float
+    fired: list[Fired] = field(default_factory=list)
+    problems: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in PROBLEMS})
+    exit_codes: list[int] = field(default_factory=list)
+    wall_seconds: float = 0.0
+    productive_seconds: float = 0.0
+    seconds: float = 0.0
+
+    def wrong(self) -> list[str]:
+        return [f"{kind}: {text}" for kind, texts in self.problems.items() for text in texts]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,8 +105,6 @@ class CampaignResult:
     Attributes:
         command: the user's script and its arguments; empty for the training of the campaign.
         jobs: how many rounds ran at the same time.
-        machine: on which it ran.
-        date: on which it ended.
         seconds: of the whole campaign.
     """
 
@@ -112,15 +112,12 @@ class CampaignResult:
     ranks: int
     command: tuple[str, ...] = ()
     jobs: int = 1
-    machine: str = ""
-    date: str = ""
-    rounds: tuple[RoundResult, ...]
-    failures: tuple[Failure, ...]
+    rounds: Sequence[RoundResult]
+    failures: Sequence[Failure] = ()
     seconds: float
 
     @property
     def fired(self) -> list[Fired]:
-        """The faults of all rounds."""
         return [fault for one in self.rounds for fault in one.fired]
 
     @property
@@ -129,29 +126,63 @@ class CampaignResult:
         wall = sum(one.wall_seconds for one in self.rounds)
         return sum(one.productive_seconds for one in self.rounds) / wall if wall else None
 
-    def count(self, problem: str) -> int:
-        """The number of problems of a kind: the name of a field of `Problems`."""
-        return sum(len(getattr(one.problems, problem)) for one in self.rounds)
+    def totals(self) -> dict[str, str]:
+        """Faults, rounds, time, goodput, and the number of problems of each kind."""
+        count = len(self.fired)
+        rate = f" ({self.seconds / count:.1f} s each)" if count else ""
+        return {
+            "faults": str(count),
+            "rounds": str(len(self.rounds)),
+            "time": f"{self.seconds / 60:.1f} min{rate}",
+            "goodput": "unknown" if self.goodput is None else f"{self.goodput:.0%}",
+            **{kind: str(sum(len(one.problems[kind]) for one in self.rounds)) for kind in PROBLEMS},
+        }
+
+    def table(self) -> str:
+        kinds: dict[str, list[Fired]] = defaultdict(list)
+        for fault in self.fired:
+            kinds[fault.kind].append(fault)
+        lines = [
+            "| kind | count | seen within | back within | steps redone |",
+            "|---|--:|--:|--:|--:|",
+        ]
+        for kind, faults in [*sorted(kinds.items()), ("all", self.fired)]:
+            redone = [one.redone for one in faults if one.redone is not None]
+            seen = _spread(one.seen for one in faults)
+            back = _spread(one.back for one in faults)
+            name = kind.replace("_", " ")
+            lines.append(
+                f"| {name} | {len(faults)} | {seen} | {back} | {sum(redone) if redone else '-'} |"
+            )
+        return "\n".join([*lines, "", f"({_NOTE})", ""])
+
+    def markdown(self) -> str:
+        sides = "one round at a time" if self.jobs == 1 else f"{self.jobs} rounds at the same time"
+        day = datetime.date.today().isoformat()
+        first = f"Seed {self.seed}, {self.ranks} ranks, {sides}; {day}, on {describe()}.\n"
+        totals = [f"| {name} | {value} |" for name, value in self.totals().items()]
+        return "\n".join([first, self.table(), "| | |", "|---|--:|", *totals, ""])
 
     def to_json(self) -> str:
-        """All of it, for programs."""
         values = {
             "seed": self.seed,
             "ranks": self.ranks,
-            "command": list(self.command),
+            "command": self.command,
             "jobs": self.jobs,
-            "machine": self.machine,
-            "date": self.date,
+            "machine": describe(),
+            "date": datetime.date.today().isoformat(),
             "seconds": self.seconds,
             "goodput": self.goodput,
             "faults": len(self.fired),
-            "rounds": [_round(one) for one in self.rounds],
+            "rounds": [
+                {**dataclasses.asdict(one), "plan": one.plan.to_dict()} for one in self.rounds
+            ],
             "failures": [
                 {
                     "round": one.result.plan.number,
-                    "problems": one.result.problems.lines(),
+                    "problems": one.result.wrong(),
                     "repeated": one.repeated,
-                    "shortened": json.loads(one.shortened.to_json()),
+                    "shortened": one.shortened.to_dict(),
                     "folder": one.folder,
                 }
                 for one in self.failures
@@ -160,13 +191,77 @@ class CampaignResult:
         return json.dumps(values, indent=2)
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of them are; the nearest one that was measured."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+class Display:
+    """Shows a campaign on a terminal: its state on one line; elsewhere, a line per round.
+
+    Args:
+        faults: how many faults are to be fired; `None` if that is not known.
+    """
+
+    def __init__(self, console: Console, status: Status, faults: int | None) -> None:
+        self._console = console
+        self._status = status
+        self._all = "" if faults is None else f" of {faults}"
+        self._fired = 0
+        self._failed = 0
+
+    def running(self, steps: Mapping[str, int]) -> None:
+        """These jobs are running, and each has come to this step."""
+        failed = f", {self._failed} rounds failed" if self._failed else ""
+        jobs = "".join(f"; {what}: step {step}" for what, step in steps.items())
+        self._status.update(f"{self._fired}{self._all} faults{failed}{jobs}")
+
+    def ended(self, result: RoundResult) -> None:
+        """A round has ended. One that failed is shortened after that."""
+        wrong = result.wrong()
+        self._fired += len(result.fired)
+        self._failed += bool(wrong)
+        count, planned = len(result.fired), len(result.plan.all_faults)
+        # One that is planned for a moment that never comes does not fire.
+        faults = f"{count} faults" if count == planned else f"{count} of {planned} planned faults"
+        fired = f"{faults} in {result.seconds:.0f} s, {'FAILED' if wrong else 'identical'}"
+        self.line(f"round {result.plan.number}: {fired}; {self._fired}{self._all} faults")
+        for problem in wrong:
+            self.line(f"  {problem}")
+
+    def result(self, result: CampaignResult) -> None:
+        self.line(f"Campaign with seed {result.seed}, {result.ranks} ranks")
+        self._console.print(Markdown(result.table()))
+        self.line(", ".join(f"{name}: {value}" for name, value in result.totals().items()))
+        for failure in result.failures:
+            plan = failure.shortened
+            self.line(
+                f"Round {plan.number} of seed {result.seed} failed. Its logs and events: "
+                f"{failure.folder}"
+            )
+            before, after = len(failure.result.plan.all_faults), len(plan.all_faults)
+            if failure.repeated:
+                self.line(f"Shortened from {before} to {after} faults:")
+            else:
+                self.line(
+                    "It was not shortened: it did not fail again, or was not run again. The plan:"
+                )
+            self.line(plan.to_json())
+            replay = f"outlast chaos campaign --replay {shlex.quote(failure.folder)}/shortened.json"
+            script = f" -- {shlex.join(result.command)}" if result.command else ""
+            self.line(f"Run it again: {replay}{script}")
+
+    def line(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def _round(one: RoundResult) -> dict[str, object]:
-    values = dataclasses.asdict(one)
-    values["plan"] = json.loads(one.plan.to_json())
-    return values
+def write_markdown(result: CampaignResult, path: Path) -> None:
+    """Writes it between the markers of a page; to a file without markers, after all else."""
+    text = result.markdown()
+    lines = path.read_text().splitlines() if path.exists() else []
+    if _BEGIN in lines and _END in lines[lines.index(_BEGIN) :]:
+        before, rest = lines[: lines.index(_BEGIN) + 1], lines[lines.index(_BEGIN) :]
+        text = "\n".join([*before, "", text, *rest[rest.index(_END) :], ""])
+    elif lines:
+        text = "\n".join([*lines, "", text])
+    path.write_text(text)
+
+
+def _spread(values: Iterable[float | None]) -> str:
+    known = sorted(value for value in values if value is not None)
+    return f"{known[len(known) // 2]:.2f} / {known[-1]:.2f}" if known else "-"

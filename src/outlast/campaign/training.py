@@ -2,7 +2,7 @@
 
     outlast run --nproc-per-node 4 training.py --folder DIR --steps 200 --seed 7
 
-Its result depends on the seed, the number of ranks and the number of steps alone. It records the
+Its result depends on the seed, the number of ranks and the number of steps alone. It notes the
 exact loss of every step on every rank, and the SHA-256 of the final weights.
 """
 
@@ -12,6 +12,7 @@ import argparse
 import gc
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -24,8 +25,9 @@ from torch.utils.data import TensorDataset
 
 import outlast
 from outlast import chaos, inprocess
-from outlast.campaign.records import End, Entry, Records, Step
+from outlast.campaign.notes import END, ENTRY, STEP, notes_in
 from outlast.elastic import ElasticLoader
+from outlast.events import JsonlSink, Note
 
 SAMPLES = 1024
 FEATURES, HIDDEN, CLASSES = 64, 512, 4  # the hidden layer is large enough that all ranks write it
@@ -61,6 +63,23 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     return content.hexdigest()
 
 
+def resources() -> dict[str, object]:
+    """How many descriptors of each kind (a file's name, a socket, a pipe, ...) and how many threads
+    this process has. What only the garbage collector holds does not count.
+    """
+    gc.collect()
+    kinds = Counter(map(_kind_of_descriptor, os.listdir("/proc/self/fd")))
+    return {"descriptors": dict(kinds), "threads": len(os.listdir("/proc/self/task"))}
+
+
+def _kind_of_descriptor(descriptor: str) -> str:
+    try:
+        target = os.readlink(f"/proc/self/fd/{descriptor}")
+    except FileNotFoundError:
+        return "closed"  # that of the folder itself
+    return target.partition(":[")[0] if target.startswith(("socket:", "pipe:")) else target
+
+
 @inprocess.Wrapper(
     soft_timeout=3,
     hard_timeout=5,
@@ -68,12 +87,17 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     termination_grace_time=1,
     repeated_faults=None,
 )
-def train(options: argparse.Namespace, call: inprocess.CallWrapper | None = None) -> None:
+def train(
+    options: argparse.Namespace, notes: JsonlSink, call: inprocess.CallWrapper | None = None
+) -> None:
     """Trains to the last step, from the newest state."""
     assert call is not None
-    records = Records(options.folder / "records")
     rank = int(os.environ["RANK"])
-    records.write(Entry.now(rank, call.iteration))
+
+    def note(name: str, **data: object) -> None:
+        notes.write(Note(name=name, rank=rank, pid=os.getpid(), data=data))
+
+    note(ENTRY, **resources())
     dist.init_process_group("gloo")
     model = make_model(options.seed)
     torch.manual_seed(options.seed * 1000 + rank)
@@ -95,7 +119,7 @@ def train(options: argparse.Namespace, call: inprocess.CallWrapper | None = None
                 (loader.weight * loss).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                records.write(Step(step=job.steps + 1, rank=rank, loss=float(loss.item()).hex()))
+                note(STEP, step=job.steps + 1, loss=float(loss.item()).hex())
                 with call.long_phase():  # a save waits for the one before it
                     job.step()
                 if job.steps >= options.steps:
@@ -104,14 +128,12 @@ def train(options: argparse.Namespace, call: inprocess.CallWrapper | None = None
     del ddp
     # Sorted: after a restore, the optimizer's entries may be in another order.
     states = [sorted(optimizer.state[p].items()) for p in model.parameters()]
-    records.write(
-        End(
-            rank=rank,
-            steps=job.steps,
-            samples=samples_seen,
-            weights=digest(model.state_dict().values()),
-            optimizer=digest(value for state in states for _, value in state),
-        )
+    note(
+        END,
+        steps=job.steps,
+        samples=samples_seen,
+        weights=digest(model.state_dict().values()),
+        optimizer=digest(value for state in states for _, value in state),
     )
     dist.destroy_process_group()
 
@@ -119,14 +141,12 @@ def train(options: argparse.Namespace, call: inprocess.CallWrapper | None = None
 def main() -> None:
     """Parses the options, and trains."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, required=True, help="records and checkpoints")
+    parser.add_argument("--folder", type=Path, required=True, help="notes and checkpoints")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
     torch.set_num_threads(1)
-    # Each entry collects garbage before it counts descriptors: only what the training has made, not
-    # all that the imports have, which takes 0.2 s in one call without progress.
-    gc.freeze()
-    train(parser.parse_args())
+    options = parser.parse_args()
+    train(options, JsonlSink(notes_in(options.folder)))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ class Environment:
 
     @classmethod
     def read(cls) -> Environment:
-        """Reads the environment as it is now."""
         rank, port = os.environ.get("RANK", ""), os.environ.get("MASTER_PORT", "")
         names = ("OUTLAST_JOB", "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
         return cls(

@@ -2,6 +2,8 @@
 
 A process claims a fault before it fires it, with a marker file that only one process can create
 (`O_EXCL`); the claim outlives the process. A marker contains, as JSON, what fired, where and when.
+At the end of a job, `planned_events` tells which faults of its plan have fired, and which never
+came due.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from outlast.chaos.environment import Environment
+from outlast.chaos.plan import Plan
 from outlast.errors import ChaosError
+from outlast.events import PlannedFault
 
 
 class FiredFaults(Protocol):
@@ -123,6 +127,40 @@ def identity(pid: int) -> str:
         return f"{pid}-gone"
     # Fields are counted after the process name, which may contain spaces and parentheses.
     return f"{pid}-{fields.rpartition(')')[2].split()[19]}"
+
+
+def planned_events(plan: Path, state: Path) -> list[PlannedFault]:
+    """One event for each planned fault, and for each random one that fired.
+
+    Args:
+        plan: the plan of the job.
+        state: the directory of its fired faults, after the end of the job.
+
+    Raises:
+        ChaosError: if the plan is not valid any more, or the directory cannot be used.
+    """
+    records = {record["key"]: record for record in MarkerDirectory(state).records() if record}
+    planned = {f"planned-{index}": fault for index, fault in enumerate(Plan.load(plan).faults)}
+    events = [
+        PlannedFault(key=key, name=fault.kind.value, rank=fault.rank, due=fault.conditions)
+        for key, fault in planned.items()
+        if key not in records
+    ]
+    for key, record in records.items():
+        events.append(
+            PlannedFault(
+                key=key,
+                name=record["kind"],
+                rank=record["rank"],
+                iteration=record["iteration"],
+                host=record["host"],
+                pid=record["pid"],
+                time=record["time"],
+                due=planned[key].conditions if key in planned else "random",
+                fired=True,
+            )
+        )
+    return events
 
 
 def _make_private_directory(path: Path) -> None:

@@ -2,7 +2,7 @@
 
 As an observer of the restart wrapper and of checkpointers, an injector follows the rank's position
 in the job, and knows in which phase the rank is; the writer processes tell it what they do
-(`writer/server.py`). Without the wrapper, call `Injector.step`.
+(`writer_server.py`). Without the wrapper, call `Injector.step`.
 
 A fault that takes effect in the training thread only is left to that thread when it is due in a
 phase of another thread. It fires at the next step, save or restore, and the phase is held until
@@ -12,21 +12,25 @@ blocked rank does not ping; it fires only kinds that have the same effect in any
 
 from __future__ import annotations
 
+import logging
+import os
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
-from outlast.chaos.actions import fire
+from outlast.chaos.actions import fire, server_of
 from outlast.chaos.collectives import on_next_collective
 from outlast.chaos.environment import Environment
 from outlast.chaos.fired_faults import FiredFaults, MarkerDirectory, job_directory
-from outlast.chaos.firing import Firing
 from outlast.chaos.kinds import Kind, Phase
-from outlast.chaos.observed import ObservedCall
 from outlast.chaos.plan import Moment, Plan, PlannedFault, RandomFaults
-from outlast.chaos.writer.server import PUBLISH, PUBLISHED, PUT, WRITE, WriterServer
+from outlast.chaos.writer_server import PUBLISH, PUBLISHED, PUT, WRITE, WriterServer
 from outlast.clock import Clock, MonotonicClock
 from outlast.errors import ChaosError
 from outlast.system.arguments import seconds
+
+log = logging.getLogger(__name__)
 
 _HOLD_S = 2.0  # how long a phase of another thread waits for the training thread
 _OPERATIONS: dict[str, tuple[Phase, Sequence[Kind]]] = {
@@ -36,6 +40,24 @@ _OPERATIONS: dict[str, tuple[Phase, Sequence[Kind]]] = {
     PUBLISHED: (Phase.COMMITTED, tuple(Kind)),
 }
 """The phase of an operation of a writer, and the kinds that fire then."""
+
+
+class ObservedState(Protocol):
+    """The part of `inprocess.State` that an injector reads."""
+
+    @property
+    def rank(self) -> int: ...
+
+
+class ObservedCall(Protocol):
+    """The part of `inprocess.CallWrapper` that an injector reads."""
+
+    @property
+    def iteration(self) -> int: ...
+    @property
+    def state(self) -> ObservedState: ...
+    @property
+    def monitor_pid(self) -> int | None: ...
 
 
 class Injector:
@@ -51,6 +73,9 @@ class Injector:
         fired: the record of fired faults; by default the markers of this job, which outlive its
             processes.
         action: injects a fault; `outlast.chaos.fire` by default.
+
+    Attributes:
+        writers: the writer processes, once started, if the plan has faults that need them.
     """
 
     def __init__(
@@ -70,7 +95,11 @@ class Injector:
         )
         self._start = self._clock.now()
         self._rank = environment.rank if rank is None else rank
-        self._firing = Firing(self.fired, action, self._clock, environment.store_port)
+        self._action = action
+        self._store_port = environment.store_port
+        self._spent: set[str] = set()  # the keys of faults known to have fired
+        self._monitor_pid: int | None = None
+        self.writers: WriterServer | None = None
         self._iteration = 0
         self._step = 0
         self._step_before = 0  # the last one of the iteration before
@@ -105,18 +134,16 @@ class Injector:
         self._await_collective()
 
     def entered(self, call: ObservedCall) -> None:
-        """Observer method: the rank enters the training function."""
         self._rank = call.state.rank
         self._iteration = call.iteration
-        self._firing.monitor_pid = call.monitor_pid
+        self._monitor_pid = call.monitor_pid
         self._step, self._step_before = 0, self._step
         self._fire_due(phase=Phase.ENTRY)
         self._fire_due()
         self._await_collective()
 
     def pinged(self, call: ObservedCall, pings: int) -> None:
-        """Observer method: the rank made progress, `pings` times so far."""
-        self._firing.monitor_pid = call.monitor_pid
+        self._monitor_pid = call.monitor_pid
         counts = not self._own_steps and not self._job_steps
         if counts:
             self._step = pings
@@ -134,18 +161,15 @@ class Injector:
             self._await_collective()
 
     def recovering(self, iteration: int, rank: int) -> None:
-        """Observer method: a restart in place of this rank."""
         if self._withdraw is not None:
             self._withdraw()  # the training function has ended
         self._rank, self._iteration = rank, iteration
         self._fire_due(phase=Phase.RECOVERY)
 
     def saving(self) -> None:
-        """Observer method: a snapshot is about to be copied."""
         self._fire_due(phase=Phase.SAVE)
 
     def restoring(self) -> None:
-        """Observer method: a checkpoint is about to be loaded."""
         # At the beginning of an iteration, its own steps have not been reported.
         step, self._step = self._step, max(self._step, self._step_before)
         try:
@@ -158,17 +182,11 @@ class Injector:
         self._fire_due(phase=Phase.COMMITTING, elsewhere=True)
 
     def _writer_reached(self, operation: str) -> None:
-        """A writer process is about to do this."""
         # Of a commit, faults of storage hit the manifest; others come when it is durable.
         phase, kinds = _OPERATIONS[operation]
         self._fire_due(phase=phase, elsewhere=True, kinds=kinds)
 
     # ------------------------------------------------------------------------- its threads
-
-    @property
-    def writers(self) -> WriterServer | None:
-        """The writer processes, once started, if the plan has faults that need them."""
-        return self._firing.writers
 
     def start(self) -> None:
         """Starts the threads that the plan needs: the timer, and those of the writers."""
@@ -178,10 +196,9 @@ class Injector:
             )
             self._timer.start()
         if self.writers is None and _needs_writers(self.plan):
-            self._firing.writers = WriterServer(self._clock, self._writer_reached)
+            self.writers = WriterServer(self._clock, self._writer_reached)
 
     def close(self) -> None:
-        """Ends the threads."""
         self._closed.set()
         if self._withdraw is not None:
             self._withdraw()
@@ -193,7 +210,7 @@ class Injector:
     def _run_timer(self) -> None:
         faults = filter(_timer_may_fire, self.plan.faults)
         for after in sorted({seconds(fault.after_seconds or 0.0) for fault in faults}):
-            while (left := after - self._seconds()) > 0:
+            while (left := after + self._start - self._clock.now()) > 0:
                 if self._closed.wait(left):
                     return
             # A fault that also has a step or an iteration may not be due: the main thread fires it.
@@ -201,15 +218,12 @@ class Injector:
 
     # ------------------------------------------------------------------------------ firing
 
-    def _seconds(self) -> float:
-        return self._clock.now() - self._start
-
     def _moment(self, rank: int, phase: Phase) -> Moment:
         return Moment(
             rank=rank,
             iteration=self._iteration,
             step=self._step,
-            seconds=self._seconds(),
+            seconds=self._clock.now() - self._start,
             phase=phase,
         )
 
@@ -237,13 +251,12 @@ class Injector:
             elif elsewhere or from_timer:
                 self._fire_elsewhere(index, moment)
             else:
-                self._firing.fire(f"planned-{index}", fault.kind, moment, fault)
+                self._fire(f"planned-{index}", fault.kind, moment, fault)
         if is_step and self.plan.random is not None:
             self._fire_random(self.plan.random, moment)
 
     def _leave(self, index: int, moment: Moment) -> None:
-        """Leaves a fault to the training thread, and waits for that."""
-        if index not in self._left and f"planned-{index}" not in self._firing.spent:
+        if index not in self._left and f"planned-{index}" not in self._spent:
             fires = threading.Event()
             self._left[index] = moment, fires
             fires.wait(_HOLD_S)
@@ -252,7 +265,7 @@ class Injector:
         """Fires a fault in a thread in which nothing could handle an error."""
         fault = self.plan.faults[index]
         try:
-            self._firing.fire(f"planned-{index}", fault.kind, moment, fault)
+            self._fire(f"planned-{index}", fault.kind, moment, fault)
         except ChaosError as error:
             self._error = error  # the fault is impossible: raised in the training thread
 
@@ -264,7 +277,7 @@ class Injector:
             fires.set()
             fault = self.plan.faults[index]
             # Once only, even if it does not return. It stays in `_left`: it is not left again.
-            self._firing.fire(f"planned-{index}", fault.kind, moment, fault)
+            self._fire(f"planned-{index}", fault.kind, moment, fault)
 
     def _await_collective(self) -> None:
         """Fires a fault of the phase `collective` in the next one, if one is due then."""
@@ -274,7 +287,7 @@ class Injector:
     def _due_in_collective(self) -> Iterator[tuple[int, Moment]]:
         for index, fault in enumerate(self.plan.faults):
             # First what costs least: this is done at every step.
-            if fault.phase is not Phase.COLLECTIVE or f"planned-{index}" in self._firing.spent:
+            if fault.phase is not Phase.COLLECTIVE or f"planned-{index}" in self._spent:
                 continue
             if self._rank is not None:
                 moment = self._moment(self._rank, Phase.COLLECTIVE)
@@ -286,7 +299,7 @@ class Injector:
         for index, moment in tuple(self._due_in_collective()):
             fault = self.plan.faults[index]
             if fault.kind.needs_main_thread:
-                self._firing.fire(f"planned-{index}", fault.kind, moment, fault)
+                self._fire(f"planned-{index}", fault.kind, moment, fault)
             else:
                 # Its thread runs as soon as the collective releases the GIL.
                 threading.Thread(
@@ -304,8 +317,56 @@ class Injector:
         if kind is None or not self.fired.claim(draw, {}):
             return
         for number in range(faults.max_faults):
-            if self._firing.fire(f"random-{number}", kind, moment):
+            if self._fire(f"random-{number}", kind, moment):
                 return
+
+    def _fire(
+        self, key: str, kind: Kind, moment: Moment, fault: PlannedFault | None = None
+    ) -> bool:
+        """Claims and fires a fault; false if already claimed. Most faults do not return."""
+        if key in self._spent:
+            return False
+        if kind.needs_writer and (self.writers is None or not self.writers.connected):
+            return False  # not yet: a writer process is started with the first save
+        lasts = None if fault is None or fault.seconds is None else seconds(fault.seconds)
+        store = kind is Kind.STORE_FROZEN and self._store_port is not None
+        claimed = acting = False
+        try:
+            record = {
+                "key": key,
+                "kind": kind.value,
+                "rank": moment.rank,
+                "iteration": moment.iteration,
+                "step": moment.step,
+                "phase": moment.phase.value,
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "time": self._clock.now(),
+            }
+            claimed = self.fired.claim(key, record)
+            if not claimed:
+                self._spent.add(key)
+                return False
+            place = f"iteration {moment.iteration}, step {moment.step}"
+            if moment.phase is not Phase.STEP:
+                place += f", in phase {moment.phase}"
+            log.warning("rank %d fires %s at %s (%s)", moment.rank, kind, place, key)
+            store_pid = server_of(self._store_port or 0) if store else None
+            acting = True
+            self._spent.add(key)
+            self._action(
+                kind,
+                monitor_pid=self._monitor_pid,
+                message=f"a planned {kind} at {place} ({key} of the plan)",
+                seconds=lasts,
+                writers=self.writers,
+                store_pid=store_pid,
+            )
+        finally:
+            # If a restart interrupts this thread here, the fault has not fired.
+            if claimed and not acting:
+                self.fired.release(key)
+        return True
 
 
 def _timer_may_fire(fault: PlannedFault) -> bool:

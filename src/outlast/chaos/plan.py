@@ -18,18 +18,22 @@ conditions fires when its rank first enters the training function; with a `phase
 from __future__ import annotations
 
 import dataclasses
+import enum
 import json
 import math
 import os
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from outlast.chaos.kinds import Kind, Phase
-from outlast.chaos.plan_validation import Fields, load_json
 from outlast.errors import ChaosError
 from outlast.system.arguments import Duration, as_timedelta, seconds
+
+E = TypeVar("E", bound=enum.Enum)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,20 +73,17 @@ class PlannedFault:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phase", Phase(self.phase))
-        if self.seconds is not None:
-            if self.kind.default_seconds is None:
-                timed = ", ".join(kind for kind in Kind if kind.default_seconds is not None)
-                raise ChaosError(
-                    f"kind {str(self.kind)!r} takes no 'seconds'; the kinds that do are: {timed}"
-                )
-            lasts = as_timedelta("seconds", self.seconds, allow_zero=True)
-            object.__setattr__(self, "seconds", lasts.total_seconds())
-        if self.after_seconds is not None:
-            after = as_timedelta("after_seconds", self.after_seconds, allow_zero=True)
-            object.__setattr__(self, "after_seconds", after.total_seconds())
+        if self.seconds is not None and self.kind.default_seconds is None:
+            timed = ", ".join(kind for kind in Kind if kind.default_seconds is not None)
+            raise ChaosError(
+                f"kind {str(self.kind)!r} takes no 'seconds'; the kinds that do are: {timed}"
+            )
+        for name in ("seconds", "after_seconds"):
+            if (value := getattr(self, name)) is not None:
+                duration = as_timedelta(name, value, allow_zero=True)
+                object.__setattr__(self, name, duration.total_seconds())
 
     def due(self, moment: Moment) -> bool:
-        """Whether every condition holds."""
         return (
             moment.rank == self.rank
             and moment.phase is self.phase
@@ -90,6 +91,14 @@ class PlannedFault:
             and (self.step is None or moment.step >= self.step)
             and (self.after_seconds is None or moment.seconds >= seconds(self.after_seconds))
         )
+
+    @property
+    def conditions(self) -> str:
+        """When it fires, in words: `step 20, phase save`."""
+        after = None if self.after_seconds is None else f"{seconds(self.after_seconds):g} s"
+        phase = None if self.phase is Phase.STEP else str(self.phase)
+        found = {"iteration": self.iteration, "step": self.step, "after": after, "phase": phase}
+        return ", ".join(f"{name} {value}" for name, value in found.items() if value is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,24 +143,13 @@ class Plan:
             ChaosError: if it cannot be read or is invalid; names the file, entry, field and
                 allowed values.
         """
-        return cls._parse(load_json(Path(path)), f"{path}: ")
+        return cls.parse(load_json(Path(path)), f"{path}: ")
 
     @classmethod
-    def parse(cls, values: Any) -> Plan:
-        """The plan in `values`, an object read from JSON.
-
-        Raises:
-            ChaosError: as `load` does.
-        """
-        return cls._parse(values, "")
-
-    @classmethod
-    def _parse(cls, values: Any, where: str) -> Plan:
+    def parse(cls, values: Any, where: str = "") -> Plan:
+        """The plan in `values`, an object read from JSON. Errors begin with `where`."""
         fields = Fields(values, where + "plan", ("faults", "random"))
-        faults = tuple(
-            _parse_fault(entry, f"{where}faults[{index}]")
-            for index, entry in enumerate(fields.items("faults"))
-        )
+        faults = cls.parse_faults(fields.items("faults"), where)
         random_faults = None
         if fields.has("random"):
             random_faults = _parse_random(values["random"], where + "random")
@@ -159,13 +157,23 @@ class Plan:
             raise ChaosError(f"{where}plan: no faults; give 'faults', 'random', or both")
         return cls(faults=faults, random=random_faults)
 
-    def to_json(self) -> str:
-        """The plan as `load` reads it."""
-        faults = [_without_defaults(dataclasses.asdict(fault)) for fault in self.faults]
+    @staticmethod
+    def parse_faults(entries: Sequence[Any], where: str = "") -> tuple[PlannedFault, ...]:
+        """The faults in a list that was read from JSON. Errors begin with `where`."""
+        return tuple(
+            _parse_fault(entry, f"{where}faults[{index}]") for index, entry in enumerate(entries)
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        faults = [_without_defaults(fault) for fault in self.faults]
         values: dict[str, Any] = {"faults": faults} if faults else {}
         if self.random is not None:
-            values["random"] = _without_defaults(dataclasses.asdict(self.random))
-        return json.dumps(values, indent=2)
+            values["random"] = _without_defaults(self.random)
+        return values
+
+    def to_json(self) -> str:
+        """The plan as `load` reads it."""
+        return json.dumps(self.to_dict(), indent=2)
 
 
 def fail_at(
@@ -191,38 +199,127 @@ def fail_at(
 
 
 def _parse_fault(values: Any, where: str) -> PlannedFault:
-    names = tuple(field.name for field in dataclasses.fields(PlannedFault))
-    fields = Fields(values, where, names)
-
-    def duration(name: str) -> float | None:
-        return fields.number(name, 0, math.inf) if fields.has(name) else None
-
-    after, lasts = duration("after_seconds"), duration("seconds")
+    fields = Fields(values, where, [field.name for field in dataclasses.fields(PlannedFault)])
+    given: dict[str, Any] = {
+        "rank": fields.integer("rank"),
+        "kind": fields.choice("kind", Kind),
+        **{name: fields.integer(name) for name in ("iteration", "step") if fields.has(name)},
+        **{
+            name: fields.number(name, 0, math.inf)
+            for name in ("after_seconds", "seconds")
+            if fields.has(name)
+        },
+    }
+    if fields.has("phase"):
+        given["phase"] = fields.choice("phase", Phase)
     try:
-        return PlannedFault(
-            rank=fields.integer("rank"),
-            kind=fields.kind("kind"),
-            iteration=fields.integer("iteration") if fields.has("iteration") else None,
-            step=fields.integer("step") if fields.has("step") else None,
-            after_seconds=after,
-            phase=fields.choice("phase", Phase) if fields.has("phase") else Phase.STEP,
-            seconds=lasts,
-        )
+        return PlannedFault(**given)
     except ChaosError as error:
-        text = str(error)
-        raise ChaosError(text if text.startswith(where) else f"{where}: {text}") from None
+        raise ChaosError(f"{where}: {error}") from None
 
 
 def _parse_random(values: Any, where: str) -> RandomFaults:
-    fields = Fields(values, where, ("seed", "rate_per_step", "kinds", "max_faults", "ranks"))
+    fields = Fields(values, where, [field.name for field in dataclasses.fields(RandomFaults)])
     return RandomFaults(
         seed=fields.integer("seed"),
         rate_per_step=fields.number("rate_per_step", 0, 1),
-        kinds=fields.kinds("kinds"),
+        kinds=fields.each("kinds", lambda value, name: fields.as_choice(value, name, Kind)),
         max_faults=fields.integer("max_faults"),
-        ranks=fields.integers("ranks") if fields.has("ranks") else None,
+        ranks=fields.each("ranks", fields.as_integer) if fields.has("ranks") else None,
     )
 
 
-def _without_defaults(values: dict[str, Any]) -> dict[str, Any]:
+def _without_defaults(of: PlannedFault | RandomFaults) -> dict[str, Any]:
+    values = dataclasses.asdict(of)
     return {name: v for name, v in values.items() if v is not None and v is not Phase.STEP}
+
+
+def load_json(path: Path) -> Any:
+    """Reads a JSON file.
+
+    Raises:
+        ChaosError: if it cannot be read or is not JSON; names the file.
+    """
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise ChaosError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ChaosError(f"{path}: not JSON: {error}") from error
+
+
+class Fields:
+    """The fields of one object of a plan, which errors call `where`. Every method raises
+    `ChaosError` for an invalid value; the error names the field and the allowed values.
+    """
+
+    def __init__(self, values: Any, where: str, allowed: Sequence[str]) -> None:
+        self._where = where
+        names = ", ".join(allowed)
+        if not isinstance(values, dict):
+            raise ChaosError(
+                f"{where}: is {_show(values)}; it must be an object with fields of these names: "
+                f"{names}"
+            )
+        unknown = [name for name in values if name not in allowed]
+        if unknown:
+            raise ChaosError(f"{where}: unknown field {unknown[0]!r}; it must be one of: {names}")
+        self._values = values
+
+    def has(self, name: str) -> bool:
+        return self._values.get(name) is not None
+
+    def integer(self, name: str, least: int = 0) -> int:
+        """An integer of at least `least`."""
+        return self.as_integer(self._get(name), name, least)
+
+    def number(self, name: str, low: float, high: float) -> float:
+        value = self._get(name)
+        fits = isinstance(value, int | float) and not isinstance(value, bool)
+        if not fits or not math.isfinite(value) or not low <= value <= high:
+            allowed = f"from {low}" if high == math.inf else f"from {low} to {high}"
+            raise self._wrong(name, value, f"a number {allowed}")
+        return float(value)
+
+    def choice(self, name: str, choices: type[E]) -> E:
+        return self.as_choice(self._get(name), name, choices)
+
+    def items(self, name: str) -> list[Any]:
+        """The elements of a list, unchecked; empty if the field is absent."""
+        value = self._values.get(name)
+        if value is not None and not isinstance(value, list):
+            raise self._wrong(name, value, "a list")
+        return value or []
+
+    def each(self, name: str, check: Callable[[Any, str], T]) -> tuple[T, ...]:
+        """A list of at least one element, each as `check` returns it."""
+        value = self._get(name)
+        if not isinstance(value, list) or not value:
+            raise self._wrong(name, value, "a list with at least one element")
+        return tuple(check(item, f"{name}[{index}]") for index, item in enumerate(value))
+
+    def as_integer(self, value: Any, name: str, least: int = 0) -> int:
+        """Checks a value, which errors call `name`."""
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise self._wrong(name, value, f"an integer of at least {least}")
+        return value
+
+    def as_choice(self, value: Any, name: str, choices: type[E]) -> E:
+        """Checks a value, which errors call `name`."""
+        allowed = [choice.value for choice in choices]
+        if value not in allowed:
+            raise self._wrong(name, value, f"one of: {', '.join(allowed)}")
+        return choices(value)
+
+    def _get(self, name: str) -> Any:
+        if name not in self._values:
+            raise ChaosError(f"{self._where}: field {name!r} is missing")
+        return self._values[name]
+
+    def _wrong(self, name: str, value: Any, allowed: str) -> ChaosError:
+        return ChaosError(f"{self._where}: field {name!r} is {_show(value)}; it must be {allowed}")
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

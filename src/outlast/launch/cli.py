@@ -12,7 +12,7 @@ import typer
 
 import outlast
 from outlast.launch.commands import chaos, checkpoint, metrics, report, run, top
-from outlast.launch.commands.help_text import fold_help
+from outlast.launch.commands.shared import fold_help
 from outlast.system.fast_exit import exit_fast
 
 app = typer.Typer(

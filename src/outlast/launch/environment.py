@@ -15,8 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # a standby process uses this module, and imports no more than it needs
-    from outlast.launch.config.job_spec import JobSpec
-    from outlast.launch.config.placement import Placement
+    from outlast.launch.config.job_spec import JobSpec, Placement
     from outlast.launch.config.slurm import SlurmStep
 
 _MARK = "OUTLAST_JOB"

@@ -27,11 +27,9 @@ class Timer:
         self._callback: Callable[[], None] | None = callback
 
     def cancel(self) -> None:
-        """Cancel the call."""
         self._callback = None
 
     def fire(self) -> None:
-        """Make the call unless it was canceled."""
         callback, self._callback = self._callback, None
         if callback is not None:
             callback()
@@ -108,7 +106,6 @@ class EventLoop:
             self._selector.unregister(fd)
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
-        """Call `callback` once, `seconds` from now."""
         timer = Timer(callback)
         heapq.heappush(self._timers, (self.clock.now() + seconds, next(self._order), timer))
         return timer

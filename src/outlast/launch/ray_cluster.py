@@ -11,7 +11,6 @@ Ray is an extra (`pip install outlast[ray]`) and is imported only by a call.
 from __future__ import annotations
 
 import dataclasses
-import os
 import secrets
 import signal
 import socket
@@ -65,8 +64,7 @@ class HostProcess:
         this actor's, which Ray shows on the driver.
         """
         # Through the shim, the kernel ends the launcher if this actor is killed.
-        shim = [sys.executable, "-I", "-S", exec_shim.__file__, str(os.getpid())]
-        command = [*shim, sys.executable, "-m", "outlast.launch", "run", *options]
+        command = [*exec_shim.command(), sys.executable, "-m", "outlast.launch", "run", *options]
         self._process = subprocess.Popen(command, env=launcher_environment(environment))
         if self._stopped:
             self._process.terminate()

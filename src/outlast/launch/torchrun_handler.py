@@ -116,7 +116,6 @@ class EtcdBackend(RendezvousBackend):
 
     @property
     def name(self) -> str:
-        """The name of the backend."""
         return NAME
 
     def get_state(self) -> tuple[bytes, Any] | None:

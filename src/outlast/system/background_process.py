@@ -55,7 +55,6 @@ class BackgroundProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it has not ended."""
         return self.exit_code is None
 
     @property
@@ -74,7 +73,6 @@ class BackgroundProcess:
         return self._exit_code
 
     def kill(self) -> None:
-        """Sends SIGKILL, if it has not ended. Does not wait."""
         with self._reaping:
             if self._exit_code is None:
                 send_signal(self.pidfd, signal.SIGKILL)

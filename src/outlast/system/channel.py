@@ -38,7 +38,6 @@ class Channel:
 
     @classmethod
     def pair(cls) -> tuple[Channel, Channel]:
-        """Two ends that are connected to each other."""
         one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         return cls(one), cls(other)
 
@@ -96,7 +95,6 @@ class Channel:
         return bytes(payload), descriptors
 
     def fileno(self) -> int:
-        """The socket's descriptor, to be waited on; -1 once it is closed."""
         return self._socket.fileno()
 
     def close(self) -> None:

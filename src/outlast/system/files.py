@@ -117,7 +117,6 @@ def _replace_locked(path: str | os.PathLike[str], owner: str) -> int:
 
 
 def _is_at(descriptor: int, path: str | os.PathLike[str]) -> bool:
-    """Whether the open file is still the one of this name."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:

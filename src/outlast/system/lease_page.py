@@ -4,10 +4,9 @@ On many hosts, a host may act only while it holds a lease. The agent renews the 
 read it: the orphan killer, which kills the workers when the deadline passes even if the agent is
 stopped, and workers, before they commit a checkpoint.
 
-The file holds two 8-byte words in the machine's byte order: the deadline (a double), and how many
-times the orphan killer has killed the workers (an integer). Each word is aligned and has one
-writer, so a reader sees the old value or the new one. The orphan killer, which imports nothing of
-outlast, relies on this layout too.
+The file holds the deadline, a double in the machine's byte order: it is aligned and has one writer,
+so a reader sees the old value or the new one. The orphan killer, which imports nothing of outlast,
+relies on this layout too.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-_SIZE = 16
+_SIZE = 8
 
 
 def now() -> float:
@@ -35,10 +34,7 @@ class LeasePage:
             self._map = mmap.mmap(descriptor, _SIZE, access=access)
         finally:
             os.close(descriptor)
-        whole = memoryview(self._map)
-        self._deadline = whole[:8].cast("d")
-        self._kills = whole[8:].cast("q")
-        whole.release()
+        self._deadline = memoryview(self._map).cast("d")
 
     @classmethod
     def create(cls, folder: Path) -> LeasePage:
@@ -62,13 +58,7 @@ class LeasePage:
         """Until when this host may act, on the clock of `now`."""
         return float(self._deadline[0])
 
-    @property
-    def kills(self) -> int:
-        """How many times the orphan killer has killed the workers because the lease was over."""
-        return int(self._kills[0])
-
     def valid(self) -> bool:
-        """Whether this host holds a lease now."""
         return now() < self.deadline
 
     def renew(self, deadline: float) -> None:
@@ -76,12 +66,9 @@ class LeasePage:
         self._deadline[0] = deadline
 
     def close(self) -> None:
-        """Unmaps the page; the file stays."""
         self._deadline.release()
-        self._kills.release()
         self._map.close()
 
     def remove(self) -> None:
-        """Unmaps the page and removes its file."""
         self.close()
         self.path.unlink(missing_ok=True)

@@ -50,7 +50,6 @@ class ThreadedWait(Generic[T]):
         return self._value  # type: ignore[return-value]
 
     def join(self, timeout: float) -> None:
-        """Waits up to `timeout` seconds for the thread to end, even an abandoned one."""
         self._thread.join(timeout)
 
     def abandon(self, error: Exception) -> None:

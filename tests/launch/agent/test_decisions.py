@@ -9,10 +9,15 @@ import pytest
 
 from outlast.coordination.records import FaultRecord
 from outlast.events.restart_causes import RestartCount
-from outlast.launch.agent.death_log import Death, failure_times, first_cause, restart_counts
+from outlast.launch.agent.death_log import (
+    Death,
+    Raised,
+    failure_times,
+    first_cause,
+    restart_counts,
+)
 from outlast.launch.agent.decisions import Decision, JobRecord, JobState, decide
 from outlast.launch.agent.last_lines import Ending, summary
-from outlast.launch.output.raised import Raised
 from outlast.system.error_text import exit_text
 
 PLAIN = JobRecord()

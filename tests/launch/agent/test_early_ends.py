@@ -10,7 +10,7 @@ import pytest
 from launch.runs import WORKER, Run
 from outlast.events import LauncherEnded, event_from_dict
 from outlast.events.run_folders import runs_in
-from outlast.launch.processes.oom_kills import OomKills
+from outlast.launch.workers.descendants import OomKills
 from procs import NET_S
 
 # A script that wraps a function, and is killed before it gets there.
@@ -59,6 +59,8 @@ def test_the_others_do_not_wait_for_a_rank_that_left_early(tmp_path: Path, reach
             assert set(store.wait_for("outlast/gone", NET_S).split()) == {b"[1]"}
             run.until_said("before it reached the wrapped function, where the other ranks wait")
             store.wait_for("call/ledger", NET_S)  # it counts as lost
+        else:
+            run.until_said("exited with code 0 within the wrapped function: a rank that ends so is")
         assert run.complete(first[0]) == 0
     assert ("before it reached" in run.err) is not reached
 

@@ -75,9 +75,7 @@ def test_no_replacement_at_all(tmp_path: Path) -> None:
 def test_exit_code_0_is_the_end_of_a_rank_and_no_death(tmp_path: Path) -> None:
     with Run(tmp_path, WORKER, "--nproc-per-node=2") as run:
         first = run.start_job(2)
-        for ready in first:
-            ready.succeed()
-        assert run.wait() == 0
+        assert run.complete(*first) == 0
     first_line, _ = run.words
     pids = [ready.pid for ready in first]
     assert first_line == f"started 2 ranks: rank 0 is pid {pids[0]}, rank 1 is pid {pids[1]}"

@@ -12,7 +12,7 @@ from launch.runs import WORKER, Run
 from outlast.errors import LaunchError
 from outlast.launch.agent.decisions import JobState
 from outlast.launch.agent.job_keys import JOB_KEY, JobKeys
-from outlast.launch.agent.job_store import JobStore
+from outlast.launch.agent.one_host import JobStore
 from procs import free_port
 
 

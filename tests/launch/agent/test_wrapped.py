@@ -35,6 +35,19 @@ def train():
 train()
 """
 
+LEAVES = """
+import os, threading
+from outlast.inprocess import Wrapper
+
+@Wrapper()
+def train():
+    if os.environ["RANK"] == "1":
+        os._exit(0)
+    threading.Event().wait()
+
+train()
+"""
+
 OWN_PORT = """
 import os, signal
 import torch.distributed as dist
@@ -76,6 +89,17 @@ def test_a_job_that_no_restart_fixes_ends_with_93_and_its_cause(tmp_path: Path) 
     assert "Traceback" not in summary  # the rank has shown it
     assert "exited with code" not in run.err
     assert "replacement" not in run.err
+
+
+@pytest.mark.slow
+def test_a_rank_that_exits_with_0_within_the_call_is_not_replaced_and_the_job_says_why(
+    tmp_path: Path,
+) -> None:
+    with Run(tmp_path, LEAVES, "--nproc-per-node=2", "--max-restarts=2") as run:
+        assert run.wait() != 0
+    assert "exited with code 0 within the wrapped function" in run.err
+    assert "outlast run replaces no rank that exits with code 0" in run.err
+    assert "replacement 1 of 2" not in run.err
 
 
 @pytest.mark.slow

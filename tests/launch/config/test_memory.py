@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from outlast.launch.config import memory
-from outlast.launch.config.job_spec import job_from_options
+from outlast.launch.config import from_options as memory
+from outlast.launch.config.from_options import job_from_options
 from outlast.launch.config.options import RunOptions
 
 
@@ -27,7 +27,7 @@ def test_the_limit_of_the_container_counts(tmp_path: Path) -> None:
 
 
 def test_the_default_is_one_if_it_can_be_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outlast.launch.config.job_spec.default_standbys", lambda: 1)
+    monkeypatch.setattr("outlast.launch.config.from_options.default_standbys", lambda: 1)
     assert job_from_options(RunOptions(script=__file__, nproc_per_node="2")).standby == 1
     assert job_from_options(RunOptions(script=__file__)).standby == 0  # it is never replaced
     assert job_from_options(RunOptions(script=__file__, standby=3)).standby == 3

@@ -20,10 +20,10 @@ from typer.testing import CliRunner
 import outlast
 from outlast.launch.cli import app
 from outlast.launch.commands.run import _with_options_of
-from outlast.launch.config.job_spec import JobSpec, has_wrapper, in_step, job_from_options
+from outlast.launch.config.from_options import has_wrapper, in_step, job_from_options, parse_std
+from outlast.launch.config.job_spec import JobSpec, Std
 from outlast.launch.config.options import RunOptions
 from outlast.launch.config.slurm import SlurmStep
-from outlast.launch.config.streams import Std, parse_std
 
 HOSTS = {"nnodes": "2", "rdzv_endpoint": "a:1"}
 STATIC = {"nnodes": "2", "master_addr": "a"}
@@ -163,7 +163,7 @@ def test_a_plan_is_read_without_torch(tmp_path: Path) -> None:
     path.write_text('{"faults": [{"rank": 0, "kind": "hang"}]}')
     code = (
         "import sys; from pathlib import Path\n"
-        "from outlast.launch.config.job_spec import job_from_options\n"
+        "from outlast.launch.config.from_options import job_from_options\n"
         "from outlast.launch.config.options import RunOptions\n"
         "job_from_options(RunOptions(script='-', no_python=False, chaos=Path(sys.argv[1])))\n"
         "sys.exit('torch' in sys.modules)\n"

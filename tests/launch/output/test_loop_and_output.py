@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.launch.event_loop import EventLoop
-from outlast.launch.output.worker_output import (
+from outlast.launch.workers.output import (
     LINE_LIMIT,
     PENDING_LIMIT,
     Capture,

@@ -103,7 +103,10 @@ class SizeRequirement:
         what = f"{lost} lost{first} and not replaced: " if lost else ""
         job = f"the job has {size} of {max(self.full, self.least)} ranks left, and needs "
         if self.launch.agent:
-            why = "outlast run starts no further replacement (--max-restarts), or none has joined"
+            why = (
+                "outlast run replaces no rank that exits with code 0, or --max-restarts allows no "
+                "further replacement, or none has joined"
+            )
         elif self.launch.agent_store:
             why = "torchrun replaces no single rank; `outlast run` does"
         else:

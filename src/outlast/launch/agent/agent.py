@@ -34,7 +34,7 @@ from outlast.errors import NO_RESTART
 from outlast.events import LauncherEnded, StopRequested
 from outlast.launch.agent import death_log
 from outlast.launch.agent.coordinator import OpenCoordinator, Outcome
-from outlast.launch.agent.death_log import Death, DeathLog
+from outlast.launch.agent.death_log import Death
 from outlast.launch.agent.decisions import (
     TOLD_TO_STOP,
     Decision,
@@ -43,24 +43,21 @@ from outlast.launch.agent.decisions import (
     decide,
     replacements,
 )
-from outlast.launch.agent.early_ends import EarlyEnds
 from outlast.launch.agent.last_lines import Ending, summary
-from outlast.launch.agent.replacement import Replacements
+from outlast.launch.agent.replacement import CallWatch, Replacements
 from outlast.launch.agent.resources import JobResources
 from outlast.launch.agent.shutdown import Shutdown
-from outlast.launch.agent.standby_start import StandbyStart
-from outlast.launch.config.job_spec import JobSpec
-from outlast.launch.config.placement import Placement
-from outlast.launch.processes.descendants import (
+from outlast.launch.config.job_spec import JobSpec, Placement
+from outlast.launch.workers.descendants import (
     LINGER_S,
+    OomKills,
     ended_children,
     kill_descendants,
     kill_group,
     reap,
     terminate_group,
 )
-from outlast.launch.processes.oom_kills import OomKills
-from outlast.launch.workers.worker import Worker
+from outlast.launch.workers.worker_group import Worker
 
 
 class Phase(enum.Enum):
@@ -84,10 +81,9 @@ class Agent:
     ) -> None:
         self._resources = JobResources(job, coordinator, self, self._on_signal, clock)
         self._shutdown = Shutdown(self._resources, self._all_ended)
-        self._deaths = DeathLog()
+        self._deaths: list[Death] = []
         self._replacements = Replacements(self._resources, self._deaths, self._replacement_lost)
-        self._standby_start = StandbyStart(self._resources)
-        self._early_ends = EarlyEnds(self._resources)
+        self._call_watch = CallWatch(self._resources)
         self._oom_kills = OomKills()
         self._phase = Phase.WAITING
         self._received: signal.Signals | None = None
@@ -124,11 +120,10 @@ class Agent:
         self._phase = Phase.RUNNING
         self._ranks = placement.ranks(self._resources.job.nproc)
         self._given_up = frozenset()
-        self._early_ends.begin(placement)
         # A spare host has kept one for each of its ranks.
         self._resources.workers.standbys.size = self._resources.job.standby
         self._resources.workers.start_all(placement)
-        self._standby_start.begin()
+        self._call_watch.begin(placement)
 
     def park(self) -> None:
         job, standbys = self._resources.job, self._resources.workers.standbys
@@ -166,8 +161,7 @@ class Agent:
         resources = self._resources
         self._phase = Phase.FLUSHING
         resources.workers.close()
-        deaths = self._deaths.deaths
-        failures = deaths if outcome.failures is None else outcome.failures
+        failures = self._deaths if outcome.failures is None else outcome.failures
         received = outcome.received or self._received
         cause = death_log.first_cause(failures, outcome.job)
         codes = outcome.codes.union(resources.workers.last_exit_codes.values())
@@ -182,14 +176,14 @@ class Agent:
             fault=outcome.job.fault,
             seconds=resources.loop.clock.now() - self._began,
             text=outcome.cause,
-            restarts=death_log.restart_counts(deaths, outcome.job),
+            restarts=death_log.restart_counts(self._deaths, outcome.job),
             joined_late=outcome.joined_late,
             links=outcome.links,
         )
         self._exit_code = ending.exit_code
         first = ending.first_cause(resources.host)
         resources.emitter.emit(LauncherEnded(exit_code=self._exit_code, cause=first))
-        lines = summary(deaths, ending, resources.host)
+        lines = summary(self._deaths, ending, resources.host)
         resources.console.say(*lines, failed=ending.failed)
 
     # ------------------------------------------------------------- signals and worker exits
@@ -228,7 +222,7 @@ class Agent:
             if code != 0:
                 self._on_failure(worker, code, when)
             elif self._phase is Phase.RUNNING:
-                self._early_ends.ended(worker, code)
+                self._call_watch.ended(worker, code)
         self._announce_given_up()
 
     def _reap(self) -> list[tuple[Worker, int, float | None]]:
@@ -258,8 +252,8 @@ class Agent:
         job = coordinator.keys.job()
         decision = self._decide(worker, code, job)
         death = self._record(worker, code, when, decision, job)
-        what = f"rank {death.rank} (pid {death.pid}) {death.how}"
-        there = f"rank {death.rank} (pid {death.pid}, host {self._resources.host}) {death.how}"
+        what = f"{death.who()} {death.how}"
+        there = f"{death.who(self._resources.host)} {death.how}"
         limit = self._resources.job.max_restarts
         if decision is Decision.REPLACED:
             self._say(f"{what}: replacement {coordinator.used} of {replacements(limit)}")
@@ -284,11 +278,11 @@ class Agent:
         else:
             self._say(f"{what}: not replaced, all {coordinator.used} replacements are used")
         if decision is Decision.LOST and job.state is JobState.RUNNING:
-            self._early_ends.ended(worker, code)
+            self._call_watch.ended(worker, code)
 
     def _say_once(self, death: Death, line: str) -> None:
         """Print a line for the first of the workers that end in this way."""
-        if all(d is death or d.decision is not death.decision for d in self._deaths.deaths):
+        if all(d is death or d.decision is not death.decision for d in self._deaths):
             self._say(line)
 
     def _decide(self, worker: Worker, code: int, job: JobRecord) -> Decision:
@@ -304,11 +298,22 @@ class Agent:
         self, worker: Worker, code: int, when: float, decision: Decision, job: JobRecord
     ) -> Death:
         coordinator = self._resources.coordinator
-        early = self._early_ends.is_early(worker, job)
-        killer = self._killer(worker, code, job)
-        death = self._deaths.record(
-            worker, code, when, decision, coordinator.host_id, killer=killer, early=early
+        last_output, source = worker.last_output()
+        death = Death(
+            rank=worker.rank,
+            local_rank=worker.local_rank,
+            pid=worker.pid,
+            exit_code=code,
+            when=when,
+            decision=decision,
+            last_output=last_output,
+            source=source,
+            shown=worker.shown,
+            killer=self._killer(worker, code, job),
+            early=self._call_watch.is_early(worker, job),
+            host_id=coordinator.host_id,
         )
+        self._deaths.append(death)
         self._resources.emitter.emit(death.event())
         coordinator.failed(death)
         return death
@@ -328,8 +333,8 @@ class Agent:
     def _announce_given_up(self) -> None:
         """Tell survivors which ranks neither run nor will be replaced; they wait for the others."""
         coordinator = self._resources.coordinator
-        running = {worker.slot.rank for worker in self._resources.workers}
-        ranks = frozenset(self._ranks) - running - self._replacements.ranks
+        running = {worker.rank for worker in self._resources.workers}
+        ranks = frozenset(self._ranks) - running - self._replacements.pending
         if ranks != self._given_up and (self._resources.workers or coordinator.host_id):
             self._given_up = ranks
             coordinator.give_up(ranks)
@@ -339,11 +344,10 @@ class Agent:
         self._next_phase()
 
     def _next_phase(self) -> None:
-        """Start the next phase if all workers have ended."""
         phases = (Phase.RUNNING, Phase.RESTARTING, Phase.ENDING)
         if self._resources.workers or self._phase not in phases:
             return
-        waits = self._replacements.pending and self._phase is Phase.RUNNING
+        waits = bool(self._replacements.pending) and self._phase is Phase.RUNNING
         if waits and self._replacements.are_useful:
             return  # all are dead; the replacements will decide among themselves how to continue
         self._replacements.cancel()
@@ -376,7 +380,6 @@ class Agent:
         self._shutdown.end_workers(number)
 
     def _all_ended(self) -> None:
-        """Called when all workers, and all processes that they started, have ended."""
         coordinator = self._resources.coordinator
         if self._phase is Phase.RESTARTING:
             self._phase = Phase.WAITING

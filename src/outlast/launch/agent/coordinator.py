@@ -1,21 +1,21 @@
 """The agent and its job: what the agent asks for, and what it is told to do.
 
 On one host the answers are immediate (`one_host`). On many hosts, the agents of all hosts agree on
-them through a store (`outlast.launch.hosts.coordination`).
+them through a store (`outlast.launch.hosts.job`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from outlast.launch.agent.death_log import Death
 from outlast.launch.agent.decisions import JobRecord
 from outlast.launch.agent.job_keys import JobKeys
-from outlast.launch.config.placement import Placement
+from outlast.launch.config.job_spec import Placement
 
 if TYPE_CHECKING:
     from outlast.launch.agent.resources import JobResources
@@ -48,8 +48,7 @@ class Outcome:
 class Actions(Protocol):
     """What an agent is told to do; always in the thread of its event loop."""
 
-    def start(self, placement: Placement) -> None:
-        """Start the workers of this host; none is running."""
+    def start(self, placement: Placement) -> None: ...
 
     def park(self) -> None:
         """Wait without workers, ready to start them soon: this host is a spare."""
@@ -68,23 +67,23 @@ class Actions(Protocol):
 
 
 class Coordinator(Protocol):
-    """Makes the decisions that concern all workers. A `cause` is a line for other hosts' users."""
+    """Makes the decisions that concern all workers. A `cause` is a line for other hosts' users.
+
+    Attributes:
+        lease_page: the file that the orphan killer watches; `None` if this host needs no lease.
+        keys: of the workers' store.
+        used: the number of restarts and replacements used so far.
+        host_id: this host's, for the names of processes; empty if the job has one host.
+    """
 
     @property
-    def lease_page(self) -> Path | None:
-        """The file that the orphan killer watches; `None` if this host needs no lease."""
-
+    def lease_page(self) -> Path | None: ...
     @property
-    def keys(self) -> JobKeys:
-        """The workers' store."""
-
+    def keys(self) -> JobKeys: ...
     @property
-    def used(self) -> int:
-        """The number of restarts and replacements used so far."""
-
+    def used(self) -> int: ...
     @property
-    def host_id(self) -> str:
-        """This host's, for the names of processes; empty if the job has one host."""
+    def host_id(self) -> str: ...
 
     def agree(self, name: str, value: str) -> str:
         """A value that is the same on all hosts: that of the first to ask."""
@@ -107,22 +106,17 @@ class Coordinator(Protocol):
     def stop(self, number: signal.Signals) -> None:
         """End the job, because the agent has received a signal."""
 
-    def failed(self, death: Death) -> None:
-        """A worker of this host has failed."""
+    def failed(self, death: Death) -> None: ...
 
     def finished(self, exit_codes: frozenset[int]) -> None:
         """No process of the job is left on this host, and no worker will be replaced."""
 
-    def close(self) -> None:
-        """Leave the job."""
+    def close(self) -> None: ...
 
 
-class OpenCoordinator(Protocol):
-    """Opens the coordinator of a job, before anything else of the job is opened."""
+OpenCoordinator: TypeAlias = "Callable[[JobResources, Actions], Coordinator]"
+"""Opens the coordinator of a job, before anything else of the job is opened; this may take long.
 
-    def __call__(self, resources: JobResources, actions: Actions) -> Coordinator:
-        """May take long; the event loop of `resources` does not run yet.
-
-        Raises:
-            LaunchError: if this host cannot take part in the job.
-        """
+Raises:
+    LaunchError: if this host cannot take part in the job.
+"""

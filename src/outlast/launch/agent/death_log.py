@@ -1,9 +1,12 @@
-"""The deaths of workers and the decision on each; at the end of the job its first cause."""
+"""The deaths of workers, the exceptions that ended them, and the decision on each; at the end of
+the job its first cause.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import signal
 from collections.abc import Sequence
 
@@ -12,11 +15,52 @@ from outlast.errors import NO_RESTART
 from outlast.events import WorkerFailed
 from outlast.events.restart_causes import DIED, RestartCount, what_failed
 from outlast.launch.agent.decisions import Decision, JobRecord, JobState
-from outlast.launch.output.raised import Raised, raised, without_ranks
-from outlast.launch.workers.worker import Worker
 from outlast.system.error_text import exit_summary, exit_text
+from outlast.system.user_frames import place_in_user_code
 
+EARLY = "before it reached the wrapped function"
 _FAULTS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+_RANK = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
+"""What torch puts before each line of a traceback."""
+_START = "Traceback (most recent call last):"
+_FRAME = re.compile(r'  File "(.+)", line (\d+)(?:, in (.+))?$')
+_ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Abort)\b")
+"""The line of an exception that has no traceback: a script that cannot be parsed, C++ code."""
+_TYPE = re.compile(r"(initialize: |health_check: |)(?:\w+\.)*([A-Za-z_]\w*)(?=: |$)")
+"""What stands before the message of an exception: the hook that raised it, and its type."""
+_CHAINED = ("During handling of the above exc", "The above exception was the direct cause")
+"""What Python writes, between two empty lines, above a traceback with a context or a cause."""
+_BY_PDB = ("BdbQuit", "bdb.BdbQuit")
+_DEBUGGING = (
+    "breakpoint() and pdb need a terminal, and the workers of a job have none: debug a single "
+    "process with `python SCRIPT`"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Raised:
+    """An exception: `KeyError: 'x'`, and `train.py:16`; the place is empty if it is not known."""
+
+    error: str
+    place: str = ""
+
+    def told(self, of: str = "") -> str:
+        """`KeyError at train.py:16 (rank 1): 'x'`, with ` (rank 1)` as `of`. The message is last,
+        because it may be long, or several sentences.
+        """
+        found = _TYPE.match(self.error)
+        kind, message = self.error, ""  # of a rank that hangs, for example
+        if found is not None:
+            kind, message = f"{found[1]}{found[2]}", self.error[found.end() :]
+        return f"{kind}{f' at {self.place}' if self.place else ''}{of}{message}"
+
+    def repeats(self, other: Raised) -> bool:
+        """Whether it is the other error again, or the message of another rank about it."""
+        return self == other or self.error.endswith(f" {other.error.rpartition('.errors.')[2]}")
+
+    @property
+    def advice(self) -> str:
+        return _DEBUGGING if self.error.startswith(_BY_PDB) else ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,13 +96,21 @@ class Death:
 
     @property
     def process(self) -> str:
-        """The name of the process in the whole job."""
         return process_name(self.host_id, self.pid)
 
     @functools.cached_property
+    def _raised(self) -> Raised | None:
+        return raised(self.last_output)
+
+    @property
     def error(self) -> Raised | None:
         """The exception that ended it, if its output ends with one."""
-        return raised(self.last_output) if self.exit_code in (1, NO_RESTART) else None
+        return self._raised if self.exit_code in (1, NO_RESTART) else None
+
+    def who(self, host: str = "") -> str:
+        """`rank 1 (pid 17, host h1)`; `host` is the name of this host, or empty to name none."""
+        named = f", host {self.host or host}" if host else ""
+        return f"rank {self.rank} (pid {self.pid}{named})"
 
     @property
     def how(self) -> str:
@@ -66,66 +118,25 @@ class Death:
         killed by SIGKILL from outside`.
         """
         by = f" from {self.killer}" if self.killer else ""
-        more = f"{by}{' before it reached the wrapped function' if self.early else ''}"
+        more = f"{by}{f' {EARLY}' if self.early else ''}"
         if self.error is None:
             return f"{exit_text(self.exit_code)}{more}"
         return f"failed with {self.error.told(more)}"
 
-    def event(self) -> WorkerFailed:
-        """The death as an event."""
+    @property
+    def message(self) -> str:
         lines = without_ranks(self.last_output).splitlines()
-        error = raised(self.last_output)
+        return self._raised.error if self._raised is not None else lines[-1] if lines else ""
+
+    def event(self) -> WorkerFailed:
         return WorkerFailed(
             rank=self.rank,
             worker_pid=self.pid,
             exit_code=self.exit_code,
             decision=self.decision.value,
             failed_time=self.when,
-            message=error.error if error is not None else lines[-1] if lines else "",
+            message=self.message,
         )
-
-
-class DeathLog:
-    """The deaths of a job, in the order of the decisions on them."""
-
-    def __init__(self) -> None:
-        self.deaths: list[Death] = []
-
-    def record(
-        self,
-        worker: Worker,
-        exit_code: int,
-        when: float,
-        decision: Decision,
-        host_id: str,
-        *,
-        killer: str = "",
-        early: bool = False,
-    ) -> Death:
-        """Record a death, with the last output of the worker."""
-        last_output, source = worker.last_output()
-        death = Death(
-            rank=worker.slot.rank,
-            local_rank=worker.slot.local_rank,
-            pid=worker.pid,
-            exit_code=exit_code,
-            when=when,
-            decision=decision,
-            last_output=last_output,
-            source=source,
-            shown=worker.shown,
-            killer=killer,
-            early=early,
-            host_id=host_id,
-        )
-        self.deaths.append(death)
-        return death
-
-    def not_replaced(self, death: Death) -> Death:
-        """Correct a death that was to be replaced and was not."""
-        lost = dataclasses.replace(death, decision=Decision.LOST)
-        self.deaths[self.deaths.index(death)] = lost
-        return lost
 
 
 def restart_counts(deaths: Sequence[Death], job: JobRecord) -> tuple[RestartCount, ...]:
@@ -136,8 +147,8 @@ def restart_counts(deaths: Sequence[Death], job: JobRecord) -> tuple[RestartCoun
     ends = {exit_summary(death.exit_code) for death in deaths if death.decision in replaced}
     for death in deaths:
         if death.decision is Decision.RESTARTED:
-            message, place = death.event().message, death.error.place if death.error else ""
-            what = what_failed("WORKER_FAILED", message, place, exit_summary(death.exit_code))
+            place = death.error.place if death.error else ""
+            what = what_failed("WORKER_FAILED", death.message, place, exit_summary(death.exit_code))
             counts.append(RestartCount.of(what, death.rank))
     how = ends.pop() if len(ends) == 1 else DIED
     in_place = (dataclasses.replace(c, what=how) if c.what == DIED else c for c in job.restarts)
@@ -180,3 +191,35 @@ def first_cause(deaths: Sequence[Death], job: JobRecord) -> Death | None:
         key=lambda death: (death.process != job.reporter, death.when),
         default=None,
     )
+
+
+def raised(output: str) -> Raised | None:
+    """The exception that ended a worker with this output; `None` if there is none in it."""
+    lines = without_ranks(output).splitlines()
+    last = from_last_traceback(lines)
+    start = max((n for n, line in enumerate(last) if line == _START), default=-1)
+    if start < 0:
+        errors = [line for line in lines if _ERROR.match(line)]
+        return Raised(errors[-1], _place(lines)) if errors else None
+    after = last[start + 1 :]
+    error = next((line for line in after if line and not line.startswith(" ")), "")
+    return Raised(error, _place(after)) if error else None
+
+
+def without_ranks(output: str) -> str:
+    """The output without torch's prefixes."""
+    return _RANK.sub("", output)
+
+
+def from_last_traceback(lines: list[str]) -> list[str]:
+    """The lines from the last traceback on, with the tracebacks that it is chained to."""
+    starts = [i for i, line in enumerate(lines) if line.startswith(_START)]
+    while len(starts) > 1 and lines[starts[-1] - 2].startswith(_CHAINED):
+        starts.pop()
+    return lines[starts[-1] :] if starts else lines
+
+
+def _place(lines: list[str]) -> str:
+    found = [frame for line in lines if (frame := _FRAME.fullmatch(line)) is not None]
+    frames = [(frame[1], int(frame[2]), frame[3] or "") for frame in reversed(found)]
+    return place_in_user_code(frames).partition(" in ")[0]

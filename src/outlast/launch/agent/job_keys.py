@@ -63,7 +63,6 @@ class JobKeys:
             drive(_membership(record).give_up(ranks), perform_on(self._store))
 
     def killed_by_monitor(self, job: JobRecord, process: str) -> str:
-        """Why its monitor process has killed this process; empty if it has not."""
         if not job.prefix:
             return ""
         return drive(_membership(job).announced_kill(process), perform_on(self._store))
@@ -102,7 +101,6 @@ class JobKeys:
         drive(work, perform_on(self._store))
 
     def take_back(self, ranks: range) -> None:
-        """These ranks have processes again."""
         work = MembershipProtocol(Link(), 0).take_back(frozenset(ranks))
         drive(work, perform_on(self._store))
 

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from outlast.coordination.records import FaultRecord, ends
 from outlast.errors import NO_RESTART
 from outlast.events.restart_causes import RestartCount, describe_restarts
-from outlast.launch.agent.death_log import Death
+from outlast.launch.agent.death_log import Death, Raised, from_last_traceback
 from outlast.launch.agent.decisions import Decision
-from outlast.launch.output.raised import Raised, from_last_traceback
 from outlast.system.units import duration_text
 
 
@@ -45,13 +44,11 @@ class Ending:
 
     @property
     def stopped(self) -> bool:
-        """Whether it ended because it was told to, by itself."""
         told = self.cause is not None and self.cause.decision is Decision.STOPPED
         return self.saved if self.received is not None else told
 
     @property
     def failed(self) -> bool:
-        """Whether nobody asked for this end."""
         caused = self.cause is not None or bool(self.text)
         return self.received is None and caused and not self.stopped
 
@@ -75,12 +72,11 @@ class Ending:
             many = f", host {fault.host}" if self.cause.host_id else ""
             return Raised(fault.cause, place).told(f" (rank {fault.rank}{many})")
         if (error := self.cause.error) is not None:
-            return error.told(f" (rank {self.cause.rank}, {_where(self.cause, host)})")
-        return f"rank {self.cause.rank} ({_where(self.cause, host)}) {self.cause.how}"
+            return error.told(f" ({self.cause.who(host).replace(' (', ', ', 1)}")
+        return f"{self.cause.who(host)} {self.cause.how}"
 
     @property
     def advice(self) -> str:
-        """What the user can do about the first cause."""
         fault, cause = self._told_by_ranks, self.cause
         error = Raised(fault.cause) if fault is not None else cause.error if cause else None
         return error.advice if error is not None else ""
@@ -125,8 +121,7 @@ def summary(deaths: Sequence[Death], ending: Ending, host: str) -> list[str]:
     for death in others:
         same = cause and cause.error and death.error and death.error.repeats(cause.error)
         how = "failed with the same error" if same else death.how
-        where = f"rank {death.rank} ({_where(death, host)})"
-        lines.append(f"  {where} {how}: {death.decision.value}")
+        lines.append(f"  {death.who(host)} {how}: {death.decision.value}")
     code, after = f", exit code {ending.exit_code}", _after(ending)
     then = f",{after}" if after.startswith(" ") else after
     if ending.stopped:
@@ -151,7 +146,3 @@ def _after(ending: Ending) -> str:
     if ending.joined_late:
         return f"{restarts and f' after {restarts}'}; this host took part for {took}"
     return f" after {took}{restarts and f' and {restarts}'}"
-
-
-def _where(death: Death, host: str) -> str:
-    return f"pid {death.pid}, host {death.host or host}"

@@ -10,8 +10,8 @@ import socket
 from pathlib import Path
 
 from outlast.errors import LaunchError
-from outlast.launch.config.metrics_spec import MetricsSpec
-from outlast.launch.output.console import Console
+from outlast.launch.config.job_spec import MetricsSpec
+from outlast.launch.workers.console import Console
 from outlast.metrics.main import Order
 from outlast.metrics.prometheus import listen, url
 from outlast.system.background_process import BackgroundProcess, start_process
@@ -63,7 +63,6 @@ class MetricsProcess:
 
     @property
     def pids(self) -> list[int]:
-        """Its process ID, while it runs."""
         return [] if self._process is None else [self._process.pid]
 
     def ended(self, pid: int, exit_code: int) -> bool:

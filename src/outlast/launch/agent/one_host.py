@@ -1,15 +1,31 @@
-"""A job on one host: the launcher hosts the store, and decides alone."""
+"""A job on one host: the launcher decides alone, and hosts the store, which outlives any worker.
+
+The launcher binds the port itself and passes the listening socket to torch, for three reasons: the
+store listens on the requested address only, not on all of them; a port in use gives a clear error;
+and a new attempt gets an empty store on the same port, which no other process can take in between.
+(torchrun separates attempts by a new store or, in older versions of torch, by a prefix of keys; the
+workers see no difference.)
+"""
 
 from __future__ import annotations
 
+import datetime
+import os
 import signal
+import socket
 
+import torch.distributed as dist
+
+from outlast.coordination.stores.torch_store import TorchStore, listening
+from outlast.errors import LaunchError
 from outlast.launch.agent.coordinator import Actions, Outcome
 from outlast.launch.agent.death_log import Death
 from outlast.launch.agent.job_keys import JobKeys
-from outlast.launch.agent.job_store import JobStore
 from outlast.launch.agent.resources import JobResources
-from outlast.launch.config.placement import Placement
+from outlast.launch.config.job_spec import Placement
+
+_BACKLOG = 4096
+_TIMEOUT = datetime.timedelta(seconds=300)
 
 
 class OneHost:
@@ -65,3 +81,59 @@ class OneHost:
 
     def close(self) -> None:
         self._store.close()
+
+
+class JobStore:
+    """The store, and its address. `client` performs operations on it.
+
+    Listens on `host`, an address of this machine, and `port`, or a free port if that is 0.
+
+    Raises:
+        LaunchError: if the address is not one of this machine, or the port is in use.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self.host = host
+        self._listener = _listen(host, port)
+        self.port: int = self._listener.getsockname()[1]
+        self.client = self._serve()
+
+    def renew(self) -> None:
+        """Replace the store by an empty one at the same address; no client may be left."""
+        # The old server closes its copy of the socket before the new one gets a copy: two servers
+        # on one socket would each get some of the workers.
+        del self.client
+        self.client = self._serve()
+
+    def close(self) -> None:
+        self._listener.close()
+        del self.client
+
+    def _serve(self) -> TorchStore:
+        server = dist.TCPStore(  # type: ignore[attr-defined]
+            host_name=self.host,
+            port=self.port,
+            is_master=True,
+            timeout=_TIMEOUT,
+            wait_for_workers=False,
+            **listening(os.dup(self._listener.fileno())),
+        )
+        return TorchStore(server, f"{self.host}:{self.port}")
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as e:
+        raise LaunchError(f"--master-addr {host}: {e.strerror}") from e
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as e:
+        listener.close()
+        where = f"{host} port {port}"
+        raise LaunchError(f"the job's store cannot listen on {where}: {e.strerror}") from e
+    return listener

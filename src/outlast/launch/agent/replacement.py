@@ -1,26 +1,34 @@
-"""Replaces a dead worker with a new process of the same rank, at once or after a back-off."""
+"""What follows the death of a worker of a wrapped function: a replacement, at once or after a
+back-off; or the others are told not to wait for it.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from outlast.errors import LaunchError
-from outlast.launch.agent.death_log import Death, DeathLog
-from outlast.launch.agent.decisions import JobState
+from outlast.launch.agent.death_log import EARLY, Death
+from outlast.launch.agent.decisions import Decision, JobRecord, JobState
 from outlast.launch.agent.resources import JobResources
+from outlast.launch.config.job_spec import Placement
 from outlast.launch.event_loop import Timer
+from outlast.launch.workers.worker_group import Worker
+from outlast.system.error_text import exit_text
+
+_CHECK_S = 0.5
 
 
 class Replacements:
-    """The replacements that wait for their back-off.
+    """Replaces dead workers with new processes of the same ranks.
 
     Args:
-        deaths: the log to correct if a dead worker is not replaced after all.
+        deaths: of the job; corrected if a dead worker is not replaced after all.
         given_up: called when a replacement has been given up.
     """
 
     def __init__(
-        self, resources: JobResources, deaths: DeathLog, given_up: Callable[[], None]
+        self, resources: JobResources, deaths: list[Death], given_up: Callable[[], None]
     ) -> None:
         self._resources = resources
         self._deaths = deaths
@@ -28,12 +36,7 @@ class Replacements:
         self._waiting: list[tuple[Timer, Death]] = []
 
     @property
-    def pending(self) -> bool:
-        """Whether a replacement waits for its back-off."""
-        return bool(self._waiting)
-
-    @property
-    def ranks(self) -> frozenset[int]:
+    def pending(self) -> frozenset[int]:
         """The ranks whose replacements wait for their back-off."""
         return frozenset(death.rank for _, death in self._waiting)
 
@@ -45,7 +48,6 @@ class Replacements:
         return state is JobState.RUNNING or (wrapped and state is JobState.PLAIN)
 
     def schedule(self, death: Death) -> None:
-        """Replace a dead worker, after the back-off of its rank."""
         delay_s = self._resources.workers.delay_s(death.local_rank)
         if delay_s == 0:
             self._replace(death)
@@ -57,7 +59,6 @@ class Replacements:
         self._waiting.append((timer, death))
 
     def cancel(self) -> None:
-        """Give up the replacements that still wait."""
         for timer, death in self._waiting:
             timer.cancel()
             self._lost(death)
@@ -78,4 +79,78 @@ class Replacements:
         self._given_up()
 
     def _lost(self, death: Death) -> None:
-        self._resources.coordinator.failed(self._deaths.not_replaced(death))
+        lost = dataclasses.replace(death, decision=Decision.LOST)
+        self._deaths[self._deaths.index(death)] = lost
+        self._resources.coordinator.failed(lost)
+
+
+class CallWatch:
+    """Looks whether the workers have reached the wrapped function, and acts once they have.
+
+    *Standby processes* are started then. With any other script, a failure restarts all workers, and
+    standbys would save no time; and as long as the workers import their modules, standbys would
+    only be in their way.
+
+    *Workers that end and are not replaced:* the others wait for them in the call. The monitor
+    process of a worker reports its end to the others, and runs from the call on. Until then, the
+    launcher is the only one that knows of the end: it tells the others as soon as one of them has
+    reached the call.
+    """
+
+    def __init__(self, resources: JobResources) -> None:
+        self._resources = resources
+        self._world_size = 0
+        self._ended: list[tuple[Worker, int]] = []
+        self._timer: Timer | None = None
+
+    def begin(self, placement: Placement) -> None:
+        """An attempt begins: its workers have been started."""
+        self._world_size = placement.places * self._resources.job.nproc
+        self._ended.clear()
+        standbys = self._resources.workers.standbys
+        standbys.open()
+        if standbys.size:
+            self._check_later()
+
+    def is_early(self, worker: Worker, job: JobRecord) -> bool:
+        """Whether the script has a wrapped function that no process of this rank has reached."""
+        if job.state is JobState.PLAIN:
+            return self._resources.job.program.wrapped
+        running = job.state is JobState.RUNNING and bool(job.prefix)
+        return running and not self._resources.coordinator.keys.has_come(job, worker.rank)
+
+    def ended(self, worker: Worker, exit_code: int) -> None:
+        self._ended.append((worker, exit_code))
+        self._check()
+
+    def _check_later(self) -> None:
+        if self._timer is None or not self._timer.pending:
+            self._timer = self._resources.loop.call_later(_CHECK_S, self._check)
+
+    def _check(self) -> None:
+        workers, standbys = self._resources.workers, self._resources.workers.standbys
+        job = self._resources.coordinator.keys.job()
+        wants_standbys = bool(standbys.size) and not standbys.closed
+        if job.state is JobState.PLAIN and ((self._ended and workers) or wants_standbys):
+            self._check_later()
+            return
+        for worker, exit_code in self._ended:
+            if workers:
+                self._tell(worker, exit_code, job)
+        self._ended.clear()
+        if job.state is JobState.RUNNING:
+            standbys.fill()
+
+    def _tell(self, worker: Worker, exit_code: int, job: JobRecord) -> None:
+        """Tells the user of an end with code 0, and the other ranks of one before the call."""
+        early = self.is_early(worker, job)
+        who = f"rank {worker.rank} (pid {worker.pid}) {exit_text(exit_code)}"
+        coordinator, console = self._resources.coordinator, self._resources.console
+        if early:
+            if exit_code == 0:  # any other end was announced
+                console.say(f"{who} {EARLY}, where the other ranks wait for it")
+                coordinator.give_up(frozenset({worker.rank}))
+            cause = f"process {worker.pid} {exit_text(exit_code)} {EARLY}"
+            coordinator.keys.will_not_come(worker.rank, self._world_size, cause)
+        elif exit_code == 0 and job.state is JobState.RUNNING and not job.stopping:
+            console.say(f"{who} within the wrapped function: a rank that ends so is not replaced")

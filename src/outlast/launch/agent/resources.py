@@ -24,12 +24,12 @@ from outlast.errors import ChaosError, LaunchError
 from outlast.events import Emitter, JsonlSink, LauncherStarted, NullSink, Sink
 from outlast.events.run_folders import new_run
 from outlast.launch import environment
+from outlast.launch.agent import orphan_killer
 from outlast.launch.agent.coordinator import Actions, Coordinator, OpenCoordinator
 from outlast.launch.config.job_spec import JobSpec
 from outlast.launch.event_loop import EventLoop
-from outlast.launch.output.console import Console
-from outlast.launch.processes import orphan_killer
-from outlast.launch.processes.descendants import reap
+from outlast.launch.workers.console import Console
+from outlast.launch.workers.descendants import reap
 from outlast.launch.workers.worker_group import WorkerGroup
 from outlast.system.processes import become_subreaper
 
@@ -192,7 +192,7 @@ class JobResources:
         """Record which faults of the plan have fired, when the job has ended."""
         state = environment.chaos_state() if state is None else state
         # Imported by name, as in the workers: the launcher does not depend on fault injection.
-        planned = importlib.import_module("outlast.chaos.planned_events")
+        planned = importlib.import_module("outlast.chaos.fired_faults")
         try:
             for event in planned.planned_events(plan, state):
                 self.emitter.emit(event)
@@ -200,7 +200,6 @@ class JobResources:
             self.console.say(f"the faults of {plan} are not in the events: {error}")
 
     def _start_orphan_killer(self) -> None:
-        """Start the process that cleans up if this one is killed; before any worker."""
         page = self.coordinator.lease_page
         lease_page = [] if page is None else [str(page)]
         program = [sys.executable, "-I", "-S", orphan_killer.__file__, str(os.getpid())]

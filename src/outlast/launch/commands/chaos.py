@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from outlast.errors import ChaosError, OutlastError
-from outlast.launch.commands.error_exit import exit_on
+from outlast.launch.commands.shared import exit_on
 
 _STALL_S = 900.0
 """More than the default timeouts of the restart wrapper, after which hangs end."""
@@ -116,10 +116,11 @@ def campaign(
     """
     from rich.console import Console
 
-    from outlast.campaign.campaign import Campaign, Options, default_jobs
+    from outlast.campaign.campaign import Campaign, default_jobs
     from outlast.campaign.generate import OF_SCRIPTS, parse_kinds
-    from outlast.campaign.output import ProgressLine, print_result, write_markdown
     from outlast.campaign.plan import RoundPlan
+    from outlast.campaign.results import Display, write_markdown
+    from outlast.campaign.round import Options
     from outlast.chaos import Kind
 
     try:
@@ -133,10 +134,11 @@ def campaign(
     if faults is None and seconds is None:
         faults = 20 if script else 1000
     console = Console()
-    with exit_on(OutlastError, OSError):
+    with exit_on(OutlastError, OSError), contextlib.ExitStack() as stack:
         plan = None if replay is None else RoundPlan.load(replay)
+        folder = Path(tempfile.mkdtemp(prefix="outlast-campaign-")) if out is None else out
         options = Options(
-            out=out if out is not None else Path(tempfile.mkdtemp(prefix="outlast-campaign-")),
+            out=folder,
             faults=faults,
             seconds=seconds,
             seed=seed,
@@ -150,58 +152,57 @@ def campaign(
             keep=keep,
             shrink=shrink,
         )
-        options.out.mkdir(parents=True, exist_ok=True)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(_only_campaign_in(options.out))
-            status = stack.enter_context(console.status("starting"))
-            stack.enter_context(_ended_by_signals(lambda: status.update("ending the running jobs")))
-            observer = ProgressLine(console, status, None if replay else options.faults)
-            running = Campaign(options, observer)
-            try:
-                if plan is None or replay is None:
-                    result = running.run()
-                else:
-                    _check_not_replaced(replay, running.folder_of(plan))
-                    result = running.replay(plan)
-            except (KeyboardInterrupt, SystemExit):
-                status.stop()
-                so_far = running.result(seed, ranks)
-                what = f"stopped; rounds that have ended: {len(so_far.rounds)}"
-                if so_far.rounds:
-                    print_result(so_far, console)
-                if so_far.rounds or out is not None:
-                    (options.out / "results.json").write_text(so_far.to_json())
-                    what = f"{what}, in {options.out}"
-                else:
-                    shutil.rmtree(options.out)
-                console.print(what, highlight=False, markup=False, soft_wrap=True)
-                raise
-        (options.out / "results.json").write_text(result.to_json())
-    print_result(result, console)
-    if markdown is not None:
-        with exit_on(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        _lock(folder, stack)
+        status = stack.enter_context(console.status("starting"))
+        stack.enter_context(_ended_by_signals(lambda: status.update("ending the running jobs")))
+        display = Display(console, status, None if replay else faults)
+        running = Campaign(options, display)
+        if plan is not None and replay is not None:
+            place = running.folder_of(plan)
+            if replay.resolve().is_relative_to(place.resolve()):
+                raise ChaosError(
+                    f"{replay} is in {place}, which this run would replace: pass another folder "
+                    "as --out"
+                )
+        try:
+            result = running.run() if plan is None else running.replay(plan)
+        except (KeyboardInterrupt, SystemExit):
+            status.stop()
+            result = running.result()
+            if result.rounds:
+                display.result(result)
+            where = ""
+            if result.rounds or out is not None:
+                (folder / "results.json").write_text(result.to_json())
+                where = f", in {folder}"
+            else:
+                shutil.rmtree(folder)
+            display.line(f"stopped; rounds that have ended: {len(result.rounds)}{where}")
+            raise
+        status.stop()
+        (folder / "results.json").write_text(result.to_json())
+        display.result(result)
+        if markdown is not None:
             write_markdown(result, markdown)
     if result.failures:
         raise typer.Exit(1)
     if out is None:
-        shutil.rmtree(options.out)
+        shutil.rmtree(folder)
 
 
-@contextlib.contextmanager
-def _only_campaign_in(folder: Path) -> Iterator[None]:
+def _lock(folder: Path, stack: contextlib.ExitStack) -> None:
     """Keeps other campaigns out of the folder: each removes the rounds of earlier ones."""
     descriptor = os.open(folder, os.O_RDONLY)
+    stack.callback(os.close, descriptor)
     try:
-        with contextlib.suppress(OSError):  # some network file systems lock no folders
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ChaosError(
-                    f"another campaign is running in {folder}: pass another folder as --out"
-                ) from None
-        yield
-    finally:
-        os.close(descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ChaosError(
+            f"another campaign is running in {folder}: pass another folder as --out"
+        ) from None
+    except OSError:
+        return  # some network file systems lock no folders
 
 
 @contextlib.contextmanager
@@ -230,10 +231,3 @@ def _ended_by_signals(tell: Callable[[], None]) -> Iterator[None]:
     finally:
         for number in handled:
             signal.signal(number, before[number])
-
-
-def _check_not_replaced(plan: Path, folder: Path) -> None:
-    if plan.resolve().is_relative_to(folder.resolve()):
-        raise ChaosError(
-            f"{plan} is in {folder}, which this run would replace: pass another folder as --out"
-        )

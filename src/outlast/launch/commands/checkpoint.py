@@ -17,7 +17,7 @@ import typer
 
 from outlast.errors import CheckpointError, CheckpointReadError
 from outlast.launch.commands import checkpoint_output as output
-from outlast.launch.commands.error_exit import UNREAD, exit_on
+from outlast.launch.commands.shared import UNREAD, exit_on
 
 if TYPE_CHECKING:
     from outlast.async_checkpoint.named_files import Storage

@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from outlast.errors import EventLogError
-from outlast.launch.commands.error_exit import exit_on
-from outlast.launch.commands.run_arguments import RunDirectory, RunName
+from outlast.launch.commands.shared import RunDirectory, RunName, exit_on
 
 
 def register(app: typer.Typer) -> None:
@@ -47,18 +46,14 @@ def metrics(
     launcher. `outlast run --metrics-port` does the same for each host.
     """
     from outlast.events.run_folders import choose_run, runs_in
-    from outlast.launch.config.metrics_spec import require_package
+    from outlast.launch.config.from_options import require_exporters
     from outlast.metrics.main import Order, export
     from outlast.metrics.prometheus import listen, url
 
     if port is None and not opentelemetry:
         raise typer.BadParameter("give --port or --opentelemetry: there is nothing to export to")
     try:
-        if port is not None:
-            require_package("prometheus_client", "--port", "prometheus")
-        if opentelemetry:
-            require_package("opentelemetry.sdk", "--opentelemetry", "opentelemetry")
-            require_package("opentelemetry.exporter.otlp", "--opentelemetry", "opentelemetry")
+        require_exporters("--port", port, opentelemetry)
     except ValueError as e:
         raise typer.BadParameter(str(e)) from e
     over = threading.Event()

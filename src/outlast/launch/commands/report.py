@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outlast.errors import EventLogError
-from outlast.launch.commands.error_exit import exit_on
-from outlast.launch.commands.run_arguments import RunDirectory, RunName
+from outlast.launch.commands.shared import RunDirectory, RunName, exit_on
 
 if TYPE_CHECKING:
     from outlast.events.report import Report

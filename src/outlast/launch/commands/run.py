@@ -10,8 +10,9 @@ import typer
 
 from outlast.errors import LaunchError
 from outlast.launch import environment
-from outlast.launch.commands.error_exit import exit_on
-from outlast.launch.config.job_spec import JobSpec, in_step, job_from_options
+from outlast.launch.commands.shared import exit_on
+from outlast.launch.config.from_options import in_step, job_from_options
+from outlast.launch.config.job_spec import JobSpec
 from outlast.launch.config.options import RunOptions
 
 

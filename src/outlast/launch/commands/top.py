@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outlast.errors import EventLogError
-from outlast.launch.commands.error_exit import exit_on
-from outlast.launch.commands.run_arguments import RunDirectory, RunName
+from outlast.launch.commands.shared import RunDirectory, RunName, exit_on
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from outlast.metrics.live_run import LiveRun
 
 
@@ -50,25 +58,53 @@ def top(
             _show(live, console, interval)
 
 
-def _show(run: LiveRun, console: object, interval_s: float) -> None:
-    from rich.console import Console
+def _show(run: LiveRun, console: Console, interval_s: float) -> None:
     from rich.live import Live
 
-    from outlast.launch.output.keys import Keys
     from outlast.metrics.screen import Screen
 
-    assert isinstance(console, Console)
     screen = Screen(run)
     run.poll()
     # Ctrl-C is an orderly end.
     with (
         contextlib.suppress(KeyboardInterrupt),
-        Keys() as keys,
+        pressed_keys() as pressed,
         Live(console=console, screen=True, auto_refresh=False) as live,
     ):
         while not run.over():
             live.update(screen.frame(console.height), refresh=True)
-            if keys.pressed(interval_s) in ("q", "Q"):
+            if pressed(interval_s) in ("q", "Q"):
                 return
             run.poll()
     console.print(screen.frame())
+
+
+@contextlib.contextmanager
+def pressed_keys() -> Iterator[Callable[[float], str]]:
+    """Yields a function that waits so many seconds for a key, which is read without Enter, and
+    returns an empty string if none was pressed. Without a terminal as standard input, none is.
+    """
+    descriptor, before = -1, []
+    with contextlib.suppress(AttributeError, ValueError, OSError, termios.error):
+        terminal = sys.stdin.fileno()
+        before = termios.tcgetattr(terminal)
+        tty.setcbreak(terminal)
+        descriptor = terminal
+    gone = descriptor < 0
+
+    def pressed(timeout_s: float) -> str:
+        nonlocal gone
+        if gone:
+            time.sleep(timeout_s)
+            return ""
+        if not select.select([descriptor], [], [], timeout_s)[0]:
+            return ""
+        data = os.read(descriptor, 64)
+        gone = not data
+        return data.decode(errors="replace")[:1]
+
+    try:
+        yield pressed
+    finally:
+        if descriptor >= 0:
+            termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

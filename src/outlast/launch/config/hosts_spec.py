@@ -61,7 +61,6 @@ class HostsSpec:
     conf: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def job_mark(self, run_id: str) -> str:
-        """The same on all hosts of a job, also of groups that have not met."""
         where = () if self.endpoints_differ else self.endpoints
         return hashlib.sha256(repr((run_id, where)).encode()).hexdigest()[:16]
 

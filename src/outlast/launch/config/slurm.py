@@ -39,12 +39,10 @@ class SlurmStep:
 
     @property
     def nnodes(self) -> str:
-        """The value of `--nnodes`."""
         return str(len(self.nodes))
 
     @property
     def endpoints(self) -> str:
-        """The value of `--rdzv-endpoint`."""
         port = _FIRST_PORT + zlib.crc32(self.run_id.encode()) % _PORTS
         return ",".join(f"{node}:{port}" for node in self.nodes[:ENDPOINTS])
 

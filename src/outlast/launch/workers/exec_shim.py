@@ -24,6 +24,11 @@ PR_SET_PDEATHSIG = 1
 NOT_FOUND, NOT_RUNNABLE = 127, 126  # as shells do
 
 
+def command() -> list[str]:
+    """What stands before the command line of a process that is to die with this one."""
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid())]
+
+
 def main(arguments: list[str]) -> None:
     """Become `arguments[1:]`, a child of the process `arguments[0]`."""
     launcher, command = int(arguments[0]), arguments[1:]

@@ -131,7 +131,6 @@ def framework_imports(source: str | bytes, known: Iterable[Import | SetVariable]
 
 
 def _steps(statement: ast.stmt) -> list[Import | SetVariable] | None:
-    """The steps of a statement; `None` if it may influence later imports in an unknown way."""
     if isinstance(statement, ast.Import):
         return [Import(alias.name) for alias in statement.names]
     if isinstance(statement, ast.ImportFrom):

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import selectors
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from outlast.launch import environment
 from outlast.launch.config.job_spec import JobSpec
 from outlast.launch.event_loop import EventLoop, Timer
-from outlast.launch.output.console import Console
-from outlast.launch.processes.descendants import kill_group
+from outlast.launch.workers import exec_shim
+from outlast.launch.workers.console import Console
+from outlast.launch.workers.descendants import kill_group
 from outlast.launch.workers.standby_process import PACKET, Settings
 
-_SHIM = str(Path(__file__).with_name("exec_shim.py"))
 _PROGRAM = str(Path(__file__).with_name("standby_process.py"))
 _NO_LIMIT = 1_000_000
 _BACKOFF_S = (1.0, 5.0, 30.0)
@@ -84,11 +82,9 @@ class StandbyPool:
 
     @property
     def ready(self) -> int:
-        """The number of standbys that have imported everything."""
         return sum(standby.ready for standby in self._standbys.values())
 
     def open(self) -> None:
-        """Allow `fill`, also after `close`."""
         self.closed = False
 
     def fill(self) -> None:
@@ -180,7 +176,7 @@ class StandbyPool:
         with theirs:
             try:
                 process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", _SHIM, str(os.getpid()), *command],
+                    [*exec_shim.command(), *command],
                     env=given,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
@@ -201,7 +197,6 @@ class StandbyPool:
             self._loop.unwatch(standby.channel.fileno())  # its end follows
 
     def _read(self, standby: Standby) -> bool:
-        """Read its message, if there is one; returns whether the stream may go on."""
         try:
             data = standby.channel.recv(PACKET)
         except BlockingIOError:

@@ -167,7 +167,6 @@ def _import(step: Any, package: str) -> None:
 
 
 def _is_installed(package: str) -> bool:
-    """Whether the package is an installed one, not a folder of the script's."""
     spec = importlib.util.find_spec(package)
     folders = Path(str(spec.origin if spec is not None else "")).parts
     return "site-packages" in folders or "dist-packages" in folders
@@ -212,7 +211,6 @@ def _first_path(settings: Settings) -> str:
 
 
 def _capture(number: int) -> int:
-    """Point a standard stream at a new file in memory; returns the file."""
     file = os.memfd_create(f"outlast-standby-{number}", os.MFD_CLOEXEC)
     os.dup2(file, number)
     return file

@@ -3,18 +3,82 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import dataclasses
+import json
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
+from outlast.errors import LaunchError
 from outlast.events import Emitter, WorkerExited, WorkerStarted
-from outlast.launch.config.job_spec import JobSpec
-from outlast.launch.config.placement import Placement
+from outlast.launch import environment
+from outlast.launch.config.job_spec import JobSpec, Placement, Std
 from outlast.launch.event_loop import EventLoop
-from outlast.launch.output.console import Console
+from outlast.launch.workers import exec_shim
+from outlast.launch.workers.console import Console
+from outlast.launch.workers.output import KEPT_LINES, Capture, readable
 from outlast.launch.workers.standby import StandbyPool
-from outlast.launch.workers.worker import Worker, WorkerSlot, start_worker
+
+_TAIL_BYTES = 16 * 1024
+
+
+@dataclasses.dataclass
+class Worker:
+    """A worker process with its pipes and files.
+
+    Attributes:
+        rank: in the whole job.
+        start: number of earlier processes of this local rank, in all attempts.
+        shown: whether the console shows its stderr.
+    """
+
+    rank: int
+    local_rank: int
+    start: int
+    process: subprocess.Popen[bytes]
+    was_standby: bool
+    started: float
+    folder: Path
+    captures: list[Capture]
+    stderr: Capture | None
+    stderr_file: tuple[Path, int] | None
+    shown: bool
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def ended(self, exit_code: int) -> None:
+        """Note that the process was reaped, and read its last output."""
+        self.process.returncode = exit_code  # otherwise subprocess would wait for it again
+        for capture in self.captures:
+            capture.drain()
+
+    def error_time(self) -> float | None:
+        try:
+            return _error_file(self.folder).stat().st_mtime
+        except OSError:
+            return None
+
+    def last_output(self) -> tuple[str, str]:
+        """Its traceback or last lines on stderr, and the source: `traceback`, `stderr` or empty."""
+        traceback = _traceback(_error_file(self.folder))
+        if traceback:
+            return traceback, "traceback"
+        lines: list[str] = []
+        if self.stderr is not None:
+            lines = list(self.stderr.last)
+        elif self.stderr_file is not None:
+            lines = _tail(*self.stderr_file)
+        return "\n".join(lines), "stderr" if lines else ""
+
+    def close(self) -> None:
+        for capture in self.captures:
+            capture.close()
 
 
 class WorkerGroup:
@@ -50,7 +114,6 @@ class WorkerGroup:
         return len(self._running)
 
     def get(self, pid: int) -> Worker | None:
-        """The running worker with this pid, if there is one."""
         return self._running.get(pid)
 
     def start_all(self, placement: Placement) -> None:
@@ -58,13 +121,12 @@ class WorkerGroup:
         self._placement = placement
         self._replacements.clear()
         workers = [self._start(local_rank) for local_rank in range(self._job.nproc)]
-        named = ", ".join(f"rank {worker.slot.rank} is pid {worker.pid}" for worker in workers)
+        named = ", ".join(f"rank {worker.rank} is pid {worker.pid}" for worker in workers)
         count = len(workers)
         spare = f"; standby processes: {self.standbys.size}" if self.standbys.size else ""
         self._console.say(f"started {count} rank{'' if count == 1 else 's'}: {named}{spare}")
 
     def replace(self, local_rank: int) -> Worker:
-        """Start a new process in place of a dead one."""
         self._replacements[local_rank] += 1
         return self._start(local_rank)
 
@@ -73,15 +135,14 @@ class WorkerGroup:
         return self._job.backoff.delay_s(self._lifetimes_s[local_rank])
 
     def remove(self, worker: Worker, exit_code: int) -> None:
-        """Remove a reaped worker, after reading its last output."""
         del self._running[worker.pid]
         worker.ended(exit_code)
-        self.last_exit_codes[worker.slot.local_rank] = exit_code
+        self.last_exit_codes[worker.local_rank] = exit_code
         self._ended.append(worker)
-        self._lifetimes_s[worker.slot.local_rank].append(self._loop.clock.now() - worker.started)
+        self._lifetimes_s[worker.local_rank].append(self._loop.clock.now() - worker.started)
         self._emitter.emit(
             WorkerExited(
-                rank=worker.slot.rank,
+                rank=worker.rank,
                 worker_pid=worker.pid,
                 exit_code=exit_code,
                 last_words=worker.last_output()[0] if exit_code else "",
@@ -98,36 +159,131 @@ class WorkerGroup:
             os.kill(worker.pid, number)
 
     def close(self) -> None:
-        """Read the rest of all workers' output, and close their pipes and files."""
         for worker in (*self._ended, *self):
             worker.close()
         self._ended.clear()
 
     def _start(self, local_rank: int) -> Worker:
-        placement = self._placement
-        slot = WorkerSlot(
-            rank=placement.ranks(self._job.nproc)[local_rank],
-            local_rank=local_rank,
-            replacement=placement.taken_over + self._replacements[local_rank],
-            start=self._starts[local_rank],
-        )
-        worker = start_worker(
-            self._job,
-            placement,
-            slot,
-            folder=self._folder,
-            loop=self._loop,
-            console=self._console,
-            standbys=self.standbys,
-        )
+        worker = self._open(local_rank)
         self._starts[local_rank] += 1
         self._running[worker.pid] = worker
         self._emitter.emit(
             WorkerStarted(
-                rank=slot.rank,
+                rank=worker.rank,
                 worker_pid=worker.pid,
-                attempt=slot.start,
+                attempt=worker.start,
                 standby=worker.was_standby,
             )
         )
         return worker
+
+    def _open(self, local_rank: int) -> Worker:
+        """Start a worker in a new session, or make a ready standby process the worker; its files go
+        to `attempt_N/LOCAL_RANK/`.
+
+        Raises:
+            LaunchError: if the system cannot start another process.
+        """
+        placement, routes, start = self._placement, self._job.routes, self._starts[local_rank]
+        rank = placement.ranks(self._job.nproc)[local_rank]
+        folder = self._folder / f"attempt_{start}" / str(local_rank)
+        captures: dict[Std, Capture] = {}
+        stderr_file = None
+        with contextlib.ExitStack() as close_here, contextlib.ExitStack() as on_failure:
+            ends: dict[Std, int | BinaryIO] = {}
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                _error_file(folder).unlink(missing_ok=True)  # of an earlier run with the same id
+                for stream, name in ((Std.OUT, "stdout.log"), (Std.ERR, "stderr.log")):
+                    file: BinaryIO | None = None
+                    if routes.to_file(local_rank, stream):
+                        file = (folder / name).open("ab", buffering=0)
+                        on_failure.callback(file.close)
+                        if not routes.to_console(local_rank, stream):
+                            # Directly into the file: the worker never waits for the launcher.
+                            ends[stream] = close_here.enter_context(file)
+                            if stream is Std.ERR:
+                                stderr_file = (folder / name, file.tell())
+                            continue
+                    read, write = os.pipe()
+                    close_here.callback(os.close, write)
+                    ends[stream] = write
+                    console = self._console
+                    outlet = console.stdout if stream is Std.OUT else console.stderr
+                    captures[stream] = Capture(
+                        self._loop,
+                        read,
+                        console.prefix(rank, int(stream)),
+                        outlet if local_rank in routes.shown else None,
+                        file,
+                    )
+                    on_failure.callback(captures[stream].close)
+                variables = environment.worker_environment(
+                    self._job,
+                    placement,
+                    local_rank=local_rank,
+                    replacement=placement.taken_over + self._replacements[local_rank],
+                    error_file=_error_file(folder),
+                )
+                outputs = [_descriptor(ends[stream]) for stream in (Std.OUT, Std.ERR)]
+                standby = self.standbys.take(variables, outputs)
+                process = self._spawn(variables, ends) if standby is None else standby.process
+            except OSError as e:
+                raise LaunchError(f"cannot start the worker of rank {rank}: {e}") from e
+            on_failure.pop_all()
+        return Worker(
+            rank=rank,
+            local_rank=local_rank,
+            start=start,
+            process=process,
+            was_standby=standby is not None,
+            started=self._loop.clock.now(),
+            folder=folder,
+            captures=list(captures.values()),
+            stderr=captures.get(Std.ERR),
+            stderr_file=stderr_file,
+            shown=routes.to_console(local_rank, Std.ERR),
+        )
+
+    def _spawn(
+        self, variables: dict[str, str], ends: dict[Std, int | BinaryIO]
+    ) -> subprocess.Popen[bytes]:
+        command = self._job.program.command(environment.python(), self._job.chaos is not None)
+        return subprocess.Popen(
+            [*exec_shim.command(), *command],
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=ends[Std.OUT],
+            stderr=ends[Std.ERR],
+            start_new_session=True,
+        )
+
+
+def _descriptor(end: int | BinaryIO) -> int:
+    return end if isinstance(end, int) else end.fileno()
+
+
+def _error_file(folder: Path) -> Path:
+    return folder / "error.json"
+
+
+def _traceback(path: Path) -> str:
+    """The traceback (or else the message) in the error file of torch's `@record`."""
+    try:
+        message = json.loads(path.read_text(errors="replace"))["message"]
+        if isinstance(message, dict):
+            extra = message.get("extraInfo") or {}
+            message = extra.get("py_callstack") or message.get("message") or ""
+        return str(message).rstrip()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return ""  # there is none, or the process died while writing it
+
+
+def _tail(path: Path, start: int) -> list[str]:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(start, size - _TAIL_BYTES))
+            return [readable(line) for line in file.read().splitlines()[-KEPT_LINES:]]
+    except OSError:
+        return []

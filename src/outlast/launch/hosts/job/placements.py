@@ -7,7 +7,7 @@ from pathlib import Path
 
 from outlast.coordination.replicated.hosts import HostInfo
 from outlast.launch import environment
-from outlast.launch.config.placement import Placement
+from outlast.launch.config.job_spec import Placement
 from outlast.launch.hosts.job.job_plan import JobPlan
 from outlast.launch.hosts.server.store_server import LOOPBACK
 

@@ -1,9 +1,9 @@
 """The program of a writer process under a plan: the real one, with faults in its storage.
 
-    python -m outlast.chaos.writer.program
+    python -m outlast.chaos.writer_program
 
 `outlast.chaos.install` makes checkpointers start it, if the plan has such faults. It asks the
-injector before each operation (`server.py`), and carries out the fault that is in the answer.
+injector (`writer_server.py`) before each operation, and carries out the fault in the answer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, cast
 from outlast.async_checkpoint.named_files import MANIFEST, FileWriter, Storage, run_writer
 from outlast.chaos.kinds import Kind
 from outlast.chaos.storage import flip_byte
-from outlast.chaos.writer.server import PUBLISH, PUBLISHED, PUT, WRITE, address_of
+from outlast.chaos.writer_server import PUBLISH, PUBLISHED, PUT, WRITE, address_of
 
 _ANSWER_S = 10.0  # a main process that is stopped, or has its GIL held, does not answer
 
@@ -65,7 +65,6 @@ class FaultyStorage:
         return getattr(self._real, name)
 
     def create(self, folder: str, name: str, size_bytes: int) -> FileWriter:
-        """See `Storage`."""
         # An object store takes pieces of equal sizes only.
         splits = hasattr(self._real, "root")
         return _FaultyFile(
@@ -73,7 +72,6 @@ class FaultyStorage:
         )
 
     def put(self, folder: str, name: str, content: bytes) -> None:
-        """See `Storage`."""
         kind, seconds = self._injector.ask(PUT) if name == MANIFEST else (None, 0.0)
         half = content[: len(content) // 2]
         match kind:
@@ -91,7 +89,6 @@ class FaultyStorage:
         self._real.put(folder, name, content)
 
     def publish(self, working: str, final: str) -> str:
-        """See `Storage`."""
         self._injector.ask(PUBLISH)
         replaced = self._real.publish(working, final)
         kind, _ = self._injector.ask(PUBLISHED)
@@ -153,7 +150,6 @@ def _no_space(name: str) -> OSError:
 
 
 def _flipped(data: bytes) -> bytes:
-    """The data with the byte in the middle inverted."""
     middle = len(data) // 2
     return data[:middle] + bytes([data[middle] ^ 0xFF]) + data[middle + 1 :] if data else data
 

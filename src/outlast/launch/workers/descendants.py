@@ -21,11 +21,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import psutil
-
-from outlast.launch.event_loop import EventLoop, Timer
 
 LINGER_S = 1.0
 """How long helpers of ended workers may take to end by themselves."""
@@ -37,15 +36,15 @@ KILL_S = 30.0
 SNAPSHOT_HOLDERS = (
     "outlast.async_checkpoint.writer.main",
     "outlast.async_checkpoint.peer_copies.keeper",
-    "outlast.chaos.writer.program",
+    "outlast.chaos.writer_program",
 )
 """The modules that processes with snapshots run: `python -m MODULE`."""
 
-Steps = Sequence[tuple[float, signal.Signals | None]]
-"""Seconds to wait after each signal; `None` sends no signal."""
-
-BETWEEN_ATTEMPTS: Steps = [(LINGER_S, signal.SIGTERM), (KILL_S, signal.SIGKILL)]
-KILL_NOW: Steps = [(KILL_S, signal.SIGKILL)]
+_CGROUPS = Path("/sys/fs/cgroup")
+_PLACES = {"": (".", "memory.events"), "memory": ("memory", "memory.oom_control")}
+"""By the controller in `/proc/self/cgroup`: the folder of the hierarchy, and the file with the
+counter. Version 2 names no controller.
+"""
 
 
 def ended_children() -> Iterator[tuple[int, int]]:
@@ -69,12 +68,6 @@ def reap(pid: int) -> None:
     """Release an ended child."""
     with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, 0)
-
-
-def at_end_of_job(grace_s: float) -> Steps:
-    """The steps at the end of a job: wait, terminate, kill."""
-    terminate_s = min(TERMINATE_S, grace_s)
-    return [(LINGER_S, None), (terminate_s, signal.SIGTERM), (KILL_S, signal.SIGKILL)]
 
 
 def terminate_group(pid: int) -> None:
@@ -109,9 +102,9 @@ def snapshot_holders() -> list[int]:
 def kill_descendants(keep: Iterable[int]) -> None:
     """Kill every descendant of this process except those to keep, and wait for their end.
 
-    For a launcher that cannot continue; otherwise, `DescendantShutdown` does this.
+    For a launcher that cannot continue; otherwise, `Shutdown` does this.
     """
-    while left := _descendants(keep):
+    while left := descendants(keep):
         for process in left:
             with contextlib.suppress(psutil.Error):
                 process.kill()
@@ -120,75 +113,48 @@ def kill_descendants(keep: Iterable[int]) -> None:
             return
 
 
-class DescendantShutdown:
-    """Ends every descendant of this process except those to keep, then calls back.
-
-    `check`, called after every reaped child, drives it: when a descendant ends, its children become
-    children of this process, so the end of the last one is always seen.
-
-    Args:
-        keep: the pids that are left alone.
-        done: called at the end with the pids that could not be killed.
-    """
-
-    def __init__(
-        self,
-        loop: EventLoop,
-        keep: Callable[[], Iterable[int]],
-        steps: Steps,
-        done: Callable[[list[int]], None],
-    ) -> None:
-        self._loop = loop
-        self._keep = keep
-        self._steps = iter(steps)
-        self._done = done
-        self._signal: signal.Signals | None = None
-        self._timer = Timer(self._next_step)  # none is scheduled yet
-        self._over = False
-
-    def start(self) -> None:
-        """Start with the first step; calls back at once if there is no descendant."""
-        self._next_step()
-
-    def kill_now(self) -> None:
-        """Kill the descendants that are left now."""
-        self._steps = iter(KILL_NOW)
-        self._next_step()
-
-    def check(self) -> None:
-        """Call back if no descendant is left; kill new ones if the others were killed."""
-        if self._over:
-            return
-        left = _descendants(self._keep())
-        if not left:
-            self._finish([])
-        elif self._signal is signal.SIGKILL:
-            self._send(left)
-
-    def _next_step(self) -> None:
-        if self._over:
-            return
-        self._timer.cancel()
-        left = _descendants(self._keep())
-        wait_s, self._signal = next(self._steps, (None, None))
-        if not left or wait_s is None:
-            self._finish([process.pid for process in left])
-            return
-        self._timer = self._loop.call_later(wait_s, self._next_step)
-        self._send(left)
-
-    def _finish(self, left: list[int]) -> None:
-        self._over = True
-        self._timer.cancel()
-        self._done(left)
-
-    def _send(self, processes: list[psutil.Process]) -> None:
-        for process in processes:
-            if self._signal is not None:
-                with contextlib.suppress(psutil.Error):
-                    process.send_signal(self._signal)  # checks that the pid was not reused
-
-
-def _descendants(keep: Iterable[int]) -> list[psutil.Process]:
+def descendants(keep: Iterable[int]) -> list[psutil.Process]:
+    """Every descendant of this process except those to keep."""
     kept = set(keep)
     return [p for p in psutil.Process().children(recursive=True) if p.pid not in kept]
+
+
+class OomKills:
+    """Counts the kills in the cgroup of this process, where its children live too: a container, a
+    job of a scheduler, a login. Without such a counter there never seem to be any.
+    """
+
+    def __init__(self, own: Path = Path("/proc/self/cgroup"), root: Path = _CGROUPS) -> None:
+        self._file = _counter_file(own, root)
+        self._seen = self._count()
+
+    def any_new(self) -> bool:
+        """Whether there was one that no call before has returned."""
+        new = self._count() > self._seen
+        self._seen += new
+        return new
+
+    def _count(self) -> int:
+        if self._file is None:
+            return 0
+        try:
+            fields = [line.split() for line in self._file.read_text().splitlines()]
+        except OSError:  # the cgroup is gone
+            return 0
+        return next((int(value) for name, value in fields if name == "oom_kill"), 0)
+
+
+def _counter_file(own: Path, root: Path) -> Path | None:
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        _, controller, group = line.split(":", 2)
+        if controller in _PLACES:
+            hierarchy, name = _PLACES[controller]
+            # In a container, the path may be that on the host: then the container's is the root.
+            for folder in (group.strip("/"), "."):
+                if (file := root / hierarchy / folder / name).is_file():
+                    return file
+    return None

@@ -1,8 +1,8 @@
 """The injector's side of its connections to the writer processes of this process.
 
-A writer process under a plan (`program.py`) connects to an abstract Unix socket, which needs no
-file and ends with its processes. It asks before each operation on the storage; the answer comes
-from `WriterServer`, which thereby knows what the writer is doing, and can hold it there.
+A writer process under a plan (`writer_program.py`) connects to an abstract Unix socket, which
+needs no file and ends with its processes. It asks before each operation on the storage; the answer
+comes from `WriterServer`, which thereby knows what the writer is doing, and can hold it there.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ class WriterServer:
 
     @property
     def connected(self) -> bool:
-        """Whether there is a writer process."""
         return bool(self._writers)
 
     def order(self, kind: Kind, seconds: float) -> None:
@@ -70,7 +69,6 @@ class WriterServer:
                 self._orders.append((kind, seconds))
 
     def kill(self) -> None:
-        """Kills all writer processes."""
         for pid in list(self._writers):
             with contextlib.suppress(ProcessLookupError):  # it is ending; its connection is not yet
                 os.kill(pid, signal.SIGKILL)

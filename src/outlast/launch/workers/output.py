@@ -37,7 +37,6 @@ class Lines:
         self._partial = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The lines that `data` completes, without their newlines."""
         *lines, self._partial = (self._partial + data).split(b"\n")
         while len(self._partial) > LINE_LIMIT:
             lines.append(self._partial[:LINE_LIMIT])
@@ -45,7 +44,6 @@ class Lines:
         return lines
 
     def rest(self) -> list[bytes]:
-        """The last line, if it has no newline."""
         rest, self._partial = self._partial, b""
         return [rest] if rest else []
 
@@ -73,16 +71,13 @@ class Outlet:
 
     @property
     def full(self) -> bool:
-        """Whether too much is unwritten to read more from the workers."""
         return len(self._buffer) >= PENDING_LIMIT
 
     @property
     def pending(self) -> bool:
-        """Whether any data is unwritten."""
         return bool(self._buffer)
 
     def when_room(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once when the outlet is no longer full."""
         self._when_room.append(callback)
 
     def write(self, data: bytes) -> None:
@@ -92,7 +87,6 @@ class Outlet:
             self._flush()
 
     def drop(self) -> None:
-        """Drop unwritten data, and all further data."""
         self._closed = True
         self._buffer.clear()
         self._flush()
@@ -157,7 +151,6 @@ class Capture:
         self._show(self._lines.rest())
 
     def close(self) -> None:
-        """Read the pipe's contents, then close the pipe and the file."""
         self.drain()
         self._shut()
 

@@ -11,7 +11,7 @@ from rich.console import Console as RichConsole
 from rich.style import Style
 
 from outlast.launch.event_loop import EventLoop
-from outlast.launch.output.worker_output import Outlet
+from outlast.launch.workers.output import Outlet
 
 # The 8 colors of every terminal, except black and white (backgrounds) and red (a failed job).
 _COLORS = ("cyan", "green", "yellow", "blue", "magenta")
@@ -36,7 +36,6 @@ class Console:
         self._rich = {n: RichConsole(file=file, highlight=False) for n, file in streams.items()}
 
     def prefix(self, rank: int, stream: int) -> bytes:
-        """The prefix of the lines from `rank` on this stream (1 or 2)."""
         return self._styled(f"[{rank}]", _COLORS[rank % len(_COLORS)], stream).encode() + b" "
 
     def say(self, *lines: str, failed: bool = False) -> None:
@@ -48,16 +47,13 @@ class Console:
 
     @property
     def pending(self) -> bool:
-        """Whether any output is not yet written."""
         return self.stdout.pending or self.stderr.pending
 
     def drop(self) -> None:
-        """Drop unwritten output: it seems to have no reader, and the launcher must end."""
         self.stdout.drop()
         self.stderr.drop()
 
     def close(self) -> None:
-        """Close the descriptors that were opened here; nothing is written afterwards."""
         for fd in self._opened:
             os.close(fd)
         self._opened.clear()

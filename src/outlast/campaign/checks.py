@@ -15,8 +15,9 @@ import psutil
 
 from outlast.async_checkpoint import named_files
 from outlast.campaign.environment import MARK
-from outlast.campaign.records import Entry, read_entries
+from outlast.campaign.notes import ENTRY, read_notes
 from outlast.errors import CheckpointError
+from outlast.events import Note
 
 _GROWTH = 8
 """A process may have this many more descriptors than before, besides the largest increase, which is
@@ -60,14 +61,14 @@ def _command(process: psutil.Process) -> str:
 
 
 def temporary_files(folder: Path, prefix: str) -> list[str]:
-    """Files and sockets in the folder of temporary files, in entries whose names begin with the
-    prefix; empty folders do not count.
+    """Files and sockets in the folders of temporary files of the hosts, in entries whose names
+    begin with the prefix; empty folders do not count.
     """
     return [
         f"temporary file {path.relative_to(folder)}"
-        for path in sorted(folder.rglob("*"))
-        if path.relative_to(folder).parts[0].startswith(prefix)
-        and (not path.is_dir() or path.is_symlink())
+        for entry in sorted(folder.glob(f"*/{prefix}*"))
+        for path in (entry, *sorted(entry.rglob("*")))
+        if not path.is_dir() or path.is_symlink()
     ]
 
 
@@ -92,27 +93,28 @@ def damaged_checkpoints(folder: Path) -> list[str]:
     return found
 
 
-def leaks(records: Path) -> list[str]:
+def leaks(folder: Path) -> list[str]:
     """Processes whose descriptors or threads grew with each restart in place."""
-    entries: dict[int, list[Entry]] = defaultdict(list)
-    for entry in read_entries(records):
-        entries[entry.pid].append(entry)
+    entries: dict[int, list[Note]] = defaultdict(list)
+    for note in read_notes(folder):
+        if note.name == ENTRY:
+            entries[note.pid].append(note)
     found = []
-    for pid, of_process in entries.items():
-        if len(of_process) < 2 * _WARM:
+    for pid, notes in entries.items():
+        if len(notes) < 2 * _WARM:
             continue
-        where = f"rank {of_process[-1].rank} (process {pid})"
-        counts = [sum(entry.descriptors.values()) for entry in of_process[_WARM:]]
-        if _grows(counts):
-            first, last = of_process[_WARM].descriptors, of_process[-1].descriptors
+        warm = [note.data for note in notes[_WARM:]]
+        where = f"rank {notes[-1].rank} (process {pid})"
+        if _grows([sum(data["descriptors"].values()) for data in warm]):
+            first, last = warm[0]["descriptors"], warm[-1]["descriptors"]
             more = ", ".join(
                 f"{kind}: {first.get(kind, 0)} to {count}"
                 for kind, count in sorted(last.items())
                 if count > first.get(kind, 0)
             )
             found.append(f"{where} has more descriptors with each restart ({more})")
-        if _grows([entry.threads for entry in of_process[_WARM:]]):
-            threads = f"{of_process[_WARM].threads} to {of_process[-1].threads}"
+        if _grows([data["threads"] for data in warm]):
+            threads = f"{warm[0]['threads']} to {warm[-1]['threads']}"
             found.append(f"{where} has more threads with each restart ({threads})")
     return found
 

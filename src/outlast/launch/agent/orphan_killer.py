@@ -45,10 +45,9 @@ class Lease:
     """The launcher's deadline, read from its lease page."""
 
     def __init__(self, path: str) -> None:
-        with open(path, "r+b") as file:
-            page = memoryview(mmap.mmap(file.fileno(), 0))
-        self._deadline = page[:8].cast("d")
-        self._kills = page[8:16].cast("q")
+        with open(path, "rb") as file:
+            page = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._deadline = memoryview(page).cast("d")
 
     def left_s(self) -> float | None:
         """Seconds until the deadline, which the launcher may move meanwhile; `None` while there has
@@ -56,10 +55,6 @@ class Lease:
         """
         deadline = self._deadline[0]
         return deadline - time.clock_gettime(time.CLOCK_BOOTTIME) if deadline else None
-
-    def count_kill(self) -> None:
-        """Note for the launcher that processes were killed."""
-        self._kills[0] += 1
 
 
 def main(arguments: list[str]) -> None:
@@ -103,11 +98,8 @@ def keep_lease(lease: Lease, mark: str) -> float:
         return AGAIN_S
     if left_s > 0:
         return left_s
-    killed = kill_marked(mark)
-    for pidfd in killed:
+    for pidfd in kill_marked(mark):
         os.close(pidfd)
-    if killed:
-        lease.count_kill()
     return AGAIN_S
 
 

@@ -1,0 +1,234 @@
+"""The job of a round: `outlast run` on this machine, or on each of several hosts; followed by the
+steps of its ranks, disturbed, and ended with all of its processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from outlast.campaign.checks import marked, reap_orphans
+from outlast.campaign.environment import job_environment
+from outlast.campaign.network import Network
+from outlast.campaign.notes import Progress
+from outlast.campaign.plan import Action, LauncherFault, RoundPlan
+
+_LOOK_S = 0.05
+_DUMP_S = 5.0
+_TAIL_LINES = 15
+_LEASE_S = 5.0
+_CUT_OFF_S = 8.0
+"""How long a host is cut off: the others declare it lost 1.2 leases after they last heard of it."""
+_PORT = 29400
+
+
+def host_options(plan: RoundPlan, standby: int) -> list[str]:
+    """The options of `outlast run` that say how many hosts and processes there are."""
+    if not plan.hosts:
+        return [f"--nproc-per-node={plan.ranks}", f"--standby={standby}"]
+    endpoints = ",".join(f"h{number}:{_PORT}" for number in range(1, min(plan.hosts, 3) + 1))
+    return [
+        f"--nnodes={plan.hosts}",
+        f"--nproc-per-node={plan.ranks // plan.hosts}",
+        "--standby=0",
+        "--rdzv-id=campaign",
+        f"--rdzv-endpoint={endpoints}",
+        f"--host-timeout={_LEASE_S}",
+    ]
+
+
+class Job:
+    """The launchers of a job, which run until this is left.
+
+    Args:
+        number: of the launchers of this round on this machine.
+        faults: what is left to do to the launcher or to hosts.
+        command: `outlast run`, its options, its script, and the script's arguments.
+        directory: where it is started; `None`: here.
+        fired: where the job records which faults have fired.
+        temporary: the folder of its temporary files.
+        logs: the folder of its output.
+        linger_s: how long after the end of the launchers other processes may end.
+
+    Attributes:
+        taken: the actions that were carried out. On this machine at most one, which ends the job.
+        exit_codes: of the launchers that have ended and were not lost with their host.
+        orphans: after the end, the processes that outlived the launchers.
+    """
+
+    def __init__(
+        self,
+        plan: RoundPlan,
+        *,
+        number: int,
+        faults: Sequence[LauncherFault],
+        command: Sequence[str],
+        directory: Path | None,
+        fired: Path,
+        temporary: Path,
+        logs: Path,
+        linger_s: float,
+    ) -> None:
+        self._plan = plan
+        self._number = number
+        self._faults = list(faults)
+        self._command = command
+        self._directory = directory
+        self._fired = fired
+        self._temporary = temporary
+        self._logs = logs
+        self._linger_s = linger_s
+        self._mark = uuid.uuid4().hex
+        self._launchers: dict[str, subprocess.Popen[bytes]] = {}
+        self._network: Network | None = None
+        self._cut: tuple[str, Action, float] | None = None  # the host, and until when
+        self._settled_at = 0  # the events that tell that training has continued since
+        self.taken: list[LauncherFault] = []
+        self.orphans: list[str] = []
+
+    def __enter__(self) -> Job:
+        if not self._plan.hosts:
+            self._start(str(self._number))
+            return self
+        self._network = Network(self._plan.hosts, self._logs)
+        try:
+            for name in self._network.names:
+                self._start(name)
+        except BaseException:
+            self._network.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        try:
+            if kind is None or self._network is None:
+                for launcher in self._launchers.values():
+                    launcher.kill()
+                self.orphans = reap_orphans(self._mark, self._linger_s)
+        finally:
+            if self._network is not None:
+                self._network.close()
+            for launcher in self._launchers.values():
+                launcher.wait()
+
+    @property
+    def exit_codes(self) -> list[int]:
+        codes = [launcher.poll() for launcher in self._launchers.values()]
+        return [code for code in codes if code is not None]
+
+    def follow(self, progress: Progress, stall_s: float, tell: Callable[[int], None]) -> str:
+        """Follows the job to its end, and carries out the actions that are due.
+
+        Args:
+            stall_s: the job is given up when no rank completes a step for this long.
+            tell: called several times a second with the highest step that a rank has completed;
+                an error that it raises ends the job.
+
+        Returns:
+            How the job stalled; an empty string if it ended.
+        """
+        since = time.monotonic()
+        while any(launcher.poll() is None for launcher in self._launchers.values()):
+            time.sleep(_LOOK_S)
+            if progress.update():
+                since = time.monotonic()
+            tell(progress.last)
+            self._act(progress)
+            if time.monotonic() - since > stall_s:
+                self._print_stacks()
+                logs = ", ".join(self._log(name).name for name in self._launchers)
+                stall = f"no rank completed a step for {stall_s:.0f} s"
+                return f"{stall}, after step {progress.last}; see {logs}"
+        progress.update()
+        return ""
+
+    def failures(self, also_good: Sequence[int]) -> list[str]:
+        """The launchers that ended with another exit code than 0 and these, with their output."""
+        failed = []
+        for name, launcher in self._launchers.items():
+            code = launcher.poll()
+            if code not in (None, 0, *also_good):
+                log = self._log(name).read_text(errors="replace").splitlines()
+                tail = "\n".join(log[-_TAIL_LINES:])
+                failed.append(f"launcher {name} ended with exit code {code}:\n{tail}")
+        return failed
+
+    def _act(self, progress: Progress) -> None:
+        """Carries out the next action when it is due, or ends what was begun."""
+        if self._cut is not None:
+            name, action, until = self._cut
+            if time.monotonic() >= until:
+                self._cut = None
+                self._end_cut(name, action)
+                # The job waits for the host, so all of its ranks have been replaced by then.
+                self._settled_at = progress.events + 2 * self._plan.ranks
+            return
+        due = self._faults and progress.last >= self._faults[0].step
+        if not due or progress.events < self._settled_at:
+            return
+        if self._network is None and self.taken:
+            return  # the launcher is ending
+        fault = self._faults.pop(0)
+        if self._network is None:
+            stop = fault.action is Action.STOP
+            self._launchers[str(self._number)].send_signal(
+                signal.SIGTERM if stop else signal.SIGKILL
+            )
+        else:
+            name = self._network.names[len(self.taken) % self._plan.hosts]
+            self._network.cut_off(name)
+            self._cut = name, fault.action, time.monotonic() + _CUT_OFF_S
+        self.taken.append(fault)
+
+    def _end_cut(self, name: str, action: Action) -> None:
+        assert self._network is not None
+        if action is Action.HOST_LOST:
+            self._network.power_off(name)
+            self._launchers.pop(name).wait()
+            shutil.rmtree(self._temporary / name)  # a fresh host has none of these files
+        self._network.connect(name)
+        if action is Action.HOST_LOST:
+            self._network.boot(name)
+            self._start(name)
+
+    def _start(self, name: str) -> None:
+        # The launchers of one host find what the one before has left.
+        temporary = self._temporary / (name if self._network else "host")
+        temporary.mkdir(exist_ok=True)
+        environment = job_environment(self._mark, temporary, self._fired)
+        with self._log(name).open("ab") as log:
+            if self._network is not None:
+                launcher = self._network.start(name, self._command, environment, log)
+            else:
+                launcher = subprocess.Popen(
+                    self._command,
+                    env=environment,
+                    cwd=self._directory,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+        self._launchers[name] = launcher
+
+    def _log(self, name: str) -> Path:
+        return self._logs / f"launcher-{name}.log"
+
+    def _print_stacks(self) -> None:
+        """Makes all processes print their stacks, which ends them, except for the launchers: they
+        pass the output on.
+        """
+        launchers = {launcher.pid for launcher in self._launchers.values()}
+        for process in marked(self._mark):
+            if process.pid not in launchers:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGCONT)
+                    os.kill(process.pid, signal.SIGABRT)  # the fault handler prints all stacks
+        time.sleep(_DUMP_S)

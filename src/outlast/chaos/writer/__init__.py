@@ -1,1 +1,0 @@
-"""Faults in the writer process: its program under a plan, and its connection to the injector."""

@@ -1,0 +1,62 @@
+"""What commands share: the arguments that say which run is read, how an error ends a command, and
+the help that is made from docstrings.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outlast.errors import CheckpointReadError
+
+UNREAD = 74
+"""The exit code for a read error: EX_IOERR of sysexits.h."""
+
+RunDirectory = Annotated[
+    Path,
+    typer.Argument(
+        metavar="DIR",
+        help="The directory given to `outlast run --events-dir`, or the folder of a run in it.",
+    ),
+]
+
+RunName = Annotated[
+    str | None,
+    typer.Option(
+        "--run",
+        metavar="ID",
+        help="Which run: its id, or the name of its folder in DIR. Default: the newest.",
+        show_default=False,
+    ),
+]
+
+
+@contextmanager
+def exit_on(*kinds: type[Exception]) -> Iterator[None]:
+    """Turns an exception of these kinds into one line on standard error and exit code 1; or 74 if a
+    checkpoint could not be read: then it is not known what is in it.
+    """
+    try:
+        yield
+    except kinds as e:
+        typer.echo(f"outlast: error: {e}", err=True)
+        raise typer.Exit(UNREAD if isinstance(e, CheckpointReadError) else 1) from e
+
+
+def fold_help(app: typer.Typer) -> None:
+    """Join the lines of each paragraph of a docstring, because the help would keep the line breaks
+    of the source; a list of commands shows the first sentence.
+    """
+    for command in app.registered_commands:
+        text = inspect.getdoc(command.callback) or ""
+        paragraphs = [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]
+        command.help = "\n\n".join(paragraphs)
+        command.short_help = paragraphs[0].partition(". ")[0].partition(": ")[0].rstrip(".") + "."
+    for group in app.registered_groups:
+        if group.typer_instance is not None:
+            fold_help(group.typer_instance)

@@ -1,1 +1,0 @@
-"""The output of the workers and of the launcher."""

@@ -1,1 +1,0 @@
-"""Reaping children, ending helpers, killing orphans."""
