@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-
-from outlast.compat.nvrx import inprocess
 from outlast.compat.nvrx.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncRequest
 from outlast.compat.nvrx.checkpointing.async_ckpt.torch_ckpt import TorchAsyncCheckpoint
+
+from outlast.compat.nvrx import inprocess
 from outlast.compat.nvrx.inprocess import rank_assignment as ra
 from outlast.compat.nvrx.inprocess.rank_assignment import as_core
 from outlast.errors import RankDiscarded, RestartAbort

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,15 @@ def _quiet_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _released_states() -> Iterator[None]:
+    """Ends the checkpointer of states, which otherwise ends with the program."""
+    yield
+    storage = sys.modules.get("outlast.elastic.states.storage")
+    if storage is not None:
+        storage.release()
 
 
 @pytest.fixture

@@ -32,9 +32,9 @@ from outlast.async_checkpoint.save.saves import Saves
 from outlast.async_checkpoint.snapshot.overlapped_copy import optimizers_of
 from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.directory import CheckpointInfo
-from outlast.coordination import restarts
+from outlast.coordination import MemoryStore, restarts
 from outlast.coordination.agreement import Agreement
-from outlast.coordination.call_ledger import connect_ledger
+from outlast.coordination.call_ledger import CallLedger, connect_ledger
 from outlast.coordination.training_step import report_step
 from outlast.errors import CheckpointError, SaveCancelled
 from outlast.events import Emitter, Sink
@@ -65,7 +65,8 @@ class Checkpointer:
             copied at once; so are the tensors of a wrapped optimizer without a torch optimizer in
             it, with a warning. `False` copies everything at once.
         group: the ranks that save together. By default, the default process group, or this process
-            alone if there is none; several ranks must create the process group first.
+            alone if there is none; several ranks must create the process group first. `"alone"` is
+            this process alone, with a folder of its own.
         max_in_flight: how many saves may be in progress. Each needs a buffer of the size of this
             rank's part; a save waits until a buffer is free.
         on_failure: with `"raise"`, the next call raises the error of a failed save, unless it was
@@ -114,14 +115,18 @@ class Checkpointer:
         optimizers, not_hooked = optimizers_of(overlap)
         timeout_s = as_timedelta("timeout", timeout, allow_zero=True).total_seconds()
         linger_s = as_timedelta("linger", linger, allow_zero=True).total_seconds()
-        grouped = dist.is_available() and dist.is_initialized()
-        if ranks() > 1 and not grouped:
+        alone = group == "alone"
+        grouped = not alone and dist.is_available() and dist.is_initialized()
+        if ranks() > 1 and not (grouped or alone):
             raise ValueError(
                 f"there are {ranks()} ranks (WORLD_SIZE) and no process group: call "
                 "torch.distributed.init_process_group before making a Checkpointer"
             )
         self._restarts = restarts.count()
-        ledger = connect_ledger("checkpoint", group)
+        if alone:
+            group, ledger = None, CallLedger(MemoryStore(), "checkpoint", 0, 1)
+        else:
+            ledger = connect_ledger("checkpoint", group)
         self.rank, self.world_size = ledger.rank, ledger.world_size
         if not_hooked and self.rank == 0:
             log.warning(

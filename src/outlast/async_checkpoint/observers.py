@@ -58,7 +58,7 @@ def notify(event: Literal["saving", "committing", "restoring"]) -> None:
 
 def set_writer_program(module: str | None) -> None:
     """Makes later writer processes run `python -m module`, which calls `run_writer` (in
-    `named_files.py`); `None` for the default.
+    `inspection.py`); `None` for the default.
     """
     global _program
     _program = module or _WRITER

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from outlast.async_checkpoint import named_files
+from outlast.async_checkpoint import inspection
 from outlast.campaign.environment import MARK
 from outlast.campaign.notes import ENTRY, read_notes
 from outlast.errors import CheckpointError
@@ -74,20 +74,20 @@ def temporary_files(folder: Path, prefix: str) -> list[str]:
 
 def unfinished_checkpoints(folder: Path) -> list[str]:
     """Working folders of saves that were neither committed nor removed."""
-    with contextlib.closing(named_files.open_storage(str(folder))) as storage:
-        found = [one for one in named_files.survey(storage) if one.step is None]
+    with contextlib.closing(inspection.open_storage(str(folder))) as storage:
+        found = [one for one in inspection.survey(storage) if one.step is None]
     return [f"{one.folder}: {one.wrong}" for one in found]
 
 
 def damaged_checkpoints(folder: Path) -> list[str]:
     """Committed checkpoints of which some byte is not the one that was saved."""
     found = []
-    with contextlib.closing(named_files.open_storage(str(folder))) as storage:
-        for one in named_files.survey(storage):
+    with contextlib.closing(inspection.open_storage(str(folder))) as storage:
+        for one in inspection.survey(storage):
             if one.step is None:
                 continue
             try:
-                named_files.verify(storage, one.step)
+                inspection.verify(storage, one.step)
             except CheckpointError as error:
                 found.append(f"{one.folder}: {error}")
     return found

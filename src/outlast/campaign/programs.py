@@ -14,8 +14,8 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from outlast.async_checkpoint import named_files
-from outlast.async_checkpoint.named_files import tensor_checksums
+from outlast.async_checkpoint import inspection
+from outlast.async_checkpoint.inspection import tensor_checksums
 from outlast.campaign.figures import DAMAGING
 from outlast.campaign.notes import END, STEP, Progress, read_notes, work_of
 from outlast.campaign.plan import RoundPlan
@@ -77,7 +77,7 @@ class Program:
         return None if self._stays_here else work_of(folder)
 
     def checkpoints(self, folder: Path) -> list[Path]:
-        found = {path.parent.parent for path in work_of(folder).rglob(named_files.MANIFEST)}
+        found = {path.parent.parent for path in work_of(folder).rglob(inspection.MANIFEST)}
         own = work_of(folder) / "checkpoints"  # it may have no checkpoint yet
         return sorted(found | ({own} if self.own and own.exists() else set()))
 
@@ -146,8 +146,8 @@ class Program:
         for place in self.checkpoints(folder):
             name = str(place.relative_to(work_of(folder)))
             try:
-                with contextlib.closing(named_files.open_storage(str(place))) as storage:
-                    step, last = next(iter(named_files.candidates(storage)), (None, ""))
+                with contextlib.closing(inspection.open_storage(str(place))) as storage:
+                    step, last = next(iter(inspection.candidates(storage)), (None, ""))
                     if step is not None:
                         tensors = tensor_checksums(storage, last)
                         values.append((f"the step of the last checkpoint in {name}", str(step)))

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any, cast
 
-from outlast.async_checkpoint.named_files import MANIFEST, FileWriter, Storage, run_writer
+from outlast.async_checkpoint.inspection import MANIFEST, FileWriter, Storage, run_writer
 from outlast.chaos.kinds import Kind
 from outlast.chaos.storage import flip_byte
 from outlast.chaos.writer_server import PUBLISH, PUBLISHED, PUT, WRITE, address_of

@@ -25,19 +25,19 @@ if TYPE_CHECKING:
     from outlast.elastic.silent_faults.finite_check import FiniteCheck
     from outlast.elastic.silent_faults.replica_check import ReplicaCheck
     from outlast.elastic.silent_faults.straggler_check import StragglerCheck
-    from outlast.elastic.states.load import load_all_states, load_state
+    from outlast.elastic.states.loading import load_all_states, load_state
     from outlast.elastic.states.pending_save import PendingSave
-    from outlast.elastic.states.random_state import RandomState
     from outlast.elastic.states.ready_made import (
         CounterState,
         EMAState,
         ModuleState,
         OptimizerState,
+        RandomState,
         ScalerState,
         SchedulerState,
         StateDictState,
     )
-    from outlast.elastic.states.save import save_all_states, save_state
+    from outlast.elastic.states.saving import save_all_states, save_state
     from outlast.elastic.states.sharded_state import ShardedState
     from outlast.elastic.states.state import State
 
@@ -83,7 +83,7 @@ _MODULES = {
     "ModuleState": "states.ready_made",
     "OptimizerState": "states.ready_made",
     "PendingSave": "states.pending_save",
-    "RandomState": "states.random_state",
+    "RandomState": "states.ready_made",
     "ScalerState": "states.ready_made",
     "ReplicaCheck": "silent_faults.replica_check",
     "SchedulerState": "states.ready_made",
@@ -94,13 +94,13 @@ _MODULES = {
     "StragglerCheck": "silent_faults.straggler_check",
     "checkpoint_path": "environment",
     "from_ray": "environment",
-    "load_all_states": "states.load",
-    "load_state": "states.load",
+    "load_all_states": "states.loading",
+    "load_state": "states.loading",
     "num_replicas": "environment",
     "num_restarts": "environment",
     "replica_rank": "environment",
-    "save_all_states": "states.save",
-    "save_state": "states.save",
+    "save_all_states": "states.saving",
+    "save_state": "states.saving",
 }
 
 __getattr__, __dir__ = exports(__name__, _MODULES)

@@ -16,14 +16,13 @@ from async_checkpoint import staged_writer
 from async_checkpoint.checkpoints import NET, save_steps, state_of
 from async_checkpoint.failing_calls import FailingCalls
 from outlast.async_checkpoint import Checkpointer
-from outlast.async_checkpoint.named_files import new_checkpoint, replace_file
 from outlast.async_checkpoint.storage.fence import raise_fence
 from outlast.async_checkpoint.storage.local import LocalStorage
 from outlast.async_checkpoint.storage.protocol import IDENTITY, Position, Storage
 from outlast.async_checkpoint.storage.remote import RemoteStorage
 from outlast.async_checkpoint.trust import limit_trust, trusted
 from outlast.errors import CheckpointError
-from outlast.system import files, lease_page
+from outlast.system import lease_page
 from outlast.system.lease_page import LeasePage
 
 
@@ -138,30 +137,6 @@ def test_a_record_is_replaced_in_one_step(
     assert code == 0
     assert number == 5  # three files and folders made durable, and one rename
     assert set(contents) == {b"old", b"new"}
-
-
-@pytest.mark.usefixtures("synced")
-def test_a_file_outside_of_checkpoints_is_durable(tmp_path: Path) -> None:
-    path = tmp_path / "a" / "b" / "file"
-    replace_file(path, lambda file: file.write(b"content"))
-    assert not_durable(tmp_path, path.parents[1], path.parent) == []
-
-
-def test_states_that_may_not_be_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    storage = LocalStorage(str(tmp_path), "states")
-
-    def fail(path: Path) -> None:
-        if path == storage.root and list(path.glob("states-*")):
-            raise OSError(errno.EIO, "Input/output error")
-        files.fsync_folder(path)
-
-    monkeypatch.setattr("outlast.async_checkpoint.storage.local.fsync_folder", fail)
-    with (
-        pytest.raises(CheckpointError, match=r"not known whether .*/states-00000001 is committed"),
-        new_checkpoint(storage, 1) as new,
-    ):
-        new.add("file", lambda file: file.write(b"content"))
-        new.commit()
 
 
 def test_a_lock_whose_close_reports_an_error_is_released(

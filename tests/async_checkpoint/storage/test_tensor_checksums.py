@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from async_checkpoint import made
-from outlast.async_checkpoint.named_files import tensor_checksums
+from outlast.async_checkpoint.inspection import tensor_checksums
 from outlast.async_checkpoint.storage.entries import Shard, TensorEntry
 from outlast.async_checkpoint.storage.local import LocalStorage
 from outlast.chaos.storage import flip_byte

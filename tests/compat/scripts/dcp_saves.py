@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-
 from outlast.compat.nvrx.checkpointing.async_ckpt.cached_metadata_filesystem_reader import (
     CachedMetadataFileSystemReader,
 )
@@ -20,6 +19,7 @@ from outlast.compat.nvrx.checkpointing.async_ckpt.state_dict_saver import (
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
 )
+
 from outlast.errors import AsyncCallError
 
 FOLDER = Path(sys.argv[2])

@@ -31,7 +31,7 @@ from outlast.elastic import (
     save_all_states,
     save_state,
 )
-from outlast.elastic.states import pending_save, save
+from outlast.elastic.states import pending_save, saving
 from outlast.errors import OutlastError
 
 RANK = int(os.environ["RANK"])
@@ -110,6 +110,13 @@ def saves_without_a_group() -> None:
     say("state", calls=state.calls)
 
 
+def loads_without_a_group() -> None:
+    """All at once: a load takes no lock."""
+    state = Text("text")
+    assert load_state(state)
+    say("loaded", text=state.text)
+
+
 def disagrees() -> None:
     with group():
         states = [Text("common")]
@@ -183,7 +190,7 @@ def group_is_lost() -> None:
     state = Text("a", "old")
     save_all_states()
     if RANK == 1:
-        save._save_on_rank_0 = lambda *args: time.sleep(60)  # type: ignore[assignment]
+        saving._on_rank_0 = lambda *args: time.sleep(60)  # type: ignore[assignment]
     handle = save_all_states(asynchronous=True)
     if RANK == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -193,6 +200,8 @@ def group_is_lost() -> None:
     said(save_all_states)
     assert handle is not None
     said(handle.wait)
+    assert load_state(state)
+    say("loaded", text=state.text)
     os._exit(0)
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
+import resource
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from elastic.text_state import Text
 from outlast.elastic import load_state, save_all_states
-from outlast.elastic.states import save as saving_module
+from outlast.elastic.states.storage import Begun
 from outlast.errors import CheckpointError
 
 
@@ -21,13 +25,13 @@ from outlast.errors import CheckpointError
 def may_write(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """A gate for which saves wait before they write."""
     may_write = threading.Event()
-    write = saving_module._write
+    finish = Begun.finish
 
-    def wait(path: str, writes: saving_module.Writes, world_size: int) -> str:
+    def wait(begun: Begun) -> str:
         assert may_write.wait(60)
-        return write(path, writes, world_size)
+        return finish(begun)
 
-    monkeypatch.setattr(saving_module, "_write", wait)
+    monkeypatch.setattr(Begun, "finish", wait)
     return may_write
 
 
@@ -44,7 +48,7 @@ def test_it_saves_what_was_there(folder: Path, may_write: threading.Event) -> No
     may_write.set()
     handle.wait()
     assert handle.done()
-    assert handle.directory == handle.result() == str(folder / "states-00000001")
+    assert handle.directory == handle.result() == str(folder / "states" / "step-00000001")
     assert handle.exception() is None
     assert load_state(state)
     assert state.text == "then"
@@ -64,7 +68,7 @@ def test_a_second_one_waits_for_the_first(folder: Path, may_write: threading.Eve
     second.wait()
     assert load_state(state)
     assert state.text == "2"
-    assert second.directory == str(folder / "states-00000002")
+    assert second.directory == str(folder / "states" / "step-00000002")
 
 
 def test_a_load_waits_for_it(folder: Path, may_write: threading.Event) -> None:
@@ -80,29 +84,41 @@ def test_a_load_waits_for_it(folder: Path, may_write: threading.Event) -> None:
     opener.join()
 
 
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """The writer of a first save can write no more."""
+    save_all_states()
+    (writer,) = (
+        child
+        for child in psutil.Process().children()
+        if "outlast.async_checkpoint.writer.main" in child.cmdline()
+    )
+    before = resource.prlimit(writer.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+    yield
+    resource.prlimit(writer.pid, resource.RLIMIT_FSIZE, before)
+
+
 def test_a_failure_is_the_handles(folder: Path) -> None:
     state = Text("a", "1")
-    folder.write_text("in the way")
-    handle = save_all_states(asynchronous=True)
-    assert handle is not None
-    with pytest.raises(CheckpointError, match=r"the save into .* failed: .*File exists"):
-        handle.wait()
-    assert isinstance(handle.exception(), CheckpointError)
-    assert "failed" in repr(handle)
-    folder.unlink()
+    with full_disk():
+        handle = save_all_states(asynchronous=True)
+        assert handle is not None
+        with pytest.raises(CheckpointError, match=r"the save into .* failed: .*File too large"):
+            handle.wait()
+        assert isinstance(handle.exception(), CheckpointError)
+        assert "failed" in repr(handle)
     assert save_all_states() is not None
-    assert state.calls.count("save") == 2
+    assert state.calls.count("save") == 3
 
 
 def test_a_failure_that_nobody_saw_is_raised_by_the_next_save(folder: Path) -> None:
     state = Text("a", "1")
-    folder.write_text("in the way")
-    save_all_states(asynchronous=True)
-    with pytest.raises(CheckpointError, match="File exists"):
-        save_all_states()
-    folder.unlink()
+    with full_disk():
+        save_all_states(asynchronous=True)
+        with pytest.raises(CheckpointError, match="File too large"):
+            save_all_states()
     assert save_all_states() is not None
-    assert state.calls.count("save") == 2
+    assert state.calls.count("save") == 3
 
 
 @pytest.mark.slow
@@ -111,16 +127,17 @@ def test_a_program_that_ends_waits_for_it(tmp_path: Path) -> None:
         "import time\n"
         "from elastic.text_state import Text\n"
         "from outlast.elastic import save_all_states\n"
-        "from outlast.elastic.states import save as saving\n"
-        "write = saving._write\n"
-        "def slow(*args):\n"
+        "from outlast.elastic.states.storage import Begun\n"
+        "finish = Begun.finish\n"
+        "def slow(begun):\n"
         "    time.sleep(0.2)\n"
-        "    return write(*args)\n"
-        "saving._write = slow\n"
+        "    return finish(begun)\n"
+        "Begun.finish = slow\n"
         "state = Text('a', 'x' * 10_000_000)\n"
         "save_all_states(asynchronous=True)\n"
     )
     tests = str(Path(__file__).parents[2])
     env = {**os.environ, "PYTHONPATH": tests, "OUTLAST_CHECKPOINT_PATH": str(tmp_path / "c")}
     subprocess.run([sys.executable, "-c", code], check=True, env=env)
-    assert (tmp_path / "c" / "states-00000001" / "a.state").stat().st_size == 10_000_000
+    (saved,) = (tmp_path / "c" / "states" / "step-00000001").glob("*.distcp")
+    assert saved.stat().st_size >= 10_000_000

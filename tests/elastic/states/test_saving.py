@@ -17,14 +17,30 @@ from hypothesis import strategies as st
 from async_checkpoint.storage.manifests import forged
 from elastic.states.test_state import NAMES, ODD
 from elastic.text_state import Failing, Text
-from outlast.async_checkpoint.storage.manifest import FORMAT_VERSION, MANIFEST, decode
+from outlast.async_checkpoint import Retention
+from outlast.async_checkpoint.storage.entries import FileEntry
+from outlast.async_checkpoint.storage.local import LocalStorage
+from outlast.async_checkpoint.storage.manifest import (
+    CHUNK_BYTES,
+    FORMAT_VERSION,
+    MANIFEST,
+    Manifest,
+    checksum,
+    decode,
+    encode,
+)
 from outlast.elastic import State, load_all_states, load_state, save_all_states, save_state
-from outlast.elastic.states.state_files import file_name
+from outlast.elastic.states import storage
+from outlast.elastic.states.content import file_name
 from outlast.errors import CheckpointError
+
+DATA = "__0_0.distcp"  # of rank 0
 
 
 def names_in(folder: Path) -> list[str]:
-    return sorted(name for name in os.listdir(folder) if name != ".states.lock")
+    """The checkpoints; the files of the checkpointer are hidden."""
+    storage.release()  # it removes the previous checkpoint in the background
+    return sorted(path.name for path in (folder / "states").glob("[!.]*"))
 
 
 def damage(path: Path) -> None:
@@ -35,15 +51,14 @@ def damage(path: Path) -> None:
 
 def keep_old(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the process had been killed between the commit and the removal of the previous one."""
-    replaced_by = "outlast.async_checkpoint.named_files._replaced_by"
-    monkeypatch.setattr(replaced_by, lambda storage, number: [])
+    monkeypatch.setattr(Retention, "removable", lambda *args: [])
 
 
 def test_what_is_saved_is_loaded(folder: Path) -> None:
     state = Text("a", "first")
     where = save_all_states()
-    assert where == str(folder / "states-00000001")
-    assert names_in(folder) == ["states-00000001"]
+    assert where == str(folder / "states" / "step-00000001")
+    assert names_in(folder) == ["step-00000001"]
     state.text = "lost"
     assert load_state(state)
     assert state.text == "first"
@@ -69,7 +84,7 @@ def test_nothing_was_saved_yet(folder: Path) -> None:
 
 
 def test_no_states_at_all(folder: Path) -> None:
-    assert save_all_states() == str(folder / "states-00000001")
+    assert save_all_states() == str(folder / "states" / "step-00000001")
     assert not load_state(Text("a"))
 
 
@@ -77,8 +92,8 @@ def test_a_second_save_replaces_the_first(folder: Path) -> None:
     state = Text("a", "first")
     save_all_states()
     state.text = "second"
-    assert save_all_states() == str(folder / "states-00000002")
-    assert names_in(folder) == ["states-00000002"]
+    assert save_all_states() == str(folder / "states" / "step-00000002")
+    assert names_in(folder) == ["step-00000002"]
     state.text = ""
     assert load_state(state)
     assert state.text == "second"
@@ -133,11 +148,11 @@ def test_a_state_that_raises_in_a_save(folder: Path, method: str, asynchronous: 
     with pytest.raises(CheckpointError, match=f"state 'b'.*RuntimeError: no {method} today") as e:
         save_all_states(asynchronous)
     assert e.value.__cause__ is not None
-    assert names_in(folder) == ["states-00000001"]
+    assert names_in(folder) == ["step-00000001"]
     assert load_state(good)
     assert good.text == "first"
     bad.methods.clear()
-    assert save_all_states() == str(folder / "states-00000002")
+    assert save_all_states() == str(folder / "states" / "step-00000002")
 
 
 def test_a_state_that_raises_in_its_load(folder: Path) -> None:
@@ -184,37 +199,6 @@ def test_a_state_that_closes_or_rewinds_its_file(folder: Path) -> None:
         assert state.text == b"right"
 
 
-def test_all_is_durable_before_it_is_visible(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    states = [Text("a", "1"), Text("b", "2")]
-    save_all_states()
-    order: list[str] = []
-    sync, rename = os.fsync, os.rename
-
-    def note_sync(descriptor: int) -> None:
-        sync(descriptor)
-        order.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name[:11])
-
-    def note_rename(source: Path, target: Path) -> None:
-        rename(source, target)
-        order.append(f"{source.name[:11]} is now {target.name[:11]}")
-
-    monkeypatch.setattr(os, "fsync", note_sync)
-    monkeypatch.setattr(os, "rename", note_rename)
-    save_all_states()
-    assert len(states) == 2
-    assert order == [
-        "checkpoints",  # the new folder
-        "a.state",
-        "b.state",
-        "manifest.js",
-        ".tmp-states",
-        ".tmp-states is now states-0000",
-        "checkpoints",
-        "states-0000 is now .tmp-remove",  # only now is the previous one removed
-        "checkpoints",
-    ]
-
-
 # ------------------------------------------------------------------------------------- damage
 
 
@@ -226,13 +210,13 @@ def test_a_damaged_checkpoint_is_passed_over(
     keep_old(folder, monkeypatch)
     a.text = b.text = "new"
     save_all_states()
-    damage(folder / "states-00000002" / file_name("b"))
+    damage(folder / "states" / "step-00000002" / DATA)
     # Not only `b`: the states of one run belong together.
     assert load_state(a)
     assert load_state(b)
     assert (a.text, b.text) == ("old", "old")
     assert "passed over" in caplog.text
-    assert "b.state: damaged between bytes 0 and 3" in caplog.text
+    assert f"{DATA} is damaged between bytes 0 and " in caplog.text
 
 
 @pytest.mark.parametrize("how", ["cut", "longer", "gone", "manifest", "manifest cut", "a folder"])
@@ -244,12 +228,12 @@ def test_every_kind_of_damage_is_seen(
     keep_old(folder, monkeypatch)
     state.text = "new"
     save_all_states()
-    file = folder / "states-00000002" / file_name("a")
-    manifest = folder / "states-00000002" / MANIFEST
+    file = folder / "states" / "step-00000002" / DATA
+    manifest = folder / "states" / "step-00000002" / MANIFEST
     if how == "cut":
         file.write_bytes(b"ne")
     elif how == "longer":
-        file.write_bytes(b"new!")
+        file.write_bytes(file.read_bytes() + b"!")
     elif how == "gone":
         file.unlink()
     elif how == "manifest":
@@ -262,13 +246,13 @@ def test_every_kind_of_damage_is_seen(
     assert load_state(state)
     assert state.text == "old"
     # The next save is newer than both.
-    assert save_all_states() == str(folder / "states-00000003")
+    assert save_all_states() == str(folder / "states" / "step-00000003")
 
 
 def test_none_is_valid(folder: Path) -> None:
     state = Text("a", "only")
     save_all_states()
-    damage(folder / "states-00000001" / file_name("a"))
+    damage(folder / "states" / "step-00000001" / DATA)
     for _ in range(2):
         with pytest.raises(CheckpointError, match=r"no checkpoint in .* is valid"):
             load_state(state)
@@ -284,8 +268,8 @@ def test_damage_after_the_choice_is_an_error_and_then_chosen_anew(
     a.text = b.text = "new"
     save_all_states()
     assert load_state(a)
-    damage(folder / "states-00000002" / file_name("b"))
-    with pytest.raises(CheckpointError, match=r"state 'b' .* is damaged"):
+    damage(folder / "states" / "step-00000002" / DATA)
+    with pytest.raises(CheckpointError, match=r"reading of .* is damaged"):
         load_state(b)
     assert load_all_states() == ["a", "b"]
     assert (a.text, b.text) == ("old", "old")
@@ -300,89 +284,91 @@ def test_a_later_format_is_neither_passed_over_nor_removed(
     save_all_states()
     monkeypatch.undo()
     monkeypatch.setenv("OUTLAST_CHECKPOINT_PATH", str(folder))
-    manifest = folder / "states-00000002" / MANIFEST
+    manifest = folder / "states" / "step-00000002" / MANIFEST
     later = {"version": FORMAT_VERSION + 1}
     manifest.write_bytes(forged(decode(manifest.read_bytes(), ""), later, b"later"))
     with pytest.raises(CheckpointError, match=f"format {FORMAT_VERSION + 1}, .*update outlast"):
         load_state(state)
     save_all_states()
-    assert names_in(folder) == ["states-00000002", "states-00000003"]
+    assert names_in(folder) == ["step-00000002", "step-00000003"]
 
 
 # --------------------------------------------------------------------- folders of other programs
 
 
-def test_what_is_not_ours_is_left_alone(folder: Path, tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "precious").write_text("data")
-    folder.mkdir()
-    (folder / "notes").mkdir()
-    (folder / "notes" / "n.txt").write_text("mine")
-    (folder / "states-00000007").mkdir()  # its name alone is not enough
-    (folder / "states-00000007" / "n.txt").write_text("mine")
-    (folder / "states-1").mkdir()
-    (folder / "step-00000001").mkdir()
-    (folder / ".tmp-step-00000001-abc").mkdir()
-    (folder / "states-00000003").symlink_to(elsewhere)
-    (folder / "states-00000004").write_text("a file")
-    before = names_in(folder)
+def test_what_is_not_ours_is_left_alone(folder: Path) -> None:
+    for name in ("notes", "step-00000001", ".tmp-step-00000001-abc", "states-00000007"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "n.txt").write_text("mine")
+    before = sorted(os.listdir(folder))
     state = Text("a", "ours")
     assert not load_state(state)
     for _ in range(2):
-        where = save_all_states()
-    assert where == str(folder / "states-00000009")
+        save_all_states()
     assert load_state(state)
-    assert names_in(folder) == sorted([*before, "states-00000009"])
-    assert (folder / "states-00000007" / "n.txt").read_text() == "mine"
-    assert (elsewhere / "precious").read_text() == "data"
+    assert sorted(os.listdir(folder)) == sorted([*before, "states"])
+    assert all((folder / name / "n.txt").read_text() == "mine" for name in before)
 
 
 def test_what_a_killed_save_has_left_is_removed_and_not_taken_along(folder: Path) -> None:
-    left = [".tmp-states-00000002-0123abcd", ".tmp-removed-states-00000001-123"]
-    for name in left:
-        (folder / name).mkdir(parents=True)
-        (folder / name / file_name("b")).write_text("half")
+    left = folder / "states" / ".tmp-step-00000002-0123abcd"
+    left.mkdir(parents=True)
+    (left / DATA).write_text("half")
     state = Text("a", "ours")
     assert not load_state(state)
-    assert names_in(folder) == sorted(left)  # a load removes nothing
-    where = save_all_states()
-    assert where is not None
-    assert names_in(folder) == ["states-00000001"]
-    assert sorted(os.listdir(where)) == sorted([file_name("a"), MANIFEST])
+    assert left.exists()  # a load removes nothing
+    save_all_states()
+    assert names_in(folder) == ["step-00000001"]
+    assert not left.exists()
     assert state.text == "ours"
 
 
-COPIES = ("states-00000001-0", "states-00000009-20261122", "states-2", ".tmp-states-00000001-keep")
-
-
-def test_copies_of_a_checkpoint_are_neither_loaded_nor_removed(folder: Path) -> None:
-    state = Text("a", "copied")
-    save_all_states()
-    copied = folder.parent / "copied"
-    shutil.copytree(folder / "states-00000001", copied)
-    state.text = "newest"
-    save_all_states()
-    for name in COPIES:
-        shutil.copytree(copied, folder / name)
-    (folder / "states-00000007").symlink_to(copied)
-    assert load_state(state)
-    assert state.text == "newest"
-    save_all_states()
-    assert names_in(folder) == sorted([*COPIES, "states-00000007", "states-00000008"])
+def test_states_of_the_first_format(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for number, text in ((1, "older"), (2, "old"), (3, "damaged")):
+        directory = folder / f"states-{number:08d}"
+        local = LocalStorage(str(folder))
+        local.prepare()
+        local.make(directory.name)
+        (directory / "a.state").write_text(text)
+        files = {"a.state": FileEntry("a.state", len(text), [checksum(text.encode())])}
+        manifest = Manifest(
+            files,
+            {},
+            {},
+            step=number,
+            save_id="abc",
+            world_size=2,
+            metric=None,
+            chunk_bytes=CHUNK_BYTES,
+        )
+        local.put(directory.name, MANIFEST, encode(manifest))
+    damage(directory / "a.state")
+    a, b = Text("a"), Text("b", "own")
+    assert load_all_states() == ["a"]
+    assert (a.text, b.text) == ("old", "own")
+    assert "passed over" in caplog.text
+    a.text = "new"
+    assert save_all_states() == str(folder / "states" / "step-00000001")
+    assert os.listdir(folder) == ["states"]
+    assert load_all_states() == ["a", "b"]
+    assert a.text == "new"
 
 
 def test_two_jobs_do_not_save_into_one_folder(folder: Path) -> None:
     folder.mkdir()
     code = (
         "import sys\n"
-        "from outlast.async_checkpoint.named_files import STATES, LocalStorage, new_checkpoint\n"
-        "with new_checkpoint(LocalStorage(sys.argv[1], STATES), 1):\n"
-        "    print('here', flush=True)\n"
-        "    sys.stdin.read()\n"
+        "from elastic.text_state import Text\n"
+        "from outlast.elastic import save_all_states\n"
+        "state = Text('a')\n"
+        "save_all_states()\n"
+        "print('here', flush=True)\n"
+        "sys.stdin.read()\n"
     )
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path}
     with subprocess.Popen(
-        [sys.executable, "-c", code, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", code], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as other:
         assert other.stdout is not None
         other.stdout.readline()
@@ -391,28 +377,7 @@ def test_two_jobs_do_not_save_into_one_folder(folder: Path) -> None:
         ):
             save_all_states()
         other.communicate()
-    assert save_all_states() == str(folder / "states-00000001")
-
-
-def test_an_old_checkpoint_that_cannot_be_removed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    state = Text("a", "old")
-    save_all_states()
-
-    def refuse(self: object, path: str) -> None:
-        raise PermissionError(13, "no")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("outlast.async_checkpoint.storage.local.LocalStorage.remove", refuse)
-        state.text = "new"
-        assert save_all_states() == str(folder / "states-00000002")
-    assert "states-00000001 could not be removed" in caplog.text
-    state.text = ""
-    assert load_state(state)
-    assert state.text == "new"
-    save_all_states()
-    assert names_in(folder) == ["states-00000003"]
+    assert save_all_states() == str(folder / "states" / "step-00000002")
 
 
 def test_a_folder_that_was_emptied(folder: Path) -> None:

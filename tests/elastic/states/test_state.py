@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from elastic.text_state import Text
 from outlast.elastic import State
+from outlast.elastic.states.content import file_name
 from outlast.elastic.states.state import name_of, registered
-from outlast.elastic.states.state_files import file_name
 
 # Any text, even one that no encoding accepts: half of a surrogate pair.
 NAMES = st.text(st.characters(), max_size=300)

@@ -113,7 +113,29 @@ def test_a_folder_that_is_not_there(tmp_path: Path, command: list[str]) -> None:
     name = "not-there"
     assert f"{name} is not a folder" in error(outlast(*command, tmp_path / name, *steps))
     assert "nowhere" in error(outlast(*command, "nowhere://a", *steps))
+    assert "it does not exist; give" in error(outlast(*command, tmp_path / name, *steps))
+    (tmp_path / "file").touch()
+    assert "file is not a folder: give the folder" in error(
+        outlast(*command, tmp_path / "file", *steps)
+    )
     assert not (tmp_path / name).exists()
+
+
+def test_a_folder_of_something_else(tmp_path: Path) -> None:
+    (tmp_path / ".lock").touch()
+    assert outlast("ls", tmp_path).exit_code == 0  # a checkpointer that has not saved yet
+    for name in ("train.py", "data", "b", "c", "d", "e"):
+        (tmp_path / name).mkdir()
+    for command in (["ls"], ["ls", "--json"], ["verify"]):
+        said = error(outlast(*command, tmp_path))
+        assert f"{tmp_path} holds no checkpoints, but b, c, d, data, e, ... (6 in all): " in said
+        assert "given to `Job` or `Checkpointer`" in said
+
+
+def test_one_checkpoint_instead_of_the_folder_of_all(storage: LocalStorage) -> None:
+    one = storage.root / "step-00000010"
+    said = error(outlast("ls", one))
+    assert f"{one} is a single checkpoint: give its parent, {one.parent}\n" in said
 
 
 def test_all_are_verified_or_those_that_are_named(storage: LocalStorage) -> None:

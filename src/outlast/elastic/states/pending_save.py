@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 
 from outlast.async_checkpoint.handle import Handle
-from outlast.elastic.replicas.replica_group import Replicas
+from outlast.elastic.states.replicas import Replicas
 from outlast.errors import CheckpointError, StoreError
 from outlast.system.arguments import Duration
 

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from outlast.elastic.replicas import replica_group
-from outlast.elastic.states.serialization import check_module, dump, parse
+from outlast.elastic.states import replicas
+from outlast.elastic.states.content import check_module, dump, parse
 from outlast.elastic.states.state import PreparedState
 
 _KIND = "sharded"
@@ -68,7 +68,7 @@ class ShardedState(PreparedState):
         dump(_KIND, gathered, fileobj)
 
     def prepare(self, fileobj: BinaryIO) -> Callable[[], None]:
-        job = replica_group.current()
+        job = replicas.current()
         # Rank 0 sends the tensors one by one; the others only need their names and shapes.
         saved = parse(_KIND, fileobj, "cpu" if job.rank == 0 or not job.several else "meta")
         check_module(get_model_state_dict(self.module), saved["module"])

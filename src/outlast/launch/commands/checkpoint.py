@@ -20,7 +20,7 @@ from outlast.launch.commands import checkpoint_output as output
 from outlast.launch.commands.shared import UNREAD, exit_on
 
 if TYPE_CHECKING:
-    from outlast.async_checkpoint.named_files import Storage
+    from outlast.async_checkpoint.inspection import Storage
 
 _ERRORS = (CheckpointError, OSError, ModuleNotFoundError, ValueError)
 _NAMED = 5  # files named in the error about a folder with other contents
@@ -51,21 +51,19 @@ def ls(
     one of them cannot be read now.
     """
     with exit_on(*_ERRORS), ExitStack() as stack:
-        from outlast.async_checkpoint import named_files
+        from outlast.async_checkpoint import inspection
 
-        kinds = _open_kinds(directory, stack)
-        found = {storage.prefix: named_files.survey(storage) for storage in kinds}
-        if not any(found.values()):
-            _refuse_unrelated_folder(kinds[0])
+        storage = _open(directory, stack)
+        found = inspection.survey(storage)
+        if not found:
+            _refuse_unrelated_folder(storage)
         if as_json:
-            rows = [output.as_json(one, prefix) for prefix in found for one in found[prefix]]
-            typer.echo(json.dumps(rows, indent=2))
-        for prefix, folders in found.items():
-            if folders and not as_json:
-                output.print_table(folders, prefix, time.time())
-        if not any(found.values()) and not as_json:
-            typer.echo(f"no checkpoints in {kinds[0].where}")
-        if any(one.unread for folders in found.values() for one in folders):
+            typer.echo(json.dumps([output.as_json(one) for one in found], indent=2))
+        elif found:
+            output.print_table(found, time.time())
+        else:
+            typer.echo(f"no checkpoints in {storage.where}")
+        if any(one.unread for one in found):
             raise typer.Exit(UNREAD)
 
 
@@ -81,13 +79,10 @@ def verify(
     now.
     """
     with exit_on(*_ERRORS), ExitStack() as stack:
-        from outlast.async_checkpoint import named_files
+        from outlast.async_checkpoint import inspection
 
-        storage, states = _open_kinds(directory, stack)
-        known = {one.step: one for one in named_files.survey(storage) if one.step is not None}
-        of_states = {one.step: one for one in named_files.survey(states) if one.step is not None}
-        if of_states and not known:
-            storage, known = states, of_states
+        storage = _open(directory, stack)
+        known = {one.step: one for one in inspection.survey(storage) if one.step is not None}
         if not known and not steps:
             _refuse_unrelated_folder(storage)
             raise CheckpointError(f"{storage.where} has no checkpoints")
@@ -98,13 +93,13 @@ def verify(
         with output.progress_bar(sum(sizes.get(step, 0) for step in wanted)) as advance:
             for step in wanted:
                 try:
-                    info = named_files.verify(storage, step, advance)
+                    info = inspection.verify(storage, step, advance)
                 except CheckpointError as e:
                     unread |= isinstance(e, CheckpointReadError)
                     damaged |= not isinstance(e, CheckpointReadError)
-                    typer.echo(f"outlast: error: {storage.prefix} {step}: {e}", err=True)
+                    typer.echo(f"outlast: error: step {step}: {e}", err=True)
                 else:
-                    output.print_verified(f"{storage.prefix} {step}", info.size_bytes)
+                    output.print_verified(f"step {step}", info.size_bytes)
     if damaged or unread:
         raise typer.Exit(1 if damaged else UNREAD)
 
@@ -127,17 +122,12 @@ def rm(
 ) -> None:
     """Delete checkpoints. Refused while a job is using the folder."""
     with exit_on(*_ERRORS), ExitStack() as stack:
-        from outlast.async_checkpoint import named_files
+        from outlast.async_checkpoint import inspection
 
-        storage, states = _open_kinds(directory, stack)
+        storage = _open(directory, stack)
         chosen = list(dict.fromkeys(steps))
-        found = {one.step for one in named_files.survey(storage) if one.step is not None}
+        found = {one.step for one in inspection.survey(storage) if one.step is not None}
         missing = [step for step in chosen if step not in found]
-        if missing and not found and named_files.survey(states):
-            raise CheckpointError(
-                f"{storage.where} holds checkpoints of states; every save_all_states() removes the "
-                "earlier ones, so there is nothing to delete: to start anew, remove the folder"
-            )
         if missing:
             raise CheckpointError(
                 f"{storage.where} has no checkpoint of {_steps(missing)}; it has {sorted(found)}"
@@ -148,7 +138,7 @@ def rm(
         )
         try:
             # Checked with the lock held: before that, a job may have changed the folder.
-            surveyed = named_files.survey(storage)
+            surveyed = inspection.survey(storage)
             valid = {one.step for one in surveyed if one.step is not None and not one.wrong}
             # One that cannot be read now may be the last valid one.
             kept = {one.step for one in surveyed if one.step is not None and one.unread} | valid
@@ -160,25 +150,21 @@ def rm(
             if not yes and not _confirmed(f"Delete {_steps(chosen)} from {storage.where}?"):
                 raise CheckpointError("nothing was deleted")
             for step in chosen:
-                named_files.delete(storage, step)
+                inspection.delete(storage, step)
                 typer.echo(f"deleted step {step}")
         finally:
             storage.unlock()
 
 
-def _open_kinds(directory: str, stack: ExitStack) -> list[Storage]:
-    """The storage for each kind of checkpoint: those of a checkpointer, and those of elastic states
-    (`save_all_states`), which may be in the same folder. `stack` closes them.
-    """
-    from outlast.async_checkpoint.named_files import STATES, STEP, open_storage
+def _open(directory: str, stack: ExitStack) -> Storage:
+    """The folder's storage, which `stack` closes."""
+    from outlast.async_checkpoint.inspection import open_storage
 
     path = directory.removeprefix("file://")
     if "://" not in path and not Path(path).expanduser().is_dir():
         why = "" if Path(path).expanduser().exists() else "it does not exist; "
         raise CheckpointError(f"{path} is not a folder: {why}give the folder the job saves into")
-    return [
-        stack.enter_context(closing(open_storage(directory, prefix))) for prefix in (STEP, STATES)
-    ]
+    return stack.enter_context(closing(open_storage(directory)))
 
 
 def _refuse_unrelated_folder(storage: Storage) -> None:
@@ -187,7 +173,7 @@ def _refuse_unrelated_folder(storage: Storage) -> None:
     Raises:
         CheckpointError: describing the folder, and the expected argument.
     """
-    from outlast.async_checkpoint.named_files import MANIFEST, LocalStorage
+    from outlast.async_checkpoint.inspection import MANIFEST, LocalStorage
 
     if not isinstance(storage, LocalStorage):
         return
@@ -201,7 +187,8 @@ def _refuse_unrelated_folder(storage: Storage) -> None:
         more = f", ... ({len(held)} in all)" if len(held) > _NAMED else ""
         raise CheckpointError(
             f"{storage.where} holds no checkpoints, but {', '.join(held[:_NAMED])}{more}: give the "
-            "folder that was given to `Job` or `Checkpointer`, or is OUTLAST_CHECKPOINT_PATH"
+            "folder that was given to `Job` or `Checkpointer`, or the folder `states` in "
+            "OUTLAST_CHECKPOINT_PATH"
         )
 
 

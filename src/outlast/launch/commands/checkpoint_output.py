@@ -13,22 +13,22 @@ import typer
 from outlast.system.units import age_text, size_text
 
 if TYPE_CHECKING:
-    from outlast.async_checkpoint.named_files import Found
+    from outlast.async_checkpoint.inspection import Found
 
 
-def as_json(found: Found, prefix: str) -> dict[str, object]:
-    """A folder as a JSON object; `prefix` is the kind of checkpoint, `step` or `states`."""
-    of_states = prefix == "states"
+def as_json(found: Found) -> dict[str, object]:
+    """A folder as a JSON object."""
     known: dict[str, object] = {}
     manifest = found.manifest
     if manifest is not None:
-        known = {"size_bytes": manifest.size_bytes, "world_size": manifest.world_size}
-        if of_states:
-            known["states"] = len(manifest.files)
-        else:
-            known |= {"metric": manifest.metric, "tensors": len(manifest.tensors)}
+        known = {
+            "size_bytes": manifest.size_bytes,
+            "world_size": manifest.world_size,
+            "metric": manifest.metric,
+            "tensors": len(manifest.tensors),
+        }
     return {
-        **({"step": None, "number": found.step} if of_states else {"step": found.step}),
+        "step": found.step,
         "folder": found.folder,
         "saved_at": _iso(found.saved_at),
         **known,
@@ -38,7 +38,7 @@ def as_json(found: Found, prefix: str) -> dict[str, object]:
     }
 
 
-def print_table(found: Sequence[Found], prefix: str, now: float) -> None:
+def print_table(found: Sequence[Found], now: float) -> None:
     """Print a row for each checkpoint, and a line for each folder that is none or is damaged.
     `now` is the time since 1970. See `as_json`.
     """
@@ -46,11 +46,8 @@ def print_table(found: Sequence[Found], prefix: str, now: float) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    of_states = prefix == "states"
-    titles = ["number", "states"] if of_states else ["step", "metric", "tensors"]
-    titles[1:1] = ["age", "size", "ranks"]
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in titles:
+    for title in ("step", "age", "size", "ranks", "metric", "tensors"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("state", no_wrap=True)
     # Below the table, where they have the whole width.
@@ -59,16 +56,17 @@ def print_table(found: Sequence[Found], prefix: str, now: float) -> None:
         if one.step is None:
             remarks.append(f"{one.wrong}: {one.folder}")
             continue
-        about = ["-"] * (len(titles) - 2)
+        about = ["-"] * 4
         if one.manifest is not None:
-            about = [size_text(one.manifest.size_bytes), str(one.manifest.world_size)]
-            if of_states:
-                about.append(str(len(one.manifest.files)))
-            else:
-                metric = one.manifest.metric
-                about += ["-" if metric is None else f"{metric:g}", str(len(one.manifest.tensors))]
+            metric = one.manifest.metric
+            about = [
+                size_text(one.manifest.size_bytes),
+                str(one.manifest.world_size),
+                "-" if metric is None else f"{metric:g}",
+                str(len(one.manifest.tensors)),
+            ]
         if one.wrong:
-            remarks.append(f"{_state(one)}: {prefix} {one.step}: {one.wrong}")
+            remarks.append(f"{_state(one)}: step {one.step}: {one.wrong}")
         state = Text(_state(one), style="red" if one.wrong else "green")
         age = "-" if one.saved_at is None else age_text(now - one.saved_at)
         table.add_row(str(one.step), age, *about, state)

@@ -1,22 +1,68 @@
-"""The file contents of ready-made states: torch's serialization, without anything that runs code.
+"""The content of a state: its name in a checkpoint, its bytes in memory, their format.
 
-They are loaded with `weights_only=True`. A state that could not be loaded is refused when it is
-saved, not after a job failure.
+Ready-made states have torch's serialization, without anything that runs code: they are loaded with
+`weights_only=True`. A state that could not be loaded is refused when it is saved, not after a job
+failure.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
 import sys
+import urllib.parse
+import weakref
 from collections.abc import Mapping
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from outlast.async_checkpoint.inspection import checksum
 from outlast.async_checkpoint.plain_values import Unsavable, decode, encode
 
 _FORMAT = 1
 _SHOWN = 5
+_SUFFIX = ".state"
+_LONGEST = 200  # file systems allow 255 bytes
+_KEPT = 100
+_EMPTY = "%"  # no quoted name is equal to this
+_OPENED = "/proc/self/fd/"
+
+
+def file_name(name: str) -> str:
+    """The name of the file, and of the tensor in a checkpoint, of the state `name`: any text.
+
+    Letters, digits and `_.-~` stand for themselves, and every other byte of the UTF-8 is written
+    `%XX`: so no two states share a file, and no file is outside the folder. A name that is too
+    long for a file system is cut and gets a checksum of the whole name after a `+`, which no
+    quoted name contains.
+    """
+    data = name.encode("utf-8", "surrogatepass")
+    quoted = urllib.parse.quote(data, safe="")
+    if len(quoted) > _LONGEST:
+        quoted = f"{quoted[:_KEPT]}+{checksum(data)}"
+    return (quoted or _EMPTY) + _SUFFIX
+
+
+class MemoryFile:
+    """A file in memory, which ends with this object and with what is open or mapped of it."""
+
+    def __init__(self, size_bytes: int = 0) -> None:
+        self._descriptor = os.memfd_create("outlast-state", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+        os.ftruncate(self._descriptor, size_bytes)
+
+    def open(self) -> BinaryIO:
+        """Opens it, to read and to write."""
+        return cast(BinaryIO, open(f"{_OPENED}{self._descriptor}", "r+b"))
+
+    def tensor(self) -> torch.Tensor:
+        """Its bytes, in the same memory."""
+        size_bytes = os.fstat(self._descriptor).st_size
+        if not size_bytes:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(mmap.mmap(self._descriptor, size_bytes), dtype=torch.uint8)
 
 
 def dump(kind: str, value: Any, fileobj: BinaryIO) -> None:
@@ -34,13 +80,19 @@ def dump(kind: str, value: Any, fileobj: BinaryIO) -> None:
     torch.save({"format": _FORMAT, "kind": kind, "value": plain}, fileobj)
 
 
-def parse(kind: str, fileobj: BinaryIO, device: str = "cpu") -> Any:
+def parse(kind: str, fileobj: BinaryIO, device: str = "cpu", *, mapped: bool = False) -> Any:
     """Reads a value that `dump` wrote, with its tensors on `device`: `meta` reads only shapes.
+
+    Args:
+        mapped: whether tensors may be the memory of `fileobj` itself, for a caller that copies
+            them: a write would copy them too.
 
     Raises:
         ValueError: if it is of another kind, or has a later format.
     """
-    content = torch.load(fileobj, map_location=device, weights_only=True)
+    path = _path_in_memory(fileobj) if mapped else None
+    source: Any = path or fileobj
+    content = torch.load(source, map_location=device, weights_only=True, mmap=path is not None)
     if not isinstance(content, dict) or not isinstance(content.get("format"), int):
         raise ValueError("it was saved by another class of state")
     if content["format"] > _FORMAT:
@@ -51,6 +103,15 @@ def parse(kind: str, fileobj: BinaryIO, device: str = "cpu") -> Any:
     if content["kind"] != kind:
         raise ValueError(f"{content['kind']!r} was saved, this is {kind!r}")
     return decode(content["value"])
+
+
+def _path_in_memory(file: BinaryIO) -> str | None:
+    """A path at which a `MemoryFile` can be opened again; `None` for any other file."""
+    try:
+        path = f"{_OPENED}{file.fileno()}"
+    except (AttributeError, OSError):  # not a file of the operating system
+        return None
+    return path if os.readlink(path).startswith("/memfd:") else None
 
 
 def check_module(own: Mapping[str, Any], saved: Any) -> None:

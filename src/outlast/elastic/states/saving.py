@@ -2,9 +2,9 @@
 
     1. The replicas compare what each has registered.
     2. `sync` of each state, in the order of the names, on all replicas.
-    3. Rank 0 saves each state, into a working folder, or into memory if the rest is done in the
-       background.
-    4. Rank 0 commits the checkpoint, and sends its path to the others.
+    3. Rank 0 saves each state into memory, and gives all of them to its `Checkpointer`, as tensors
+       of bytes: it makes the checkpoint durable and visible, and removes the previous one.
+    4. Rank 0 sends the path of the checkpoint to the others.
 
 A failure of one replica in any of these steps is an error on all, and the previous checkpoint
 stays.
@@ -13,28 +13,24 @@ stays.
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from outlast.async_checkpoint.named_files import STATES, LocalStorage, new_checkpoint, replace_file
 from outlast.elastic import environment, ray_trial
-from outlast.elastic.replicas.replica_group import TIMEOUT, Replicas, current
-from outlast.elastic.states import pending_save
+from outlast.elastic.states import pending_save, storage
+from outlast.elastic.states.content import MemoryFile, file_name
 from outlast.elastic.states.pending_save import PendingSave
+from outlast.elastic.states.replicas import TIMEOUT, Replicas, current
 from outlast.elastic.states.state import State, name_of, registered
-from outlast.elastic.states.state_files import StateCopy, Write, checked, file_name
 from outlast.errors import CheckpointError
 from outlast.system.arguments import Duration, as_timedelta
+from outlast.system.error_text import describe
+from outlast.system.files import fsync_folder, make_folder
 
 __all__ = ["save_all_states", "save_state"]
-
-log = logging.getLogger("outlast.elastic")
-
-Writes = dict[str, Write]
 
 
 @overload
@@ -57,7 +53,7 @@ def save_all_states(
     """Saves every `State` of the job. Called on all replicas.
 
     The checkpoint becomes visible in one atomic step, when all of it is durable; only then is the
-    previous one removed.
+    previous one removed. The process of rank 0 has the folder to itself until it ends.
 
     Args:
         asynchronous: whether to return when all states are saved to memory, and to write them in
@@ -83,42 +79,27 @@ def save_all_states(
     if path is None and not in_trial:
         return None
     replicas = current(limit)
+    if not replicas.writes:
+        storage.release()  # this process may have been rank 0 before a restart in place
     states = _registered_on_all(replicas)
     for name, state in states.items():
         replicas.together(f"the sync of state {name!r}", state.sync, collective=True)
-    writes: Writes = {name: checked(name, state.save) for name, state in states.items()}
     if in_trial:
-        directory = _save_on_rank_0(replicas, "Ray", lambda: _report(writes, metrics or {}))
+        directory = _on_rank_0(replicas, "Ray", lambda: _report(states, metrics or {}))
         return pending_save.completed(directory) if asynchronous else directory
     assert path is not None
-    world_size = replicas.world_size
     if not asynchronous:
-        return _save_on_rank_0(replicas, path, lambda: _write(path, writes, world_size))
-    copies: dict[str, StateCopy] = {}
+        return _on_rank_0(replicas, path, lambda: storage.begin(path, _contents(states)).finish())
+    begun: list[storage.Begun] = []
 
-    def copy(parts: list[Any]) -> None:
-        for name, write in writes.items() if replicas.writes else ():
-            copies[name] = StateCopy()
-            copies[name].fill(write)
+    def begin(_: list[Any]) -> None:
+        if replicas.writes:
+            begun.append(storage.begin(path, _contents(states)))
 
-    def commit() -> str | None:
-        copied: Writes = {name: each.write for name, each in copies.items()}
-        try:
-            return _save_on_rank_0(replicas, path, lambda: _write(path, copied, world_size))
-        finally:
-            free()
-
-    def free() -> None:
-        # A caller that keeps an exception keeps its frames, and what they refer to.
-        for each in copies.values():
-            each.close()
-
-    try:
-        replicas.gather("the copy of states into memory", None, copy)
-    except BaseException:
-        free()
-        raise
-    return pending_save.start(replicas, commit)
+    replicas.gather("the copy of states into memory", None, begin)
+    return pending_save.start(
+        replicas, lambda: _on_rank_0(replicas, path, lambda: begun[0].finish())
+    )
 
 
 def save_state(
@@ -153,7 +134,17 @@ def save_state(
     def write() -> None:
         if checkpoint_dir is None or not replicas.writes:
             return
-        replace_file(Path(checkpoint_dir) / file_name(name), checked(name, state.save))
+        content = _content(name, state)
+        folder = Path(checkpoint_dir)
+        make_folder(folder)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as working:
+            written = Path(working) / file_name(name)
+            with written.open("wb") as file:
+                file.write(content.tensor().numpy().data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(written, folder / written.name)
+        fsync_folder(folder)
 
     replicas.together(f"the save of state {name!r}", write)
 
@@ -185,23 +176,33 @@ def _differences(names: list[list[str]]) -> str:
     return "; ".join(differences)
 
 
-def _save_on_rank_0(replicas: Replicas, where: str, write: Callable[[], str]) -> str | None:
-    """Calls `write` on rank 0; returns the path of the checkpoint on all replicas."""
+def _on_rank_0(replicas: Replicas, where: str, work: Callable[[], str]) -> str | None:
+    """Calls `work` on rank 0; returns the path of the checkpoint on all replicas."""
     directory = replicas.gather(
-        f"the save into {where}", None, lambda parts: write() if replicas.writes else None
+        f"the save into {where}", None, lambda _: work() if replicas.writes else None
     )
     replicas.linger()
     return directory
 
 
-def _write(path: str, writes: Writes, world_size: int) -> str:
-    with new_checkpoint(LocalStorage(path, STATES), world_size) as checkpoint:
-        while writes:  # once a state is written, its copy in memory is freed
-            name = next(iter(writes))
-            checkpoint.add(file_name(name), writes.pop(name))
-        return checkpoint.commit()
+def _contents(states: Mapping[str, State]) -> dict[str, MemoryFile]:
+    return {file_name(name): _content(name, state) for name, state in states.items()}
 
 
-def _report(writes: Writes, metrics: Mapping[str, Any]) -> str:
+def _content(name: str, state: State) -> MemoryFile:
+    memory = MemoryFile()
+    with memory.open() as file:
+        try:
+            state.save(file)
+        except Exception as e:
+            raise CheckpointError(f"the state {name!r} could not be saved: {describe(e)}") from e
+    return memory
+
+
+def _report(states: Mapping[str, State], metrics: Mapping[str, Any]) -> str:
     with tempfile.TemporaryDirectory(prefix="outlast-") as folder:
-        return ray_trial.report(_write(folder, writes, 1), metrics)
+        try:
+            storage.begin(folder, _contents(states)).finish()
+        finally:
+            storage.release()
+        return ray_trial.report(folder, metrics)

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from outlast.coordination import KeyTimeout
 from outlast.coordination.call_ledger import CallFailure, CallLedger, Verdict, connect_ledger
 from outlast.elastic import environment
-from outlast.elastic.replicas.collective_guard import collective_guard, connect, late
+from outlast.elastic.states.collective_guard import collective_guard, connect, late
 from outlast.errors import CheckpointError, RankTimeout, StoreError
 from outlast.system.arguments import Duration, as_timedelta
 from outlast.system.waiting import ThreadedWait

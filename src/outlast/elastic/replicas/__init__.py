@@ -1,1 +1,0 @@
-"""The replicas of a job, and how they act together."""

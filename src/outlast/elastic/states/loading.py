@@ -1,0 +1,178 @@
+"""Loads states saved by an earlier run of the job, at any size.
+
+All states are loaded from one checkpoint: the newest valid one. Rank 0 chooses it by reading every
+byte of it; each replica verifies what it loads. No lock is needed: replicas without a process
+group, and other programs, may read while a job saves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, TypeVar
+
+from outlast.async_checkpoint.inspection import LocalStorage, candidates, read_bytes
+from outlast.elastic import environment, ray_trial
+from outlast.elastic.states import pending_save
+from outlast.elastic.states.content import MemoryFile, file_name
+from outlast.elastic.states.replicas import TIMEOUT, Replicas, current
+from outlast.elastic.states.state import State, name_of, registered
+from outlast.elastic.states.storage import folder_of, of_first_format
+from outlast.errors import CheckpointError, CheckpointMismatch, CheckpointReadError
+from outlast.system.arguments import Duration, as_timedelta
+from outlast.system.error_text import describe
+
+__all__ = ["load_all_states", "load_state"]
+
+log = logging.getLogger("outlast.elastic")
+
+T = TypeVar("T")
+Contents = dict[str, MemoryFile]
+
+
+def load_state(state: State, *, timeout: Duration = TIMEOUT) -> bool:
+    """Loads a state from the newest valid checkpoint. Called on all replicas.
+
+    Args:
+        state: the state.
+        timeout: the timeout of each wait for the other replicas.
+
+    Returns:
+        Whether the state was found, and `load` was called. `False` if no checkpoint path is set,
+        if there is no checkpoint, or if the state is not in it.
+
+    Raises:
+        CheckpointError: on every replica: if `load` raised on one, names the state, the rank and
+            the cause; if there are checkpoints and none is valid; if one has a later format.
+        RankTimeout: on every replica: names the replicas that did not make the call in time.
+    """
+    return bool(_load({name_of(state): state}, timeout))
+
+
+def load_all_states(*, timeout: Duration = TIMEOUT) -> list[str]:
+    """Loads every registered state from the newest valid checkpoint. Called on all replicas.
+
+    All states are read and checked, on all replicas, before any is changed (see `State.prepare`).
+
+    Args:
+        timeout: the timeout of each wait for the other replicas.
+
+    Returns:
+        The names of the loaded states. Registered states that are not in the checkpoint do not
+        change; states in the checkpoint that are not registered are ignored.
+
+    Raises:
+        CheckpointError, RankTimeout: as `load_state`.
+    """
+    return _load(registered(), timeout)
+
+
+def _load(states: Mapping[str, State], timeout: Duration) -> list[str]:
+    limit = as_timedelta("timeout", timeout, allow_zero=True)
+    pending_save.drain(quiet=True)
+    with ray_trial.opened() if environment.from_ray() else _from_environment() as path:
+        if path is None:
+            return []
+        replicas = current(limit)
+        contents: Contents = {}
+        found = replicas.gather(
+            f"the choice of a checkpoint in {path}", None, lambda _: _choose(path, contents)
+        )
+        if found is None:
+            return []
+        where, folder = found
+        names = [file_name(name) for name in states]
+        try:
+            contents = replicas.together(
+                f"the reading of {where}/{folder}", lambda: contents or _read(where, folder, names)
+            )
+            known = {name: state for name, state in states.items() if file_name(name) in contents}
+            for name in states.keys() - known.keys():
+                log.info("the state %r is not in %s/%s", name, where, folder)
+            _load_together(replicas, f"{where}/{folder}", contents, known)
+        except CheckpointError:
+            _verified.clear()  # a checkpoint that has become unreadable is verified again
+            raise
+        return list(known)
+
+
+@contextlib.contextmanager
+def _from_environment() -> Iterator[str | None]:
+    yield environment.checkpoint_path()
+
+
+def _load_together(
+    replicas: Replicas, where: str, contents: Contents, states: Mapping[str, State]
+) -> None:
+    """Prepares all states on all replicas, then applies them."""
+    what = {name: f"the load of state {name!r} from {where}" for name in states}
+    prepared = {}
+    with contextlib.ExitStack() as opened:
+        for name, state in states.items():
+            file = opened.enter_context(contents.pop(file_name(name)).open())
+            prepare = functools.partial(_named, name, functools.partial(state.prepare, file))
+            prepared[name] = replicas.together(what[name], prepare, collective=True)
+        for name in states:
+            apply = functools.partial(_named, name, prepared.pop(name))
+            replicas.together(what[name], apply, collective=True)
+
+
+def _named(name: str, work: Callable[[], T]) -> T:
+    """Calls `work`; an error gets the name of the state."""
+    try:
+        return work()
+    except Exception as e:
+        raise CheckpointError(f"the state {name!r} could not be loaded: {describe(e)}") from e
+
+
+def _read(where: str, folder: str, names: Collection[str] | None) -> Contents:
+    """The contents of states, by the names of their files; of all by default."""
+    contents: Contents = {}
+
+    def allocate(name: str, size_bytes: int) -> tuple[int, Any]:
+        contents[name] = MemoryFile(size_bytes)
+        tensor = contents[name].tensor()
+        return tensor.data_ptr(), tensor
+
+    read_bytes(LocalStorage(where), folder, allocate, names)
+    return contents
+
+
+# On rank 0, by path: the checkpoints there, and the one chosen and verified. So states loaded one
+# by one come from the same checkpoint, which is verified once.
+_verified: dict[str, tuple[list[tuple[str, str]], tuple[str, str]]] = {}
+
+
+def _choose(path: str, contents: Contents) -> tuple[str, str] | None:
+    """The newest valid checkpoint: the folder of checkpoints, and the name of its directory. On
+    rank 0. `contents` gets what was read to verify it.
+
+    Raises:
+        CheckpointError: if none is valid (names what is wrong with each), or if one has a later
+            format, or cannot be read now, which must not be skipped.
+    """
+    path = os.path.abspath(path)
+    new = folder_of(path)
+    there = [(new, folder) for _, folder in candidates(LocalStorage(new))]
+    there += of_first_format(path)
+    before, chosen = _verified.get(path, ([], ("", "")))
+    if before == there and there:
+        return chosen
+    wrong = []
+    for where, folder in there:
+        try:
+            contents.update(_read(where, folder, None))
+        except (CheckpointMismatch, CheckpointReadError):
+            raise  # it may be intact
+        except CheckpointError as e:
+            wrong.append(str(e))
+            log.warning("passed over a checkpoint: %s", wrong[-1])  # `e` refers to the contents
+        else:
+            _verified[path] = there, (where, folder)
+            return where, folder
+    if wrong:
+        raise CheckpointError(f"no checkpoint in {path} is valid:\n  " + "\n  ".join(wrong))
+    return None
