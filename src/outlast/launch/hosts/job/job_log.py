@@ -1,6 +1,5 @@
-"""The keys of a job on many hosts in the agents' store: the chain of decisions, and reports.
+"""The keys of a job on many hosts in the agents' store, besides the chain: reports of the hosts.
 
-job/plan/N       entry N of the chain                               first claim wins
 job/cleared/A    log: hosts on which no process of attempt A is left
 job/done/A       log: hosts whose workers have ended in attempt A, with their exit codes
 job/replaced/A   number of replacements of single workers in attempt A
@@ -27,21 +26,15 @@ import json
 from typing import Any
 
 from outlast.coordination.records import lines
-from outlast.coordination.stores.store import Store
 from outlast.launch.agent.death_log import Death
 from outlast.launch.agent.decisions import Decision
 from outlast.launch.hosts.host_group import PrefixedStore
 
 
-def plan_key(number: int) -> str:
-    """The key of an entry of the chain."""
-    return f"job/plan/{number}"
-
-
 class JobLog:
     """The reports of all hosts. `host` is the ID of this one."""
 
-    def __init__(self, store: Store, host: str, name: str) -> None:
+    def __init__(self, store: PrefixedStore, host: str, name: str) -> None:
         self._store, self._host, self._name = store, host, name
 
     def agree(self, name: str, value: str) -> str:
@@ -105,10 +98,11 @@ class JobLog:
             for when, death in enumerate(deaths)
         ]
 
-    def forget_before(self, attempt: int, store: PrefixedStore) -> None:
+    def forget_before(self, attempt: int) -> None:
         """Deletes the keys of the attempts before `attempt`. `job/forgotten` at last: by it, the
         next caller finds what this one has left.
         """
+        store = self._store
         first = int(store.read("job/forgotten") or b"0")
         for ended in range(first, attempt):
             store.delete_prefix(f"w/{ended}/")

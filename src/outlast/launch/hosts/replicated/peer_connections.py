@@ -260,16 +260,14 @@ class PeerConnections:
             setting = "the version of outlast"
             versions = [h.settings.get(setting, "another") for h in (mine.host, theirs.host)]
             return Refused(
-                setting,
                 f"{setting}: {mine.host.name} has {versions[0]}, {theirs.host.name} has "
-                f"{versions[1]}",
+                f"{versions[1]}"
             )
         if theirs.run_id != mine.run_id:
             # A stranger does not learn the id that would let it in.
             return Refused(
-                "--rdzv-id",
                 f"--rdzv-id: {theirs.host.name} asks for the run {theirs.run_id!r}, and "
-                f"{mine.host.name} was started for another one",
+                f"{mine.host.name} was started for another one"
             )
         return None
 

@@ -13,10 +13,9 @@ from collections.abc import Callable, Hashable, Sequence
 from msgspec import structs
 
 from outlast.coordination.replicated.hosts import HostInfo
+from outlast.coordination.replicated.node import Node
 from outlast.coordination.replicated.operations import Failed, Operation
-from outlast.coordination.replicated.quorum import Configuration
-from outlast.coordination.replicated.replica import Replica
-from outlast.coordination.replicated.timing import Timing
+from outlast.coordination.replicated.quorum import Configuration, Timing
 from outlast.launch.config.secret import Secret
 from outlast.launch.event_loop import EventLoop
 from outlast.launch.hosts.host_group import GroupState
@@ -75,6 +74,7 @@ class HostService:
         self.me = me
         self.state = GroupState()
         self.joined = False
+        self._entries = 0
         self._run_id = run_id
         self._endpoints = tuple(endpoints)
         self._place = place
@@ -246,7 +246,7 @@ class HostService:
         if self._membership is not None:
             self._membership.receive(peer, message)
         elif isinstance(message, Replicated):
-            # The leader has added this host, and said so to the replica first.
+            # The leader has added this host, and said so to the node first.
             self._early.append((peer, message))
         elif self._joining is not None:
             self._joining.receive(peer, message)
@@ -259,23 +259,21 @@ class HostService:
 
     def _on_founded(self) -> None:
         founding = Configuration(frozenset({self.me.id}))
-        replica = Replica(self.me.id, self._timing, self._random, founding=founding, durable=True)
-        self._enter(replica, self.me.id, self._record.past.generation + 1, ())
+        node = Node(self.me.id, self._timing, self._random, founding=founding)
+        self._enter(node, self.me.id, self._record.past.generation + 1, ())
 
     def _on_admitted(self, peer: Peer, admitted: Admitted) -> None:
-        replica = Replica(self.me.id, self._timing, self._random, founding=None, durable=True)
-        self._enter(replica, admitted.group, admitted.generation, admitted.hosts)
+        node = Node(self.me.id, self._timing, self._random, founding=None)
+        self._enter(node, admitted.group, admitted.generation, admitted.hosts)
 
-    def _enter(
-        self, replica: Replica, group: str, generation: int, known: Sequence[HostInfo]
-    ) -> None:
+    def _enter(self, node: Node, group: str, generation: int, known: Sequence[HostInfo]) -> None:
         assert self._loop is not None
         others = [e.address for i, e in enumerate(self._endpoints) if i != self._place.own]
         self._membership = Membership(
             self._loop,
             self._peers,
             self.me,
-            replica,
+            node,
             group,
             generation,
             self._record,
@@ -297,18 +295,15 @@ class HostService:
         membership = self._membership
         if membership is None:
             return  # its constructor is running
-        directory = membership.directory
-        before = self.state, self.joined
+        before = self._entries, self.state, self.joined
+        chain = membership.chain
+        self._entries = len(chain.entries)
         self.state = dataclasses.replace(
-            self.state,
-            hosts=tuple(directory.hosts.values()),
-            lost=tuple(directory.gone),
-            leader=membership.leader,
-            term=membership.term,
+            self.state, chain=chain.entries, leader=membership.leader, term=membership.term
         )
         held = self._page.valid()
-        self.joined = self.joined or (held and self.me.id in directory.hosts)
-        if before != (self.state, self.joined):
+        self.joined = self.joined or (held and self.me.id in chain.hosts)
+        if before != (self._entries, self.state, self.joined):
             self._changed()
 
     def _end(self, reason: str) -> None:

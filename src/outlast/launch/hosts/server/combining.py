@@ -43,11 +43,29 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 from msgspec import structs
 
 from outlast.coordination.replicated.operations import Operation, Result
-from outlast.launch.hosts.server.upstream import Done, Upstream
+
+Done = Callable[[Result], None]
+
+
+class Upstream(Protocol):
+    """The store of all hosts, as seen by one event loop. Operations that are in flight together
+    may take effect in any order; each takes effect at most once, and exactly once if its result is
+    not `Failed`.
+    """
+
+    def submit(self, operation: Operation, done: Done) -> Hashable:
+        """Starts `operation`; calls `done` with its result, later, from the event loop. Returns
+        a handle for `cancel`.
+        """
+
+    def cancel(self, handle: Hashable) -> None:
+        """Gives up a wait: `done` is not called any more. No effect if it has been called."""
+
 
 # A batch that is larger than this takes no more operations; the next one does.
 MAX_BATCH_BYTES = 4 << 20

@@ -12,8 +12,7 @@ from collections.abc import Callable, Hashable
 from outlast.coordination.replicated.operations import Operation, Result
 from outlast.coordination.replicated.table import Table
 from outlast.coordination.stores.store import HOST_KEYS
-from outlast.launch.hosts.server.combining import Combiner
-from outlast.launch.hosts.server.upstream import Done, Upstream
+from outlast.launch.hosts.server.combining import Combiner, Done, Upstream
 
 Defer = Callable[[Callable[[], None]], object]
 

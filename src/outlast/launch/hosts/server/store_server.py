@@ -23,8 +23,8 @@ from functools import partial
 from outlast.errors import LaunchError
 from outlast.launch.event_loop import EventLoop
 from outlast.launch.hosts.server.client_connection import ClientConnection
+from outlast.launch.hosts.server.combining import Upstream
 from outlast.launch.hosts.server.host_keys import Stores
-from outlast.launch.hosts.server.upstream import Upstream
 
 LOOPBACK = "127.0.0.1"
 """Where every host serves its own workers."""
