@@ -36,7 +36,6 @@ class Election:
         self._votes[voter] = now - silent / (1 + self._voter.timing.margin)
 
     def take(self, sender: str, answer: VoteAnswer, now: float) -> None:
-        """Counts a vote for this election."""
         if answer.granted and answer.term == self.term and answer.pre_vote == self.pre_vote:
             self._vote(sender, answer.heard, now)
 

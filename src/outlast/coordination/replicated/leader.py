@@ -64,7 +64,6 @@ class Leader:
     # ------------------------------------------------------------------ what holds
     @property
     def voters(self) -> Voters:
-        """The configuration in force."""
         voters = self._voter.log.voters
         assert voters is not None
         return voters
@@ -109,7 +108,6 @@ class Leader:
         self._changes.append(change)
 
     def end_leases(self, now: float) -> None:
-        """Declares the hosts lost whose lease is over."""
         if self.ready and self.lease_valid(now):
             for host, silent in self.leases.expired(now):
                 self.propose(HostLost(host, f"no heartbeat for {silent:.1f} s"))
@@ -156,7 +154,6 @@ class Leader:
         return Append(self.term, now, previous, previous_term, commit, entries)
 
     def answered(self, sender: str, answer: AppendAnswer) -> None:
-        """Takes a voter's answer in this term."""
         peer = self._peers.get(sender)
         if peer is None:
             return

@@ -95,7 +95,6 @@ class Node:
 
     @property
     def leader(self) -> str | None:
-        """The leader of `term`, as far as this host knows."""
         return self._host.leader
 
     @property
@@ -116,7 +115,6 @@ class Node:
         return self._voter.log.configurations(self._voter.commit)
 
     def wrote(self, configurations: tuple[tuple[int, Voters, bool], ...]) -> None:
-        """These `configurations` are on disk."""
         told = self._voter.wrote(frozenset((index, voters) for index, voters, _ in configurations))
         if told is not None:
             self._outbox.append(told)
@@ -134,7 +132,6 @@ class Node:
 
     # ------------------------------------------------------------------ time and messages
     def tick(self, now: float) -> None:
-        """Lets time pass."""
         self._now = self._ticked = now
         leader = self._leader
         if leader is not None and not leader.has_quorum(now):
@@ -163,7 +160,6 @@ class Node:
         return min(campaign, self._host.due(), lease_end)
 
     def receive(self, sender: str, message: Message, now: float) -> None:
-        """Takes a message that has arrived from the host `sender`."""
         self._now = now
         voter = self._voter
         if isinstance(message, Append | Snapshot):

@@ -73,7 +73,6 @@ class OwnRequests:
         self._open.clear()
 
     def results(self) -> list[tuple[int, Result]]:
-        """The results since the last call."""
         taken, self._results = self._results, []
         return taken
 
@@ -90,7 +89,6 @@ class OwnRequests:
         return min((pending.due for pending in self._open.values()), default=float("inf"))
 
     def message(self, now: float) -> Requests | None:
-        """What is to be sent now."""
         if self.due() > now:
             return None
         sending, waits, floor = [], [], self._next - 1
@@ -146,7 +144,6 @@ class OwnHost:
         return ticket
 
     def leave(self, reason: str) -> None:
-        """Tells the leader, from now on until it answers."""
         self._leaving = reason
         self._heartbeat_due = NEVER
 
@@ -202,13 +199,11 @@ class OwnHost:
             )
 
     def due(self) -> float:
-        """When there is something to send."""
         if self.leader is None or self.refused is not None:
             return float("inf")
         return min(self._heartbeat_due, self.requests.due())
 
     def messages(self, now: float) -> list[Message]:
-        """What is to be sent to the leader now."""
         if self.leader is None or self.refused is not None:
             return []
         sending: list[Message] = []

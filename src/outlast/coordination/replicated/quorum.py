@@ -80,15 +80,12 @@ class Voters:
 
     @property
     def all(self) -> frozenset[str]:
-        """All that vote."""
         return self.new.voters | (self.old.voters if self.old else frozenset())
 
     def is_quorum(self, voters: Collection[str]) -> bool:
-        """Whether `voters` can decide."""
         return self.new.is_quorum(voters) and (self.old is None or self.old.is_quorum(voters))
 
     def reached_by_quorum(self, value: Callable[[str], float]) -> float:
-        """The largest number that the values of a quorum all reach."""
         reached = self.new.reached_by_quorum(value)
         return reached if self.old is None else min(reached, self.old.reached_by_quorum(value))
 

@@ -157,14 +157,12 @@ class HostLeases:
             self._heard[host] = min(heard, self._elected)
 
     def admitted(self, host: str, now: float) -> None:
-        """A new host is in the table."""
         if host not in self._heard:
             self._heard[host] = now
             self._silent.add(host)
             self._announce_due = now
 
     def hear(self, host: str, now: float) -> None:
-        """A heartbeat has arrived from a host in the job."""
         if host in self._heard:
             self._heard[host] = now
             self._silent.discard(host)
@@ -183,7 +181,6 @@ class HostLeases:
         ]
 
     def is_present(self, host: str, now: float) -> bool:
-        """Whether a host was heard recently."""
         recently = now < self._heard.get(host, float("-inf")) + 2.5 * self._timing.heartbeat
         return recently and host not in self._silent
 

@@ -119,7 +119,6 @@ class Table:
         return results
 
     def perform(self, op: Operation) -> Result:
-        """Performs one operation, which is no wait, or a batch."""
         if op.name == BATCH:
             return [self._perform_one(part) for part in op.operations]
         return self._perform_one(op)

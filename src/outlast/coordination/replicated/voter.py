@@ -62,7 +62,6 @@ class Log:
 
     @property
     def voters_index(self) -> int:
-        """The entry that brought the present configuration."""
         return self._voters[-1][0]
 
     @property
@@ -118,7 +117,6 @@ class Log:
             self._authors.pop()
 
     def compact(self, performed: int) -> None:
-        """Drops old entries, all of which have been performed."""
         if performed - self.base <= 2 * self._kept:
             return
         to = performed - self._kept
@@ -170,7 +168,6 @@ class Voter:
 
     @property
     def others(self) -> list[str]:
-        """The other voters, as far as this host knows."""
         return [] if self.log.voters is None else sorted(self.log.voters.all - {self.me})
 
     # ------------------------------------------------------------------ the disk
@@ -235,7 +232,6 @@ class Voter:
 
     # ------------------------------------------------------------------ the leader's messages
     def follow(self, sender: str, message: Append | Snapshot, now: float) -> AppendAnswer:
-        """Takes a message of a leader; the answer."""
         if message.term < self.term:
             return AppendAnswer(self.term, message.sent, False, self.commit, 0)
         if message.term > self.term:
@@ -283,7 +279,6 @@ class Voter:
 
     # ------------------------------------------------------------------ the table
     def snapshot(self, sent: float) -> Snapshot:
-        """The state up to `applied`."""
         voters, author = self.log.at(self.applied)
         term = self.log.term(self.applied)
         assert voters is not None

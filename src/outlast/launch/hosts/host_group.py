@@ -91,6 +91,12 @@ class HostGroup(Protocol):
     def store(self) -> PrefixedStore:
         """The agents' keys. Raises `StoreError` naming the cause once the lease is over."""
 
+    @property
+    def workers(self) -> Store:
+        """The keys of this host's workers, as in `new_attempt`; asked through the server that they
+        use too, after all that they have sent by then.
+        """
+
     def start(self) -> None:
         """Join the group, or found it. The chain then has the entry of this host.
 
@@ -135,7 +141,6 @@ class Chain:
         self.gone: set[str] = set()
 
     def append(self, data: bytes) -> None:
-        """Takes the next entry."""
         entry = decode(data)
         if isinstance(entry, HostJoined):
             self.hosts[entry.info.id] = entry.info

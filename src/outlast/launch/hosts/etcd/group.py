@@ -12,7 +12,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from outlast.coordination.replicated.hosts import HostInfo
@@ -29,6 +29,7 @@ from outlast.launch.hosts.etcd.membership import Admission, Membership, host_key
 from outlast.launch.hosts.etcd.serving import EtcdUpstream, ServerThread
 from outlast.launch.hosts.host_group import GroupSpec, GroupState
 from outlast.launch.hosts.replicated.endpoints import own_address
+from outlast.launch.hosts.server.loop_store import LoopStore
 from outlast.system.sockets import address_towards
 
 _LEAVE_S = 2.0
@@ -63,6 +64,24 @@ class EtcdGroup:
         if self._store is None:
             raise ValueError("the group has not been started")
         return self._store
+
+    @property
+    def workers(self) -> LoopStore:
+        assert self._server is not None
+        where = f"run {self._spec.run_id!r}"
+        return LoopStore(self, self._server.server, where, self._spec.lease_s)
+
+    def call(self, work: Callable[[], None]) -> bool:
+        """Have the thread of the server call `work`; `False` if it is over and will not."""
+        return self._server is not None and self._server.call(work)
+
+    def error(self) -> str:
+        """Why this host may not act any more; empty while it may."""
+        return self._lease.error
+
+    def stuck(self) -> bool:
+        """Whether the server cannot be expected to answer any more."""
+        return self._closed or not self._lease.ok
 
     def start(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -188,7 +207,6 @@ class EtcdGroup:
         return f"{where}: {advice}" if advice else f"{where}: etcd refused a request: {error}"
 
     def _address(self) -> str:
-        """The address of this host on the way to etcd."""
         problem = ""
         for endpoint in self._endpoints:
             try:

@@ -233,7 +233,6 @@ class Membership:
         self._thread.start()
 
     def state(self) -> GroupState:
-        """The group as this host last read it."""
         chain = self._found.chain
         return GroupState(
             chain=chain.entries,
@@ -246,7 +245,6 @@ class Membership:
         )
 
     def claim(self, number: int, entry: bytes) -> bytes:
-        """See `HostGroup.claim`."""
         key = _entry_key(self._root, "decided", str(number))
         entries = self._root + _CHAIN
         while len(self._found.chain.entries) < number:
@@ -267,7 +265,6 @@ class Membership:
         return self._found.chain.entries[number - 1]
 
     def close(self) -> None:
-        """Ends the thread."""
         self._end.set()
         self._waits.close()
         if self._thread.is_alive():

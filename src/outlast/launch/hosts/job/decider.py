@@ -181,7 +181,6 @@ class Decider:
         return Start(plan.attempt + 1, places, plan.used + facts.used + counts)
 
     def _links(self, plan: JobPlan, facts: Facts) -> Entry | None:
-        """Find a broken link that is suspected, and who leaves the job."""
         if plan.probe is not None:
             return judge(plan.probe, plan, facts.leader, facts.links)
         if facts.suspicion in ("", plan.probed):
@@ -228,7 +227,6 @@ class Decider:
         spares: list[HostInfo],
         facts: Facts,
     ) -> Entry | None:
-        """A job without `Wrapper`: all workers start again, if that is allowed."""
         if missing:
             cause = str(missing[0][1])
             used, limit = plan.used + facts.used, self._max_restarts
@@ -253,7 +251,6 @@ class Decider:
     def _replacement_s(
         self, plan: JobPlan, missing: list[tuple[int, LostHost]], facts: Facts
     ) -> float:
-        """How long the ranks of lost hosts wait for others."""
         if self._limits.replacement_s is not None:
             return self._limits.replacement_s
         if not self._may_shrink(plan, missing, facts):

@@ -38,15 +38,12 @@ class JobLog:
         self._store, self._host, self._name = store, host, name
 
     def agree(self, name: str, value: str) -> str:
-        """The value of the first host to ask."""
         return self._store.claim(f"job/agreed/{name}", value.encode()).decode()
 
     def clear(self, attempt: int) -> None:
-        """No process of the attempt is left on this host."""
         self._append(f"job/cleared/{attempt}")
 
     def cleared(self, attempt: int) -> frozenset[str]:
-        """The hosts on which no process of the attempt is left."""
         return frozenset(line["host"] for line in self._lines(f"job/cleared/{attempt}"))
 
     def finish(self, attempt: int, exit_codes: frozenset[int]) -> None:
@@ -54,16 +51,13 @@ class JobLog:
         self._append(f"job/done/{attempt}", codes=sorted(exit_codes))
 
     def done(self, attempt: int) -> frozenset[str]:
-        """The hosts whose workers have ended."""
         return frozenset(line["host"] for line in self._lines(f"job/done/{attempt}"))
 
     def exit_codes(self, attempt: int) -> frozenset[int]:
-        """The exit codes of the latest worker of each rank."""
         found = self._lines(f"job/done/{attempt}")
         return frozenset(code for line in found for code in line["codes"])
 
     def replaced(self, attempt: int, more: int = 0) -> int:
-        """The number of replacements, after adding `more`."""
         return self._store.add(f"job/replaced/{attempt}", more)
 
     def open_link_port(self, port: int) -> None:
@@ -71,7 +65,6 @@ class JobLog:
         self._append("job/link-ports", port=port)
 
     def link_ports(self) -> dict[str, int]:
-        """That port of each host."""
         return {line["host"]: line["port"] for line in self._lines("job/link-ports")}
 
     def report_links(self, attempt: int, key: str, unreached: frozenset[str]) -> None:
@@ -79,12 +72,10 @@ class JobLog:
         self._append(f"job/links/{attempt}/{key}", unreached=sorted(unreached))
 
     def links(self, attempt: int, key: str) -> dict[str, frozenset[str]]:
-        """The reports of the hosts on which that probe has ended."""
         found = self._lines(f"job/links/{attempt}/{key}")
         return {line["host"]: frozenset(line["unreached"]) for line in found}
 
     def fail(self, death: Death) -> None:
-        """A worker of this host has failed."""
         fields = {**dataclasses.asdict(death), "decision": death.decision.value}
         self._append("job/failures", death={**fields, "host": self._name})
 
@@ -113,11 +104,9 @@ class JobLog:
             store.put("job/forgotten", str(attempt).encode())
 
     def say_goodbye(self) -> None:
-        """This host needs the store no longer."""
         self._append("job/bye")
 
     def goodbyes(self) -> frozenset[str]:
-        """The hosts that need the store no longer."""
         return frozenset(line["host"] for line in self._lines("job/bye"))
 
     def _append(self, key: str, **fields: Any) -> None:

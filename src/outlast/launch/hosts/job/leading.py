@@ -185,7 +185,6 @@ class GroupNotices:
         self._leader = ""
 
     def changed(self, plan: JobPlan, group: GroupState) -> None:
-        """Tell what is new."""
         first = not self._joined
         losses = list(plan.lost.values())
         came = [host for host in plan.hosts.values() if host.id not in self._joined]
@@ -219,6 +218,5 @@ class GroupNotices:
 
 
 def _hosts_text(hosts: Sequence[HostInfo]) -> str:
-    """The names and addresses of hosts; of many, the first few."""
     shown = ", ".join(f"{host.name} ({host.address})" for host in hosts[:8])
     return shown if len(hosts) <= 8 else f"{shown} and {len(hosts) - 8} more"

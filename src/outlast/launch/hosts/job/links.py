@@ -113,7 +113,6 @@ class HostLinks:
         return LeftOut(entry.excluded[self._me.id], self._me.address, broken, whole)
 
     def close(self) -> None:
-        """Stop listening."""
         self._loop.unwatch(self._listener.fileno())
         self._listener.close()
 

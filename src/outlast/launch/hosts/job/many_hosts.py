@@ -51,7 +51,6 @@ from outlast.launch.hosts.job.plan import (
     decode,
     ranks_text,
 )
-from outlast.launch.hosts.job.workers_store import WorkersStore
 from outlast.launch.hosts.server.store_server import LOOPBACK
 from outlast.system.lease_page import LeasePage
 from outlast.system.sockets import is_loopback
@@ -103,9 +102,7 @@ class ManyHosts:
             stack.pop_all()
         self._me = self._group.me
         self.host_id = self._me.id
-        self._store = self._group.store
-        self._log = JobLog(self._store, self._me.id, self._me.name)
-        self._workers = WorkersStore(LOOPBACK, self._me.store_port, self._why_lost)
+        self._log = JobLog(self._group.store, self._me.id, self._me.name)
         clock = resources.loop.clock
         self._leading = Leading(job, job.hosts, self._log, self.keys, clock, self._say)
         self._plan = JobPlan()
@@ -122,7 +119,7 @@ class ManyHosts:
 
     @property
     def keys(self) -> JobKeys:
-        return JobKeys(self._workers)
+        return JobKeys(self._group.workers)
 
     @property
     def used(self) -> int:
@@ -180,7 +177,6 @@ class ManyHosts:
         self._timer.cancel()
         self._links.close()
         self._group.close(leave=self._over)
-        self._workers.close()
         assert self.lease_page is not None
         shutil.rmtree(self.lease_page.parent, ignore_errors=True)
 
@@ -260,7 +256,6 @@ class ManyHosts:
             self._notices.changed(self._plan, self._state)
 
     def _look_later(self) -> None:
-        """Look again after a pause, if this agent waits for something that does not wake it."""
         stage, leads = self._plan.stage, self._state.leader == self.host_id
         waits = self._leading.waits(self._plan)
         if self._over or not (leads or waits or stage is Stage.FINISHED):
@@ -317,7 +312,6 @@ class ManyHosts:
         plan = self._plan
         self._no_worker_left = False
         self._group.new_attempt(plan.attempt)
-        self._workers.close()
         place = plan.place_of(self.host_id)
         if place == 0:
             self._log.forget_before(plan.attempt - 1)
@@ -407,7 +401,6 @@ class ManyHosts:
         self._conclude(self._outcome)
 
     def _read_outcome(self) -> Outcome:
-        """What all hosts know now."""
         plan, end = self._plan, self._plan.end
         received = None if plan.stop is None else signal.Signals(plan.stop.signal)
         cause = "" if end is None else end.cause
@@ -436,9 +429,6 @@ class ManyHosts:
         self._timer.cancel()
         self._resources.loop.unwatch(self._group.wakeup_fd())
         self._actions.finish(outcome)
-
-    def _why_lost(self) -> str:
-        return self._group.poll().error
 
     def _say(self, line: str) -> None:
         self._resources.console.say(line)

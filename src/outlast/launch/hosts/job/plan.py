@@ -172,7 +172,6 @@ class JobPlan:
 
     @property
     def ends(self) -> bool:
-        """Whether no attempt follows."""
         return self.stage in (Stage.ENDING, Stage.FINISHED)
 
     def host(self, name: str) -> HostInfo:
@@ -180,7 +179,6 @@ class JobPlan:
         return self.hosts[name] if name in self.hosts else self.lost[name].host
 
     def place_of(self, host: str) -> int | None:
-        """The place of a host; `None` if it has none."""
         return self.places.index(host) if host in self.places else None
 
     def missing(self) -> list[tuple[int, LostHost]]:
@@ -192,7 +190,6 @@ class JobPlan:
         ]
 
     def apply(self, entry: Entry) -> JobPlan:
-        """The state after one more entry."""
         return dataclasses.replace(self._applied(entry), number=self.number + 1)
 
     def _applied(self, entry: Entry) -> JobPlan:

@@ -59,7 +59,6 @@ class ChainFollower:
         self._started = False
 
     def start(self) -> None:
-        """Begin; once."""
         if not self._started:
             self._started = True
             self._read()
@@ -175,7 +174,6 @@ class Membership:
         return ticket
 
     def cancel(self, handle: object) -> None:
-        """Give up a wait: `done` is not called any more."""
         if isinstance(handle, int) and self._done.pop(handle, None) is not None:
             self._node.cancel(handle)
             self._submitted = True
@@ -228,7 +226,6 @@ class Membership:
             self._schedule()
 
     def receive(self, peer: Peer, message: Message) -> None:
-        """Handle a message of another agent."""
         if isinstance(message, Replicated):
             if (message.group, message.receiver) == (self.group, self._me.id):
                 self._addresses.setdefault(peer.host.id, (peer.host.address, peer.host.port))
@@ -290,7 +287,6 @@ class Membership:
         )
 
     def _observe(self) -> None:
-        """Pass on what has changed at the node."""
         node = self._node
         if node.refused is not None:
             left = node.refused.orderly and self._leaving

@@ -42,7 +42,6 @@ class Peer:
         self.host = hello.host
 
     def send(self, message: Message) -> None:
-        """Send a message, or drop it if the connection has ended."""
         self.connection.send(message)
 
 
@@ -137,7 +136,6 @@ class PeerConnections:
         return dial is not None and dial.differs
 
     def close(self) -> None:
-        """End all connections, and stop listening."""
         self._loop.unwatch(self._listener.fileno())
         self._listener.close()
         for timer in self._strangers.values():

@@ -86,7 +86,7 @@ class HostService:
         self._random = random.Random()
         self._loop: EventLoop | None = None
         self._peers: PeerConnections
-        self._server: StoreServer
+        self.server: StoreServer
         self._joining: Joining | None = None
         self._membership: Membership | None = None
         self._early: deque[tuple[Peer, Message]] = deque(maxlen=_EARLY)
@@ -104,7 +104,6 @@ class HostService:
         self._ready.wait()
 
     def problem(self) -> str:
-        """What has kept this host from joining so far."""
         joining = self._joining
         return "" if joining is None else joining.problem()
 
@@ -115,8 +114,6 @@ class HostService:
         return self._membership is not None and self._membership.unheard
 
     def resolved(self, endpoints: Sequence[Endpoint]) -> None:
-        """Names of endpoints were resolved."""
-
         def update() -> None:
             if self._joining is not None:
                 self._joining.endpoints[:] = endpoints
@@ -137,11 +134,15 @@ class HostService:
         done = threading.Event()
 
         def begin() -> None:
-            self._server.new_attempt(attempt)
+            self.server.new_attempt(attempt)
             done.set()
 
         if self.call(begin):
             done.wait()
+
+    def error(self) -> str:
+        """Why this host may not act any more; empty while it may."""
+        return self.state.error
 
     def stuck(self) -> bool:
         """Whether the lease is over although the thread should have noticed long ago."""
@@ -163,7 +164,6 @@ class HostService:
         return None
 
     def cancel(self, handle: Hashable) -> None:
-        """Give up a wait."""
         if self._membership is not None:
             self._membership.cancel(handle)
 
@@ -183,7 +183,7 @@ class HostService:
         self._end(f"its host service failed: {describe(error)}")
 
     def _serve(self, loop: EventLoop) -> None:
-        server = self._server = StoreServer(loop, self)
+        server = self.server = StoreServer(loop, self)
         peers = PeerConnections(
             loop,
             self._hello(server.port),
