@@ -9,7 +9,7 @@ from typing import Any
 from outlast.coordination.replicated.hosts import HostInfo, HostJoined, HostLost
 from outlast.coordination.replicated.operations import Failed, Operation, Result
 from outlast.coordination.replicated.table import Table, entry_key
-from outlast.launch.hosts.job.plan import Start
+from outlast.launch.hosts.plan import Start
 from outlast.launch.hosts.replicated.membership import ChainFollower
 
 Done = Callable[[Result], None]

@@ -15,7 +15,7 @@ from outlast.launch.agent.decisions import JobRecord, JobState
 from outlast.launch.config.hosts_spec import HostsSpec
 from outlast.launch.hosts.job.decider import Decider, Facts, Wait
 from outlast.launch.hosts.job.leading import WaitNotice
-from outlast.launch.hosts.job.plan import (
+from outlast.launch.hosts.plan import (
     End,
     Entry,
     Finish,

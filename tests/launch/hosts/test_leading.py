@@ -15,7 +15,7 @@ from outlast.launch.agent.job_keys import JOB_KEY, JobKeys
 from outlast.launch.config.hosts_spec import HostsSpec
 from outlast.launch.hosts.job.job_log import JobLog
 from outlast.launch.hosts.job.leading import Leading
-from outlast.launch.hosts.job.plan import End, Entry, Finish, GiveUp, JobPlan, Start, Stop, Take
+from outlast.launch.hosts.plan import End, Entry, Finish, GiveUp, JobPlan, Start, Stop, Take
 
 NEEDS_TWO = SizeRecord(ranks=2, least=2)
 OVER = "the wait is over, after "

@@ -12,7 +12,7 @@ import pytest
 from outlast.coordination.replicated.hosts import HostJoined
 from outlast.errors import StoreError
 from outlast.launch.hosts.host_group import GroupSpec
-from outlast.launch.hosts.job.plan import decode
+from outlast.launch.hosts.plan import decode
 from outlast.launch.hosts.replicated import founding
 from outlast.launch.hosts.replicated.group import ReplicatedGroup
 from outlast.launch.hosts.replicated.membership import Membership

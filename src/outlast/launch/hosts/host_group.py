@@ -13,7 +13,7 @@ from typing import Protocol
 from outlast.coordination.replicated.hosts import HostInfo, HostJoined, HostLost
 from outlast.coordination.stores.store import Store
 from outlast.launch.config.secret import Secret
-from outlast.launch.hosts.job.plan import decode
+from outlast.launch.hosts.plan import decode
 from outlast.system.lease_page import LeasePage
 from outlast.system.sockets import is_loopback
 

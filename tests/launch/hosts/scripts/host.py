@@ -17,7 +17,7 @@ from outlast.errors import OutlastError
 from outlast.launch.config.secret import read_secret
 from outlast.launch.hosts.etcd.group import EtcdGroup
 from outlast.launch.hosts.host_group import GroupSpec
-from outlast.launch.hosts.job.plan import End, JobPlan, decode
+from outlast.launch.hosts.plan import End, JobPlan, decode
 from outlast.launch.hosts.replicated import founding
 from outlast.launch.hosts.replicated.group import ReplicatedGroup
 from outlast.system.lease_page import LeasePage

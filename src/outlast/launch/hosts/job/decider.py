@@ -15,7 +15,7 @@ from outlast.coordination.replicated.hosts import HostInfo
 from outlast.launch.agent.decisions import JobRecord, JobState
 from outlast.launch.config.hosts_spec import HostsSpec
 from outlast.launch.hosts.job.links import judge
-from outlast.launch.hosts.job.plan import (
+from outlast.launch.hosts.plan import (
     End,
     Entry,
     Finish,

@@ -17,7 +17,7 @@ from outlast.launch.config.job_spec import JobSpec
 from outlast.launch.hosts.host_group import GroupState
 from outlast.launch.hosts.job.decider import Decider, Facts, Wait
 from outlast.launch.hosts.job.job_log import JobLog
-from outlast.launch.hosts.job.plan import Entry, JobPlan, Stage
+from outlast.launch.hosts.plan import Entry, JobPlan, Stage
 from outlast.system.units import duration_text
 
 _LONG_S = 5.0

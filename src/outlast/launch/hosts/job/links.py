@@ -28,7 +28,7 @@ from outlast.coordination.replicated.hosts import HostInfo
 from outlast.errors import StoreError
 from outlast.launch.agent.resources import JobResources
 from outlast.launch.hosts.job.job_log import JobLog
-from outlast.launch.hosts.job.plan import JobPlan, Links, Probe
+from outlast.launch.hosts.plan import JobPlan, Links, Probe
 
 Address = tuple[str, int]
 

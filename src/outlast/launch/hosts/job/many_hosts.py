@@ -31,12 +31,12 @@ from outlast.launch.agent.death_log import Death
 from outlast.launch.agent.decisions import Decision, JobRecord
 from outlast.launch.agent.job_keys import JobKeys
 from outlast.launch.agent.resources import JobResources
-from outlast.launch.config.placement import Placement
+from outlast.launch.config.job_spec import Placement
 from outlast.launch.hosts.host_group import GroupSpec, GroupState, HostGroup
 from outlast.launch.hosts.job.job_log import JobLog
 from outlast.launch.hosts.job.leading import GroupNotices, Leading
 from outlast.launch.hosts.job.links import HostLinks
-from outlast.launch.hosts.job.plan import (
+from outlast.launch.hosts.plan import (
     End,
     Entry,
     GiveUp,
