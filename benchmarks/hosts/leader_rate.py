@@ -1,4 +1,4 @@
-"""The rate of the leader: real replicas, real encoding, no sockets; only its own work is timed."""
+"""The rate of the leader: real nodes, real encoding, no sockets; only its own work is timed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from collections.abc import Callable
 
 from outlast.coordination.replicated.hosts import HostInfo
 from outlast.coordination.replicated.messages import decode, encode
+from outlast.coordination.replicated.node import Node
 from outlast.coordination.replicated.operations import Operation
-from outlast.coordination.replicated.quorum import Configuration
-from outlast.coordination.replicated.replica import Replica
-from outlast.coordination.replicated.timing import Timing
+from outlast.coordination.replicated.quorum import Configuration, Timing
 
 __all__ = ["measure"]
 
@@ -20,14 +19,14 @@ _LEADER = "h0"
 
 
 class _Group:
-    """Replicas whose messages all arrive at once; `work` sums the CPU seconds of the leader."""
+    """Nodes whose messages all arrive at once; `work` sums the CPU seconds of the leader."""
 
     def __init__(self, hosts: int) -> None:
         self.now, self.work, self.received = 0.0, 0.0, 0
         self.names = [f"h{n}" for n in range(hosts)]
         founding = Configuration(frozenset({_LEADER}))
-        self.replicas = {
-            name: Replica(
+        self.nodes = {
+            name: Node(
                 name,
                 Timing(),
                 random.Random(0),
@@ -35,17 +34,18 @@ class _Group:
             )
             for name in self.names
         }
+        self._disks: dict[str, object] = {}
         self.results: dict[str, int] = dict.fromkeys(self.names, 0)
         for name in self.names:
-            self.replicas[_LEADER].add_host(HostInfo(name), self.now)
+            self.nodes[_LEADER].add_host(HostInfo(name), self.now)
         for _ in range(40):
             self.pass_time(0.25)
 
     def pass_time(self, seconds: float) -> None:
         """Lets time pass, as far as messages are answered."""
         self.now += seconds
-        for replica in self.replicas.values():
-            replica.tick(self.now)
+        for node in self.nodes.values():
+            node.tick(self.now)
         self.settle()
 
     def settle(self) -> None:
@@ -55,17 +55,20 @@ class _Group:
 
     def _exchange(self) -> bool:
         lines: list[tuple[str, str, bytes]] = []
-        for name, replica in self.replicas.items():
+        for name, node in self.nodes.items():
             begun = time.thread_time()
-            said = [(name, to, encode(message)) for to, message in replica.outbox()]
+            said = [(name, to, encode(message)) for to, message in node.outbox()]
             if name == _LEADER:
                 self.work += time.thread_time() - begun
             lines += said
-            self.results[name] += len(replica.results())
+            if (found := node.configurations) != self._disks.get(name):
+                self._disks[name] = found
+                node.wrote(found)
+            self.results[name] += len(node.results())
         for sender, to, line in lines:
-            replica = self.replicas[to]
+            node = self.nodes[to]
             begun = time.thread_time()
-            replica.receive(sender, decode(line), self.now)
+            node.receive(sender, decode(line), self.now)
             if to == _LEADER:
                 self.work += time.thread_time() - begun
                 self.received += 1
@@ -89,7 +92,7 @@ def measure(hosts: int = 64, rounds: int = 20) -> dict[str, float]:
         group.work = 0.0
         for number in range(rounds):
             for name in group.names[1:]:
-                group.replicas[name].submit(make(name, number), group.now)
+                group.nodes[name].submit(make(name, number), group.now)
             group.settle()
         measured[kind] = group.work / (rounds * (hosts - 1))
     measured["the kernel"] = _kernel()

@@ -14,8 +14,8 @@ from collections.abc import Hashable
 from outlast.coordination.replicated.operations import Operation, Result
 from outlast.coordination.replicated.table import Table
 from outlast.launch.event_loop import EventLoop
+from outlast.launch.hosts.server.combining import Done
 from outlast.launch.hosts.server.store_server import StoreServer
-from outlast.launch.hosts.server.upstream import Done
 
 
 class _Store:

@@ -29,8 +29,7 @@ from outlast.inprocess.attribution import Interruption
 from outlast.inprocess.recovery import waits
 from outlast.inprocess.recovery.host_protocol import AssignedRank, Interrupted, Raised, Returned
 from outlast.inprocess.recovery.state_machine import Machine
-from outlast.launch.hosts.server.combining import Combiner
-from outlast.launch.hosts.server.upstream import Done
+from outlast.launch.hosts.server.combining import Combiner, Done
 
 __all__ = ["Model", "Outcome", "restart"]
 

@@ -41,10 +41,9 @@ from outlast.coordination.stores.etcd.connection import Endpoint, Refused
 from outlast.coordination.stores.etcd.diagnosis import diagnose, explain
 from outlast.coordination.stores.etcd.store import LIMIT_S, EtcdStore
 from outlast.errors import LaunchError, StoreError
-from outlast.launch.hosts.etcd.admission import top_of
-from outlast.launch.hosts.etcd.security import security_of
-from outlast.launch.hosts.etcd.server_thread import ServerThread
-from outlast.launch.hosts.etcd.upstream import EtcdUpstream
+from outlast.launch.hosts.etcd.group import security_of
+from outlast.launch.hosts.etcd.membership import top_of
+from outlast.launch.hosts.etcd.serving import EtcdUpstream, ServerThread
 
 NAME = "outlast-etcd"
 

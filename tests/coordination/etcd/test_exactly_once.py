@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from etcd_cluster import NET_S, Cluster
+from outlast.coordination.replicated.operations import Keys, Operation
 from outlast.coordination.stores.etcd import layout
 from outlast.coordination.stores.etcd.client import EtcdClient
 from outlast.coordination.stores.etcd.connection import Refused, Security
@@ -105,7 +106,8 @@ def test_replacing_is_exact_too(etcd: Cluster, root: str) -> None:
             while successes < 5:
                 held = store.read("n") or b""
                 mine = b"%d:%d.%d" % (int(held.partition(b":")[0] or b"0") + 1, number, successes)
-                successes += store.compare_set("n", held, mine) == mine
+                replaced = store.perform(Operation("compare_set", "n", mine, expected=held))
+                successes += replaced == mine
         return successes
 
     with ThreadPoolExecutor(THREADS) as pool:
@@ -129,15 +131,21 @@ def test_what_is_no_number_is_not_added_to(etcd: Cluster, root: str) -> None:
 
 def test_prefixes_and_keys_that_begin_alike(etcd: Cluster, root: str) -> None:
     with store_on(etcd.client(), root) as store:
+
+        def keys(prefix: str) -> tuple[str, ...]:
+            found = store.perform(Operation("keys", prefix))
+            assert isinstance(found, Keys)
+            return found.names
+
         for key in ("a", "a/b", "ab", "b"):
             store.append(key, key.encode())
-        assert store.keys("") == ["a", "a/b", "ab", "b"]
-        assert store.keys("a") == ["a", "a/b", "ab"]
+        assert keys("") == ("a", "a/b", "ab", "b")
+        assert keys("a") == ("a", "a/b", "ab")
         store.delete("a")
-        assert store.keys("a") == ["a/b", "ab"]
+        assert keys("a") == ("a/b", "ab")
         store.delete_prefix("a")
-        assert store.keys("") == ["b"]
-        assert (store.check("b"), store.check("a")) == (True, False)
+        assert keys("") == ("b",)
+        assert [store.perform(Operation("check", key)) for key in "ba"] == [1, 0]
         with pytest.raises(ValueError, match="NUL"):
             store.put("a\0b", b"")
 
@@ -170,7 +178,7 @@ def test_no_write_of_a_host_passes_after_its_lease(etcd: Cluster, root: str) -> 
             with pytest.raises(LeaseOver, match="lease of this host in etcd has expired"):
                 getattr(store, name)("k", *arguments)
         with pytest.raises(LeaseOver):
-            store.compare_set("k", b"1", b"2")
+            store.perform(Operation("compare_set", "k", b"2", expected=b"1"))
         assert (other.read("k"), other.read("log")) == (b"1", b"1")
 
 

@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 
 from inprocess.mutations import mutate
-from outlast.coordination.replicated.consensus.host_leases import HostLeases
-from outlast.coordination.replicated.consensus.leader import Leader
-from outlast.coordination.replicated.consensus.serving import Serving
-from outlast.coordination.replicated.consensus.voter import Voter
-from outlast.coordination.replicated.quorum import Configuration
-from outlast.coordination.replicated.requests import OwnRequests
+from outlast.coordination.replicated.leader import Leader
+from outlast.coordination.replicated.own_host import OwnRequests
+from outlast.coordination.replicated.quorum import Configuration, Timing
+from outlast.coordination.replicated.serving import HostLeases, Serving
 from outlast.coordination.replicated.table import Table
-from outlast.coordination.replicated.timing import Timing
+from outlast.coordination.replicated.voter import Voter
 from simulation.hosts.schedule import HostSchedule
 from simulation.hosts.simulate import HostsResult, simulate_hosts
 
@@ -32,7 +30,7 @@ def _vary(results: list[HostsResult]) -> None:
     assert sum(r.progress for r in results) > len(results) / 3
     reached = {name for r in results for name, count in r.sometimes.items() if count}
     assert reached >= {
-        *("trial granted", "trial denied", "vote granted", "vote denied", "entries refused"),
+        *("pre-vote granted", "pre-vote denied", "vote granted", "vote denied", "entries refused"),
         *("Refusal", "Handover", "Leave", "Announce"),
     }
 
@@ -121,11 +119,12 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
     ),
     "a snapshot has no answers": (
         Voter._install,
-        "Table(said.table)",
-        "Table(type(said.table)(said.table.keys, "
-        "{h: type(s)(s.floor) for h, s in said.table.sessions.items()}, said.table.gone))",
+        "Table(snapshot.table)",
+        "Table(type(snapshot.table)(snapshot.table.keys, "
+        "{h: type(s)(s.floor) for h, s in snapshot.table.sessions.items()}, snapshot.table.gone))",
     ),
-    "a lost host may write": (Table.remove, "del self.sessions[host]", "pass"),
+    "a host takes the number of a decision": (Table._extend_chain, "in self.keys", "in ()"),
+    "a lost host may write": (Table.remove, "del self.sessions[lost.host]", "pass"),
     "a leader answers before its term has begun": (
         Leader.ready.fget,  # type: ignore[attr-defined]
         "self._voter.applied >= self._first",
@@ -148,7 +147,7 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
     ),
     "a voter does not compare the entry before": (
         Voter._accept,
-        "log.term(previous) != said.prev_term",
+        "log.term(previous) != append.prev_term",
         "False",
     ),
     "a write is not repeated": (

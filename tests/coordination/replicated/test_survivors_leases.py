@@ -7,9 +7,9 @@ import random
 import pytest
 
 from inprocess.mutations import mutate
-from outlast.coordination.replicated.consensus.election import Election
-from outlast.coordination.replicated.consensus.voter import Voter
-from outlast.coordination.replicated.timing import Timing
+from outlast.coordination.replicated.election import Election
+from outlast.coordination.replicated.quorum import Timing
+from outlast.coordination.replicated.voter import Voter
 from simulation.hosts.schedule import HostSchedule
 from simulation.hosts.simulate import HostSimulation
 
@@ -19,7 +19,7 @@ SEEDS = 60
 def _all_vote(sim: HostSimulation, hosts: int) -> bool:
     names = set(sim.hosts)
     return len(names) == hosts and all(
-        host.replica.voters == names and host.lease_end() > 0 for host in sim.hosts.values()
+        host.node.voters == names and host.lease_end() > 0 for host in sim.hosts.values()
     )
 
 
@@ -42,7 +42,7 @@ def survives(seed: int, hosts: int, lag_s: float) -> bool:
         assert sim.now < 60, "not all hosts have become voters"
         sim.run(sim.now + 0.25)
     sim.run(sim.now + 3 * r.random())
-    leader = next(host for host in sim.hosts.values() if host.replica.leads)
+    leader = next(host for host in sim.hosts.values() if host.node.leads)
     survivors = [host for host in sim.hosts.values() if host is not leader]
     if lag_s:
         apart = survivors[0].name

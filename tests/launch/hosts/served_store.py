@@ -12,8 +12,8 @@ from typing import TypeVar
 
 from outlast.coordination.replicated.operations import Failed, Keys, Operation, Result
 from outlast.launch.event_loop import EventLoop
+from outlast.launch.hosts.server.combining import Done, Upstream
 from outlast.launch.hosts.server.store_server import StoreServer
-from outlast.launch.hosts.server.upstream import Done, Upstream
 
 NET_S = 60.0
 

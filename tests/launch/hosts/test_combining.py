@@ -12,8 +12,7 @@ import pytest
 from launch.hosts.served_store import Model
 from outlast.coordination.replicated.operations import Failed, Operation, Result
 from outlast.launch.hosts.server import combining
-from outlast.launch.hosts.server.combining import Combiner
-from outlast.launch.hosts.server.upstream import Done
+from outlast.launch.hosts.server.combining import Combiner, Done
 
 
 class SteppedUpstream:

@@ -10,18 +10,19 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from outlast.coordination.records import SizeRecord
-from outlast.coordination.replicated.hosts import HostInfo
+from outlast.coordination.replicated.hosts import HostInfo, HostJoined, HostLost
 from outlast.launch.agent.decisions import JobRecord, JobState
 from outlast.launch.config.hosts_spec import HostsSpec
-from outlast.launch.hosts.host_group import GroupState, LostHost
-from outlast.launch.hosts.job.decider import Decider, Facts, Wait, loss_text
-from outlast.launch.hosts.job.job_plan import (
+from outlast.launch.hosts.job.decider import Decider, Facts, Wait
+from outlast.launch.hosts.job.leading import WaitNotice
+from outlast.launch.hosts.plan import (
     End,
     Entry,
     Finish,
     GiveUp,
     JobPlan,
     Links,
+    LostHost,
     Probe,
     Restart,
     Stage,
@@ -30,7 +31,6 @@ from outlast.launch.hosts.job.job_plan import (
     Take,
     decode,
 )
-from outlast.launch.hosts.job.notices import WaitNotice
 
 WRAPPED = Facts(job=JobRecord(JobState.RUNNING))
 LIMITS = HostsSpec(minimum=2, maximum=3, backend="c10d", endpoints=())
@@ -40,9 +40,36 @@ def info(name: str) -> HostInfo:
     return HostInfo(id=name, name=name, address=f"10.0.0.{ord(name) - 96}", store_port=1)
 
 
-def group(there: str, lost: str = "") -> GroupState:
-    losses = tuple(LostHost(host=info(name), reason="its lease is over") for name in lost)
-    return GroupState(hosts=tuple(map(info, there)), lost=losses)
+@dataclasses.dataclass(frozen=True)
+class Hosts:
+    """The hosts of a job, and the one that leads."""
+
+    hosts: tuple[HostInfo, ...]
+    lost: str = ""
+    leader: str = ""
+
+    def of(self, plan: JobPlan) -> JobPlan:
+        """The plan with these hosts."""
+        lost = {h: LostHost(host=info(h), reason="its lease is over") for h in self.lost}
+        return dataclasses.replace(plan, hosts={h.id: h for h in self.hosts}, lost=lost)
+
+
+class Rules:
+    """A `Decider`, asked about the plan of some hosts."""
+
+    def __init__(self, limits: HostsSpec, nproc: int, max_restarts: int) -> None:
+        self._decider = Decider(limits, nproc, max_restarts)
+
+    def next_entry(self, plan: JobPlan, there: Hosts, facts: Facts, now: float) -> Entry | None:
+        facts = dataclasses.replace(facts, leader=there.leader)
+        return self._decider.next_entry(there.of(plan), facts, now)
+
+    def wait(self, plan: JobPlan, there: Hosts, facts: Facts, now: float) -> Wait | None:
+        return self._decider.wait(there.of(plan), facts, now)
+
+
+def group(there: str, lost: str = "") -> Hosts:
+    return Hosts(tuple(map(info, there)), lost)
 
 
 def running(places: str, *more: Entry) -> JobPlan:
@@ -53,15 +80,15 @@ def running(places: str, *more: Entry) -> JobPlan:
 
 
 def first(
-    plan: JobPlan, there: GroupState, facts: Facts = WRAPPED, limits: HostsSpec = LIMITS
+    plan: JobPlan, there: Hosts, facts: Facts = WRAPPED, limits: HostsSpec = LIMITS
 ) -> Entry | None:
-    return Decider(limits, 1, 1).next_entry(plan, there, facts, 0.0)
+    return Rules(limits, 1, 1).next_entry(plan, there, facts, 0.0)
 
 
 def test_the_first_attempt_starts_when_all_came_or_the_last_call_is_over() -> None:
     assert first(JobPlan(), group("abc")) == Start(0, ("a", "b", "c"))
     assert first(JobPlan(), group("abcd")) == Start(0, ("a", "b", "c"))
-    decider = Decider(LIMITS, 1, 1)
+    decider = Rules(LIMITS, 1, 1)
     assert decider.next_entry(JobPlan(), group("ab"), Facts(), 100.0) is None
     assert decider.next_entry(JobPlan(), group("ab"), Facts(), 129.9) is None
     assert decider.next_entry(JobPlan(), group("a"), Facts(), 129.9) is None  # b is gone again
@@ -70,7 +97,7 @@ def test_the_first_attempt_starts_when_all_came_or_the_last_call_is_over() -> No
 
 
 def test_too_few_hosts_end_the_job_in_the_end_and_say_who_came() -> None:
-    decider = Decider(LIMITS, 1, 1)
+    decider = Rules(LIMITS, 1, 1)
     assert decider.next_entry(JobPlan(), group("a"), Facts(), 5.0) is None
     ended = decider.next_entry(JobPlan(), group("a"), Facts(), 605.0)
     assert ended == End("waited 10 min 0 s for 2 hosts (--nnodes): only 1 joined: a (10.0.0.1)")
@@ -106,7 +133,7 @@ def test_a_late_host_gets_a_place_of_its_own() -> None:
 
 
 def test_places_are_given_up_when_no_host_comes() -> None:
-    decider, plan = Decider(LIMITS, 1, 1), running("abc")
+    decider, plan = Rules(LIMITS, 1, 1), running("abc")
     assert decider.next_entry(plan, group("ac", lost="b"), WRAPPED, 0.0) is None
     assert decider.next_entry(plan, group("ac", lost="b"), WRAPPED, 599.0) is None
     assert decider.next_entry(plan, group("ac", lost="b"), WRAPPED, 600.0) == GiveUp((1,))
@@ -140,7 +167,7 @@ def needs(ranks: int, least: int, wait_s: float = 0.0) -> Facts:
     ],
 )
 def test_a_job_that_may_go_on_smaller_does_so_soon(facts: Facts, limit_s: float, then: str) -> None:
-    decider, plan, there = Decider(LIMITS, 1, 1), running("abc"), group("ac", lost="b")
+    decider, plan, there = Rules(LIMITS, 1, 1), running("abc"), group("ac", lost="b")
     assert decider.next_entry(plan, there, facts, 10.0) is None
     wait = decider.wait(plan, there, facts, 10.25)
     assert wait is not None
@@ -152,13 +179,13 @@ def test_a_job_that_may_go_on_smaller_does_so_soon(facts: Facts, limit_s: float,
 
 
 def test_ranks_for_which_no_restart_is_held_are_not_said_to_be_waited_for() -> None:
-    decider, plan, there = Decider(LIMITS, 1, 1), running("abc"), group("ac", lost="b")
+    decider, plan, there = Rules(LIMITS, 1, 1), running("abc"), group("ac", lost="b")
     assert decider.next_entry(plan, there, WRAPPED, 0.0) is None
     assert decider.wait(plan, there, WRAPPED, 20.0) is None
 
 
 def test_below_the_minimum_of_hosts_the_job_waits_and_says_so() -> None:
-    decider, plan, there = Decider(LIMITS, 1, 1), running("abc"), group("a", lost="bc")
+    decider, plan, there = Rules(LIMITS, 1, 1), running("abc"), group("a", lost="bc")
     assert decider.next_entry(plan, there, needs(1, 1), 0.0) is None
     wait = decider.wait(plan, there, needs(1, 1), 0.0)
     assert wait is not None
@@ -170,14 +197,14 @@ def test_the_option_for_replacements_wins() -> None:
     limits = dataclasses.replace(LIMITS, replacement_s=40.0)
     plan, there = running("abc"), group("ac", lost="b")
     for facts in (needs(2, 1), needs(2, 3), WRAPPED):
-        decider = Decider(limits, 1, 1)
+        decider = Rules(limits, 1, 1)
         assert decider.next_entry(plan, there, facts, 0.0) is None
         assert decider.next_entry(plan, there, facts, 39.0) is None
         assert decider.next_entry(plan, there, facts, 40.0) == GiveUp((1,))
 
 
 def test_what_the_start_and_the_end_of_workers_wait_for() -> None:
-    decider = Decider(LIMITS, 1, 1)
+    decider = Rules(LIMITS, 1, 1)
     for there, text in (
         ("a", "2 hosts (--nnodes), 1 joined: a"),
         ("ab", "1 more host (--nnodes), 2 joined: a, b"),
@@ -221,11 +248,11 @@ def test_a_wait_is_told_when_it_lasts_and_when_it_is_over() -> None:
 
 def test_the_loss_of_a_host_in_words() -> None:
     lost = LostHost(host=info("b"), reason="no heartbeat for 6.1 s")
-    assert loss_text(lost) == "host b (10.0.0.2) was lost: no heartbeat for 6.1 s"
+    assert str(lost) == "host b (10.0.0.2) was lost: no heartbeat for 6.1 s"
     left = LostHost(host=info("b"), reason="it has left the group", left=True)
-    assert loss_text(left) == "host b (10.0.0.2) has left the group"
+    assert str(left) == "host b (10.0.0.2) has left the group"
     link = dataclasses.replace(left, reason="its link to c is broken")
-    assert loss_text(link) == "host b (10.0.0.2) left: its link to c is broken"
+    assert str(link) == "host b (10.0.0.2) left: its link to c is broken"
 
 
 def test_a_plain_job_restarts_if_it_may() -> None:
@@ -237,7 +264,7 @@ def test_a_plain_job_restarts_if_it_may() -> None:
     assert plan.stage is Stage.CLEARING
     assert first(plan, group("ac", lost="b"), Facts(cleared=frozenset("a"))) is None
     cleared = Facts(cleared=frozenset("ac"))
-    decider = Decider(LIMITS, 1, 1)
+    decider = Rules(LIMITS, 1, 1)
     assert decider.next_entry(plan, group("ac", lost="b"), cleared, 0.0) is None  # the last call
     started = decider.next_entry(plan, group("ac", lost="b"), cleared, 1.0)
     assert started == Start(1, ("a", "c"), used=1)
@@ -288,13 +315,18 @@ ENTRIES = st.one_of(
     st.just(Stop(15, "a")),
     st.just(End("why")),
     st.just(Finish()),
+    st.builds(HostLost, st.sampled_from("abcd"), st.just("why")),
 )
 
 
 @given(st.lists(ENTRIES))
 def test_any_chain_leads_to_a_plan_that_makes_sense(entries: list[Entry]) -> None:
     plan = JobPlan()
-    for number, entry in enumerate(entries, start=1):
+    chain: list[Entry] = [HostJoined(info(name)) for name in "abcd"]
+    for entry in entries:  # no host is lost twice
+        if entry not in chain or not isinstance(entry, HostLost):
+            chain.append(entry)
+    for number, entry in enumerate(chain, start=1):
         assert decode(entry.encode()) == entry
         before, plan = plan, plan.apply(entry)
         assert plan.number == number
@@ -304,7 +336,7 @@ def test_any_chain_leads_to_a_plan_that_makes_sense(entries: list[Entry]) -> Non
             assert plan.stage in (Stage.ENDING, Stage.FINISHED)
 
 
-def suspected(plan: JobPlan, there: GroupState, **reports: str) -> tuple[JobPlan, Entry | None]:
+def suspected(plan: JobPlan, there: Hosts, **reports: str) -> tuple[JobPlan, Entry | None]:
     """The plan after a probe of the links, and what follows from the reports."""
     probe = first(plan, there, dataclasses.replace(WRAPPED, suspicion="links/0"))
     assert isinstance(probe, Probe)
@@ -314,7 +346,7 @@ def suspected(plan: JobPlan, there: GroupState, **reports: str) -> tuple[JobPlan
     return plan, first(plan, there, facts)
 
 
-def led(there: str, leader: str, lost: str = "") -> GroupState:
+def led(there: str, leader: str, lost: str = "") -> Hosts:
     return dataclasses.replace(group(there, lost), leader=leader)
 
 
@@ -363,7 +395,7 @@ def test_a_host_that_left_because_of_a_link_is_named_with_it_when_the_job_ends()
     plan, found = suspected(running("abc"), led("abc", "a"), a="", b="c", c="b")
     assert isinstance(found, Links)
     plan = plan.apply(found)
-    decider = Decider(dataclasses.replace(LIMITS, minimum=3), 1, 1)
+    decider = Rules(dataclasses.replace(LIMITS, minimum=3), 1, 1)
     there = led("ab", "a", lost="c")
     assert decider.next_entry(plan, there, WRAPPED, 0.0) is None
     ended = decider.next_entry(plan, there, WRAPPED, 600.0)

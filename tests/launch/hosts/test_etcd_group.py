@@ -91,27 +91,20 @@ def test_hosts_meet_share_a_store_and_leave_nothing_behind(etcd: Cluster, on: Ru
     assert keys_of(etcd, run) == []
 
 
-def test_a_killed_host_is_lost_and_a_stopped_one_is_fenced(etcd: Cluster, on: RunFactory) -> None:
+@pytest.mark.slow
+def test_a_lost_host_comes_back_as_a_new_one(etcd: Cluster, on: RunFactory) -> None:
     run = on(etcd, lease_s=1.0)
-    first, killed, stopped = start(run, 2, 3, 4)
-    killed.close()
+    first, stopped = start(run, 2, 3)
     stopped.send(signal.SIGSTOP)
     state = first.ask("until", hosts=["127.0.0.2"])
-    assert set(state["lost"]) == {"127.0.0.3", "127.0.0.4"}
-    assert state["left"] == []
     assert "its lease has expired: etcd had no sign of life from it for" in str(state["lost"])
     first.ask("store", "put", "k", "new")
-
-    stopped.begin("store", "put", "k", "stale")
     stopped.send(signal.SIGCONT)
-    assert "lease of this host" in stopped.line()["error"]
     assert "lease of this host is over" in stopped.ask("until", lease_ok=False)["error"]
-    assert first.ask("store", "read", "k") == "new"
-    # It may come back as a new host, and finds the store as the others have it.
-    again = run.host(4)
+    again = run.host(3)  # it finds the store as the others have it
     again.joined()
     assert again.ask("store", "read", "k") == "new"
-    assert len(again.ask("state")["lost"]) == 2
+    assert len(again.ask("state")["lost"]) == 1
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ def test_the_keys_of_ended_attempts_are_deleted() -> None:
     log = JobLog(store, "h1", "h1")
     for attempt in range(12):
         if attempt != 5:  # that host has died before it could
-            log.forget_before(attempt - 1, store)
+            log.forget_before(attempt - 1)
         store.put(f"w/{attempt}//outlast/job", b"{}")
         log.finish(attempt, frozenset([1]))
         log.replaced(attempt, 1)

@@ -8,15 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from fake_clock import FakeClock
-from launch.hosts.test_decider import group, running
+from launch.hosts.test_decider import Hosts, group, running
 from outlast.coordination.records import SizeRecord
 from outlast.coordination.stores.memory_store import MemoryStore
 from outlast.launch.agent.job_keys import JOB_KEY, JobKeys
 from outlast.launch.config.hosts_spec import HostsSpec
-from outlast.launch.hosts.host_group import GroupState
 from outlast.launch.hosts.job.job_log import JobLog
-from outlast.launch.hosts.job.job_plan import End, Entry, Finish, GiveUp, JobPlan, Start, Stop, Take
 from outlast.launch.hosts.job.leading import Leading
+from outlast.launch.hosts.plan import End, Entry, Finish, GiveUp, JobPlan, Start, Stop, Take
 
 NEEDS_TWO = SizeRecord(ranks=2, least=2)
 OVER = "the wait is over, after "
@@ -30,13 +29,14 @@ class Agent:
         self.clock, self.leads, self.store = FakeClock(), leads, MemoryStore()
         hosts = HostsSpec(minimum=2, maximum=3, backend="c10d", endpoints=(("a", 1),))
         job: Any = SimpleNamespace(nproc=1, max_restarts=None)
-        log = JobLog(self.store, "a", "a")
+        store: Any = self.store  # its keys are not forgotten
+        log = JobLog(store, "a", "a")
         keys = JobKeys(self.store)
         self.leading = Leading(job, hosts, log, keys, self.clock, self.said.append)
 
-    def looks(self, plan: JobPlan, there: GroupState, after_s: float = 0.0) -> Entry | None:
+    def looks(self, plan: JobPlan, there: Hosts, after_s: float = 0.0) -> Entry | None:
         self.clock.advance(after_s)
-        return self.leading.next_entry(plan, there, leads=self.leads)
+        return self.leading.next_entry(there.of(plan), "", leads=self.leads)
 
     def holds(self, size: SizeRecord) -> None:
         """The members of a call hold a restart."""

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.coordination.replicated.hosts import HostInfo
-from outlast.launch.hosts.job.places import PlaceConflict, assign
+from outlast.launch.hosts.plan import PlaceConflict, assign
 
 
 def host(name: str, place: int = -1) -> HostInfo:

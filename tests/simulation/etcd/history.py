@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from outlast.coordination.replicated import operations
 from outlast.coordination.stores.etcd import layout
 from simulation.etcd.model import EtcdModel, Keys
 
@@ -122,5 +123,5 @@ def read(values: dict[str, bytes | None], operation: Performed) -> Any:
         return held is not None
     if operation.name == "keys":
         present = [key for key in sorted(values) if values[key] is not None]
-        return [key for key in present if key.startswith(operation.key)]
+        return operations.Keys(tuple(key for key in present if key.startswith(operation.key)))
     return held

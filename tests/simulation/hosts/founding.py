@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from outlast.coordination.replicated.timing import Timing
+from outlast.coordination.replicated.quorum import Timing
 from outlast.launch.hosts.replicated.endpoints import Endpoint
 from outlast.launch.hosts.replicated.messages import Grant, Message
 from outlast.launch.hosts.replicated.past import Past
@@ -298,7 +298,7 @@ class FoundingSimulation(World):
         for name in alive:
             membership = self.launchers[name]._membership
             assert membership is not None
-            known = membership._replica.configurations
+            known = membership._node.configurations
             if known and all(voters.is_quorum(alive) for _, voters, _ in known):
                 return True
         return False

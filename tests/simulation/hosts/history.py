@@ -6,8 +6,12 @@ import bisect
 import json
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from typing import Any
 
-from outlast.coordination.replicated.entries import Change, Joined, Removed, Written
+import msgspec
+
+from outlast.coordination.replicated.hosts import HostJoined, HostLost
+from outlast.coordination.replicated.messages import Change, Written
 from outlast.coordination.replicated.operations import Failed, Operation, Result
 
 FOREVER = float("inf")
@@ -45,21 +49,28 @@ class Model:
         self.written: dict[tuple[str, int], tuple[int, Result]] = {}
         self.hosts: set[str] = set()
         self.gone: set[str] = set()
-        self._events = 0
+        self._chained = 0
         self._floors: Counter[str] = Counter()
 
     def perform(self, change: Change) -> None:
-        if isinstance(change, Joined):
+        if isinstance(change, HostJoined):
             host = change.info.id
             if host not in self.hosts | self.gone:
                 self.hosts.add(host)
-                self._event("hosts/joined", change.info.encode())
-        elif isinstance(change, Removed):
+                info = msgspec.to_builtins(change.info)
+                self._chain({"do": "host joined", "info": info})
+        elif isinstance(change, HostLost):
             if change.host in self.hosts:
                 self.hosts.discard(change.host)
                 self.gone.add(change.host)
-                said = {"id": change.host, "reason": change.reason, "orderly": change.orderly}
-                self._event("hosts/lost", json.dumps(said))
+                self._chain(
+                    {
+                        "do": "host lost",
+                        "host": change.host,
+                        "reason": change.reason,
+                        "left": change.left,
+                    }
+                )
         elif isinstance(change, Written):
             for host, floor, numbered in change.by_host:
                 self._floors[host] = max(self._floors[host], floor)
@@ -70,11 +81,14 @@ class Model:
                         result = self._write(operation)
                         self.written[host, number] = (self.position, result)
 
-    def _event(self, key: str, line: str) -> None:
-        self._events += 1
-        self.keys[key] = self.keys.get(key, b"") + line.encode() + b"\n"
-        self.keys["hosts/events"] = b"%d" % self._events
-        self.keys[f"hosts/event/{self._events}"] = f"{key}\n{line}".encode()
+    def free_entry(self) -> str:
+        """The key of the next entry of the chain."""
+        while (key := f"chain/{self._chained + 1}") in self.keys:
+            self._chained += 1
+        return key
+
+    def _chain(self, entry: dict[str, Any]) -> None:
+        self.keys[self.free_entry()] = json.dumps(entry, separators=(",", ":")).encode()
 
     def _write(self, op: Operation) -> Result:
         before = self.keys.get(op.key, b"")
@@ -136,7 +150,7 @@ def _check_reads(calls: list[Call], writes: list[tuple[int, Call]], model: Model
         if not call.operation.writes
         and call.end < FOREVER
         and not isinstance(call.result, Failed)
-        and not call.operation.key.startswith("hosts/")
+        and not call.operation.key.startswith("chain/")
     ]
     by_end = sorted((call.end, place) for place, call in writes)
     placed: list[tuple[float, int]] = []

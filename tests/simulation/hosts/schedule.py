@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from outlast.coordination.replicated.timing import Timing
+from outlast.coordination.replicated.quorum import Timing
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,12 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from outlast.coordination.replicated.entries import Change, Removed
-from outlast.coordination.replicated.hosts import HostInfo
-from outlast.coordination.replicated.messages import decode, encode
+from outlast.coordination.replicated.hosts import HostInfo, HostLost
+from outlast.coordination.replicated.messages import Change, decode, encode
 from outlast.coordination.replicated.operations import Operation
-from outlast.coordination.replicated.quorum import Configuration
-from outlast.coordination.replicated.timing import Timing
+from outlast.coordination.replicated.quorum import Configuration, Timing
 from simulation.hosts.history import FOREVER, Model, check
 from simulation.hosts.schedule import HostSchedule
 from simulation.hosts.simulated_host import SimulatedHost
@@ -73,14 +71,14 @@ class HostSimulation(World):
 
     def _ask_to_join(self, host: SimulatedHost) -> None:
         """The host service repeats this until the host is admitted."""
-        if not host.alive or host.replica.refused or host.name in self.model.hosts:
+        if not host.alive or host.node.refused or host.name in self.model.hosts:
             return
         self.at(self.now + 0.5, self._ask_to_join, host)
         others = [h for h in self.hosts.values() if h.alive and not h.paused]
         other = self.random.choice([*others, host])
-        reached = self.hosts.get(other.replica.leader or "", other)
+        reached = self.hosts.get(other.node.leader or "", other)
         if (host.name, reached.name) not in self.cut and reached.alive and not reached.paused:
-            reached.replica.add_host(HostInfo(host.name), reached.clock(self.now))
+            reached.node.add_host(HostInfo(host.name), reached.clock(self.now))
             reached.end_round()
 
     def send(self, sender: str, to: str, message: Any) -> None:
@@ -114,7 +112,7 @@ class HostSimulation(World):
     def _some_host(self) -> SimulatedHost | None:
         """A host that works; often the leader."""
         alive = [h for h in self.hosts.values() if h.alive and not h.paused and not h.leaving]
-        leaders = [h for h in alive if h.replica.leads]
+        leaders = [h for h in alive if h.node.leads]
         if leaders and self.random.random() < 0.6:
             return leaders[0]
         return self.random.choice(alive) if alive else None
@@ -172,7 +170,7 @@ class HostSimulation(World):
         self.must(index == len(self.committed) + 1, f"entry {index} follows {len(self.committed)}")
         self.committed.append((term, change))
         self.model.perform(change)
-        if isinstance(change, Removed) and not change.orderly and change.host in self.hosts:
+        if isinstance(change, HostLost) and not change.left and change.host in self.hosts:
             lost = self.hosts[change.host]
             self.must(
                 not lost.alive or lost.lease_end() <= self.now,
@@ -182,7 +180,7 @@ class HostSimulation(World):
     def quorum_lives(self) -> bool:
         """Whether the hosts that are left can go on, by every configuration that they know."""
         left = {h.name for h in self.hosts.values() if h.alive and h.name not in self.model.gone}
-        known = [self.hosts[name].replica._voter.log.voters for name in left]
+        known = [self.hosts[name].node._voter.log.voters for name in left]
         known = [voters for voters in known if voters is not None]
         return bool(known) and all(voters.is_quorum(left) for voters in known if voters)
 
@@ -218,27 +216,24 @@ def _run(sim: HostSimulation, schedule: HostSchedule) -> HostsResult:
     broken = check(calls, sim.model)
     sim.must(not broken, "; ".join(broken[:3]))
     tables = [
-        host.replica._voter.table
+        host.node._voter.table
         for host in sim.hosts.values()
-        if host.replica._voter.applied == len(sim.committed)
+        if host.node._voter.applied == len(sim.committed)
     ]
     for table in tables:
         sim.must(table.keys == sim.model.keys, f"the keys of a table: {table.keys}")
         sim.must(table.sessions == tables[0].sessions, f"not equal: {table.sessions}")
+    removed = [change.left for _, change in sim.committed if isinstance(change, HostLost)]
     return HostsResult(
         leaders=len(sim.leaders),
-        lost=sum(b'orderly": false' in line for line in _lost(sim)),
-        left=sum(b'orderly": true' in line for line in _lost(sim)),
+        lost=len(removed) - sum(removed),
+        left=sum(removed),
         sometimes=dict(sim.sometimes),
         answered=sum(call.end < FOREVER for call in calls),
         failed=sum(call.failed for call in calls),
         progress=progress,
         events=sim.events,
     )
-
-
-def _lost(sim: HostSimulation) -> list[bytes]:
-    return sim.model.keys.get("hosts/lost", b"").splitlines()
 
 
 def _check_progress(sim: HostSimulation) -> None:
@@ -268,7 +263,7 @@ def _members(sim: HostSimulation) -> list[SimulatedHost]:
 
 def _open_ends(sim: HostSimulation) -> list[str]:
     members = _members(sim)
-    leaders = [host.replica for host in members if host.replica.leads]
+    leaders = [host.node for host in members if host.node.leads]
     if not members:
         return []
     if len(leaders) != 1:

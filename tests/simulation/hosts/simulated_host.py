@@ -1,4 +1,4 @@
-"""One host of a simulated group: its clock, its replica, and what it asks of the store."""
+"""One host of a simulated group: its clock, its node, and what it asks of the store."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from outlast.coordination.replicated.messages import (
     Snapshot,
     VoteAnswer,
 )
+from outlast.coordination.replicated.node import Node
 from outlast.coordination.replicated.operations import Failed, Operation
 from outlast.coordination.replicated.quorum import Configuration, Voters
-from outlast.coordination.replicated.replica import Replica
 from simulation.hosts.history import Call
 from simulation.hosts.workload import next_operation
 from simulation.hosts.world import HostClock
@@ -28,7 +28,7 @@ PAST = float("-inf")
 
 
 class SimulatedHost(HostClock):
-    """Drives a `Replica` as the host service does.
+    """Drives a `Node` as the host service does.
 
     Attributes:
         acts_until: until when it may act as the leader, by the true clock.
@@ -50,24 +50,23 @@ class SimulatedHost(HostClock):
         self._tick_at = float("inf")
         self._checked = 0
         self._left = sim.schedule.operations
-        self.replica = Replica(
+        self.node = Node(
             name,
             sim.timing,
             random.Random(r.random()),
             founding=founding,
             kept=sim.schedule.kept,
-            durable=True,
         )
         self._configurations: object = None
         self._disk_idle_at = 0.0
 
     def lease_end(self) -> float:
         """Until when this host may act, by the true clock."""
-        return self.true(self.replica.lease_until)
+        return self.true(self.node.lease_until)
 
     # ------------------------------------------------------------------ events
     def begin(self) -> None:
-        """Starts the replica and the workload."""
+        """Starts the node and the workload."""
         self._tick_at = self.sim.now
         self.sim.at(self.sim.now, self._tick, self.sim.now)
         self._plan_operation()
@@ -80,13 +79,13 @@ class SimulatedHost(HostClock):
             self._waiting.append((sender, message))
             return
         self._count(message)
-        self.replica.receive(sender, message, self.clock(self.sim.now))
+        self.node.receive(sender, message, self.clock(self.sim.now))
         self.end_round()
 
     def _count(self, message: Any) -> None:
         seen = self.sim.sometimes
         if isinstance(message, VoteAnswer):
-            what = "trial" if message.trial else "vote"
+            what = "pre-vote" if message.pre_vote else "vote"
             seen[f"{what} {'granted' if message.granted else 'denied'}"] += 1
         elif isinstance(message, AppendAnswer):
             seen["entries refused"] += not message.accepted
@@ -115,13 +114,13 @@ class SimulatedHost(HostClock):
         if planned != self._tick_at or not self.alive or self.paused:
             return  # there is an earlier one, or it happens after the pause
         self._tick_at = float("inf")
-        self.replica.tick(self.clock(self.sim.now))
+        self.node.tick(self.clock(self.sim.now))
         self.end_round()
 
     def leave(self) -> None:
         """Leaves in order: its workers have ended."""
         self.leaving = True
-        self.replica.leave("it has finished", self.clock(self.sim.now))
+        self.node.leave("it has finished", self.clock(self.sim.now))
         self.end_round()
 
     # ------------------------------------------------------------------ operations
@@ -134,12 +133,13 @@ class SimulatedHost(HostClock):
             return
         self._left -= 1
         for _ in range(self.sim.random.choice([1, 1, 3])):
-            self.ask(next_operation(self.sim.random, self.name, len(self.calls)))
+            free = self.sim.model.free_entry()
+            self.ask(next_operation(self.sim.random, self.name, len(self.calls), free))
         self._plan_operation()
 
     def ask(self, operation: Operation) -> Call:
         """Starts an operation."""
-        number = self.replica.submit(operation, self.clock(self.sim.now))
+        number = self.node.submit(operation, self.clock(self.sim.now))
         call = Call(self.name, number, operation, self.sim.now)
         self._open[number] = call
         self.calls.append(call)
@@ -149,21 +149,21 @@ class SimulatedHost(HostClock):
     # ------------------------------------------------------------------ after each event
     def end_round(self) -> None:
         """Sends what there is to send, takes the results, and checks what must hold."""
-        sim, replica = self.sim, self.replica
-        for to, message in replica.outbox():
+        sim, node = self.sim, self.node
+        for to, message in node.outbox():
             sim.send(self.name, to, message)
-        self._keep(replica.configurations)
-        for ticket, result in replica.results():
+        self._keep(node.configurations)
+        for ticket, result in node.results():
             call = self._open.pop(ticket)
             call.failed = isinstance(result, Failed)
             if not call.failed:
                 call.result, call.end = result, sim.now
         self._observe()
-        if replica.refused is not None and replica.refused.orderly:
+        if node.refused is not None and node.refused.orderly:
             self.alive = False
             return
         # A little later, because a rounded time may be a little early, and nothing due yet.
-        due = max(self.true(replica.next_tick()) + 1e-6, sim.now)
+        due = max(self.true(node.next_tick()) + 1e-6, sim.now)
         if due < self._tick_at:
             self._tick_at = due
             sim.at(due, self._tick, due)
@@ -181,19 +181,19 @@ class SimulatedHost(HostClock):
         if self.paused:
             self._waiting_for_disk.append(found)
         elif self.alive:
-            self.replica.wrote(found)
+            self.node.wrote(found)
             self.end_round()
 
     def _observe(self) -> None:
-        sim, replica = self.sim, self.replica
-        leader = replica._leader
+        sim, node = self.sim, self.node
+        leader = node._leader
         self.acts_until = PAST
-        if leader is not None and replica.leads:
+        if leader is not None and node.leads:
             now = self.clock(sim.now)
-            heard = leader.quorum_heard(now) + replica.timing.quorum_lease
+            heard = leader.quorum_heard(now) + node.timing.quorum_lease
             self.acts_until = self.true(heard)
             sim.saw_leader(self, leader.term)
-        voter = replica._voter
+        voter = node._voter
         while self._checked < voter.applied:
             self._checked = max(self._checked, voter.log.base)
             if self._checked < voter.applied:

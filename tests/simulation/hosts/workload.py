@@ -7,10 +7,14 @@ import random
 from outlast.coordination.replicated.operations import Operation
 
 
-def next_operation(r: random.Random, host: str, number: int) -> Operation:
-    """An operation; `host` and `number` make its value unique."""
+def next_operation(r: random.Random, host: str, number: int, free_entry: str) -> Operation:
+    """An operation; `host` and `number` make its value unique. A decision is claimed for the entry
+    of the chain that was free a moment ago.
+    """
     unique = f"{host}.{number};".encode()
     kind = r.randrange(10)
+    if kind == 0 and r.random() < 0.3:
+        return Operation("claim", free_entry, unique)
     if kind == 0:
         return Operation("claim", f"claim{r.randrange(3)}", unique)
     if kind in (1, 2):

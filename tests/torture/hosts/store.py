@@ -25,7 +25,7 @@ import msgspec
 from host import HostProcess
 from network import Network, unavailable
 
-from outlast.coordination.replicated.timing import Timing
+from outlast.coordination.replicated.quorum import Timing
 from outlast.launch.hosts.replicated.past import Group, Past
 
 from ..calls import Calls

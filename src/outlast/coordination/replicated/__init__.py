@@ -1,13 +1,12 @@
 """The replicated store of many hosts: a consensus core without sockets, threads, files or a clock.
 
-`replica` is the entry: one `Replica` per host, driven by the host service, which passes in messages
-and the time, and sends what it takes from the outbox.
+`node` is the entry: one `Node` per host, driven by the host service, which passes in messages and
+the time, and sends what it takes from the outbox.
 
-* `operations`: what the store can do, and what it answers.
-* `hosts`: what a host says about itself. `timing`: all durations, derived from one.
-* `messages`: what replicas send each other, and its encoding.
-* `table`: the keys, the hosts, and the answers that are kept for retries.
-* `requests`, `own_host`: the operations of this host, and its lease.
-* `quorum`, `entries`: which voters decide, and about what.
-* `consensus/`: the agreement among the voters.
+* `operations`: what the store can do, and what it answers. `hosts`: what a host says about itself.
+* `messages`: the entries of the log, what nodes send each other, and the encoding.
+* `table`: the keys, the chain, the hosts, and the answers that are kept for retries.
+* `own_host`: the lease and the operations of this host.
+* `quorum`: which voters decide together, and all durations. `voter`, `election`, `leader`: how they
+  agree. `serving`: what a leader does for the hosts.
 """

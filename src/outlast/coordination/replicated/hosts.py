@@ -1,4 +1,4 @@
-"""What a host says about itself when it joins."""
+"""What a host says about itself, and the entries of the chain that say which hosts there are."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ class HostInfo(msgspec.Struct, frozen=True):
         address: how other hosts reach this one.
         port: where its agent listens for other agents.
         store_port: where its agent serves the store to workers.
-        nproc: the number of workers per host.
-        standby: the number of standby processes.
         place: the place among the hosts that it asks for; -1 for any.
         settings: what must be equal on all hosts (versions, script, arguments, options), by name.
     """
@@ -27,8 +25,6 @@ class HostInfo(msgspec.Struct, frozen=True):
     address: str = ""
     port: int = 0
     store_port: int = 0
-    nproc: int = 1
-    standby: int = 0
     place: int = -1
     settings: dict[str, str] = {}
 
@@ -39,11 +35,26 @@ class HostInfo(msgspec.Struct, frozen=True):
             if not 0 <= port < 1 << 16:
                 raise ValueError(f"no port: {port}")
 
-    def encode(self) -> str:
-        """As one line of JSON."""
-        return msgspec.json.encode(self).decode()
 
-    @classmethod
-    def decode(cls, line: str | bytes) -> HostInfo:
-        """The reverse of `encode`; ignores what it does not know."""
-        return msgspec.json.decode(line, type=cls)
+class ChainEntry(msgspec.Struct, frozen=True, tag_field="do"):
+    """An entry of the chain (see `table`): what has happened to the job, in the order in which all
+    hosts see it.
+    """
+
+    def encode(self) -> bytes:
+        """As it is in the store."""
+        return msgspec.json.encode(self)
+
+
+class HostJoined(ChainEntry, frozen=True, tag="host joined"):
+    """A host is admitted to the group."""
+
+    info: HostInfo
+
+
+class HostLost(ChainEntry, frozen=True, tag="host lost"):
+    """A host was declared lost, or has `left` in order. The store performs nothing for it more."""
+
+    host: str
+    reason: str
+    left: bool = False

@@ -1,4 +1,4 @@
-"""What replicas send each other, and its encoding.
+"""The entries of the log, on which the voters agree, and what nodes send each other.
 
 Messages may be lost, delayed, repeated and reordered. The transport says who sent a message. A time
 in a message (`sent`) is by the clock of the host that reads it again: the answer returns it.
@@ -10,10 +10,42 @@ from typing import TypeAlias
 
 import msgspec
 
-from outlast.coordination.replicated.entries import Entry
-from outlast.coordination.replicated.operations import Operation, Result
+from outlast.coordination.replicated.hosts import HostJoined, HostLost
+from outlast.coordination.replicated.operations import Operation, Result, size_bytes
 from outlast.coordination.replicated.quorum import Voters
 from outlast.coordination.replicated.table import TableState
+
+
+class Started(msgspec.Struct, frozen=True, tag_field="do"):
+    """The first entry of a leader's term."""
+
+    leader: str
+
+
+class VotersChanged(msgspec.Struct, frozen=True, tag_field="do"):
+    """In force as soon as it is in a voter's log, committed or not."""
+
+    voters: Voters
+
+
+class Written(msgspec.Struct, frozen=True, tag_field="do"):
+    """Writes of several hosts: for each its floor (see `table.Session`) and numbered operations."""
+
+    by_host: tuple[tuple[str, int, tuple[tuple[int, Operation], ...]], ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(size_bytes(op) for _, _, numbered in self.by_host for _, op in numbered)
+
+
+Change: TypeAlias = Started | VotersChanged | Written | HostJoined | HostLost
+
+
+class LogEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One entry of the log, and the term of the leader that made it."""
+
+    term: int
+    change: Change
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -21,7 +53,7 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class VoteRequest(_Message, frozen=True):
-    """Asks for a vote in `term`; or, if `trial`, whether there would be one.
+    """Asks for a vote in `term`; or, if `pre_vote`, whether there would be one.
 
     `handover`: the leader itself has asked for this election, and has stopped acting.
     """
@@ -29,7 +61,7 @@ class VoteRequest(_Message, frozen=True):
     term: int
     last_index: int
     last_term: int
-    trial: bool
+    pre_vote: bool
     handover: bool = False
 
 
@@ -38,7 +70,7 @@ class VoteAnswer(_Message, frozen=True):
 
     term: int
     granted: bool
-    trial: bool
+    pre_vote: bool
     heard: float = 0.0
 
 
@@ -50,7 +82,7 @@ class Append(_Message, frozen=True):
     prev_index: int
     prev_term: int
     commit: int
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[LogEntry, ...] = ()
 
 
 class Snapshot(_Message, frozen=True):
@@ -82,7 +114,6 @@ class AppendAnswer(_Message, frozen=True):
 class Heartbeat(_Message, frozen=True):
     """A host asks the leader for a lease that counts from `sent`."""
 
-    term: int
     sent: float
 
 
@@ -154,13 +185,8 @@ Message: TypeAlias = (
     | Handover
 )
 
-_encoder = msgspec.msgpack.Encoder()
+encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
-
-
-def encode(message: Message) -> bytes:
-    """The message as bytes; `decode` reverses it."""
-    return _encoder.encode(message)
 
 
 def decode(data: bytes) -> Message:
@@ -172,4 +198,4 @@ def decode(data: bytes) -> Message:
     try:
         return _decoder.decode(data)
     except (ValueError, RecursionError) as e:
-        raise ValueError(f"not a message of a replica: {e}: {data[:80]!r}") from e
+        raise ValueError(f"not a message of the replicated store: {e}: {data[:80]!r}") from e

@@ -6,7 +6,7 @@ about the size of the value, and what a decoder returns has the declared types.
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import msgspec
 
@@ -88,3 +88,41 @@ def size_bytes(value: object) -> int:
 
 Single: TypeAlias = bytes | int | Keys | Failed | None
 Result: TypeAlias = Single | list[Single]
+
+
+class OperationStore:
+    """The methods of a `Store`, and a few more, each one `Operation` that `perform` performs."""
+
+    def perform(self, operation: Operation, timeout: float | None = None) -> Result:
+        """The result; for a wait, a `KeyTimeout` after `timeout` seconds.
+
+        Raises:
+            StoreError: if the operation failed. It may have been performed.
+        """
+        raise NotImplementedError
+
+    def put(self, key: str, value: bytes) -> None:
+        self.perform(Operation("put", key, value))
+
+    def claim(self, key: str, value: bytes) -> bytes:
+        return cast(bytes, self.perform(Operation("claim", key, value)))
+
+    def read(self, key: str) -> bytes | None:
+        return cast("bytes | None", self.perform(Operation("read", key)))
+
+    def wait_for(self, key: str, timeout: float | None) -> bytes:
+        return cast(bytes, self.perform(Operation(WAIT, key), timeout))
+
+    def add(self, key: str, amount: int) -> int:
+        return cast(int, self.perform(Operation("add", key, amount=amount)))
+
+    def append(self, key: str, value: bytes) -> None:
+        self.perform(Operation("append", key, value))
+
+    def delete(self, key: str) -> bool:
+        """Removes `key`; returns whether it existed."""
+        return self.perform(Operation("delete", key)) == 1
+
+    def delete_prefix(self, prefix: str) -> None:
+        """Removes all keys that begin with `prefix`, in one operation."""
+        self.perform(Operation("delete_prefix", prefix))

@@ -1,6 +1,10 @@
-"""This host as a member of the job: its lease, and its operations, whoever leads."""
+"""This host as a member of the job, whoever leads: its lease, and its operations, each of which is
+repeated until it is answered.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from outlast.coordination.replicated.messages import (
     Announce,
@@ -10,10 +14,104 @@ from outlast.coordination.replicated.messages import (
     Leave,
     Message,
     Refusal,
+    Requests,
 )
-from outlast.coordination.replicated.operations import Operation
-from outlast.coordination.replicated.requests import OwnRequests
-from outlast.coordination.replicated.timing import Timing
+from outlast.coordination.replicated.operations import (
+    MESSAGE_BYTES,
+    WAIT,
+    Failed,
+    Operation,
+    Result,
+    size_bytes,
+)
+from outlast.coordination.replicated.quorum import NEVER, Timing
+
+
+@dataclass
+class _Open:
+    operation: Operation
+    due: float
+    delay: float
+
+
+class OwnRequests:
+    """Numbers the operations, repeats them, and collects their results.
+
+    An operation keeps its number for all repetitions. The table performs each number once
+    (`table.Session`), also if the leader changes between two of them.
+    """
+
+    def __init__(self, timing: Timing) -> None:
+        self._timing = timing
+        self._next = 1
+        self._open: dict[int, _Open] = {}
+        self._results: list[tuple[int, Result]] = []
+        self._tell_waits = False
+
+    def submit(self, operation: Operation, now: float) -> int:
+        """Returns the number of the operation, which is sent with the next message."""
+        number = self._next
+        self._next += 1
+        self._open[number] = _Open(operation, now, self._timing.retry)
+        return number
+
+    def cancel(self, number: int) -> None:
+        """Forgets an operation. The leader learns which waits there still are."""
+        dropped = self._open.pop(number, None)
+        if dropped is not None and dropped.operation.name == WAIT:
+            self._tell_waits = True
+
+    def answered(self, results: tuple[tuple[int, Result], ...]) -> None:
+        """Takes the answers of the leader; repeated ones are ignored."""
+        for number, result in results:
+            if self._open.pop(number, None) is not None:
+                self._results.append((number, result))
+
+    def fail(self, reason: str) -> None:
+        """Gives up all operations. They may have been performed."""
+        self._results += [(number, Failed(reason)) for number in self._open]
+        self._open.clear()
+
+    def results(self) -> list[tuple[int, Result]]:
+        taken, self._results = self._results, []
+        return taken
+
+    def send_again(self, now: float) -> None:
+        """A new leader: it knows of no waits, and may not have what was sent to the one before."""
+        for pending in self._open.values():
+            pending.due, pending.delay = now, self._timing.retry
+        self._tell_waits = True
+
+    def due(self) -> float:
+        """When `message` has something to send."""
+        if self._tell_waits:
+            return NEVER
+        return min((pending.due for pending in self._open.values()), default=float("inf"))
+
+    def message(self, now: float) -> Requests | None:
+        if self.due() > now:
+            return None
+        sending, waits, floor = [], [], self._next - 1
+        size = 0
+        tell = self._tell_waits
+        for number, pending in self._open.items():
+            operation = pending.operation
+            if operation.name == WAIT:
+                waits.append(number)
+            elif operation.writes:
+                floor = min(floor, number - 1)
+            if pending.due <= now and size < MESSAGE_BYTES:  # the rest stays due
+                size += size_bytes(operation)
+                sending.append((number, operation))
+                if operation.name == WAIT:
+                    # The leader keeps it. It is repeated rarely, in case that the answer was lost.
+                    pending.delay = self._timing.lease / 2
+                    tell = True
+                pending.due = now + pending.delay
+                # A leader that has much to do gets no more to do by repetitions.
+                pending.delay = min(2 * pending.delay, self._timing.lease)
+        self._tell_waits = False
+        return Requests(floor, tuple(sending), tuple(waits) if tell else None)
 
 
 class OwnHost:
@@ -30,14 +128,14 @@ class OwnHost:
         self.me = me
         self.leader: str | None = None
         self.term = 0
-        self.until = float("-inf")
+        self.until = NEVER
         self.joined = founder
         self.refused: Refusal | None = None
         self.requests = OwnRequests(timing)
         self._timing = timing
-        self._heartbeat_due = float("-inf")
+        self._heartbeat_due = NEVER
         self._leaving: str | None = None
-        self._heard = float("-inf")
+        self._heard = NEVER
 
     def submit(self, operation: Operation, now: float) -> int:
         """Starts an operation; it fails at once if the lease is over."""
@@ -46,9 +144,8 @@ class OwnHost:
         return ticket
 
     def leave(self, reason: str) -> None:
-        """Tells the leader, from now on until it answers."""
         self._leaving = reason
-        self._heartbeat_due = float("-inf")
+        self._heartbeat_due = NEVER
 
     def receive(self, sender: str, message: Message, voter_term: int, now: float) -> None:
         """Takes a message of a leader to this host.
@@ -68,11 +165,11 @@ class OwnHost:
                 self.extend(message.sent)
 
     def follow(self, leader: str, term: int, now: float) -> None:
-        """Knows the leader of a term, which has begun."""
+        """Follows the leader of a term, which has begun."""
         if self.term < term:
             self.leader, self.term = leader, term
             self.requests.send_again(now)
-            self._heartbeat_due = float("-inf")
+            self._heartbeat_due = NEVER
 
     def extend(self, heard: float) -> None:
         """The lease counts from `heard`."""
@@ -84,7 +181,7 @@ class OwnHost:
         """This host is not in the job any more."""
         if self.refused is None:
             self.refused = refusal
-        self.until = float("-inf")
+        self.until = NEVER
         self.requests.fail(f"host {self.me} is not in the job any more: {self.refused.reason}")
 
     def is_out_of_touch(self, now: float) -> bool:
@@ -95,27 +192,23 @@ class OwnHost:
         """Fails all operations when this host must not act."""
         if self.refused is not None:
             self.refuse(self.refused)
-        elif self.joined and now >= self.until > float("-inf"):
+        elif self.joined and now >= self.until > NEVER:
             self.requests.fail(
                 f"host {self.me} has had no answer from a leader with a quorum of the voters for "
                 f"{self._timing.lease} s: its lease is over"
             )
 
     def due(self) -> float:
-        """When there is something to send."""
         if self.leader is None or self.refused is not None:
             return float("inf")
         return min(self._heartbeat_due, self.requests.due())
 
     def messages(self, now: float) -> list[Message]:
-        """What is to be sent to the leader now."""
         if self.leader is None or self.refused is not None:
             return []
         sending: list[Message] = []
         if now >= self._heartbeat_due:
             self._heartbeat_due = now + self._timing.heartbeat
-            sending.append(
-                Heartbeat(self.term, now) if self._leaving is None else Leave(self._leaving)
-            )
+            sending.append(Heartbeat(now) if self._leaving is None else Leave(self._leaving))
         message = self.requests.message(now)
         return sending if message is None else [*sending, message]

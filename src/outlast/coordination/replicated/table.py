@@ -2,17 +2,21 @@
 
 Every voter performs the same operations in the same order, so all tables are equal. A voter that
 lags behind gets a copy of the whole state.
+
+The *chain* is a part of the keys: its entries are numbered from 1, each has a key of its own, and
+none is ever changed. The table adds an entry for each host that joins or is removed. All other
+entries are decisions of the launchers, which claim the next number. So all hosts, the voters or
+not, see hosts and decisions in one order, and wait for one key at a time.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
-from outlast.coordination.replicated.hosts import HostInfo
+from outlast.coordination.replicated.hosts import ChainEntry, HostJoined, HostLost
 from outlast.coordination.replicated.operations import (
     BATCH,
     Failed,
@@ -22,17 +26,13 @@ from outlast.coordination.replicated.operations import (
     Single,
 )
 
-JOINED = "hosts/joined"
-LOST = "hosts/lost"
-EVENTS = "hosts/events"
-
-MOST_BYTES = 128 << 20
+FULL_BYTES = 128 << 20
 """Of keys and values, so that the state of a table fits into one message."""
 
 
-def event_key(number: int) -> str:
-    """The key that appears with the change of the hosts number `number`, counted from 1."""
-    return f"hosts/event/{number}"
+def entry_key(number: int) -> str:
+    """The key of an entry of the chain."""
+    return f"chain/{number}"
 
 
 class Session(msgspec.Struct, array_like=True):
@@ -51,12 +51,14 @@ class TableState(msgspec.Struct):
     """All that the voters agree on.
 
     Attributes:
-        gone: the hosts that were removed: the reason, and whether they left in order.
+        gone: the hosts that were removed.
+        chained: no entry of the chain before this one is free.
     """
 
     keys: dict[str, bytes] = {}
     sessions: dict[str, Session] = {}
-    gone: dict[str, tuple[str, bool]] = {}
+    gone: dict[str, HostLost] = {}
+    chained: int = 1
 
 
 class Table:
@@ -69,36 +71,29 @@ class Table:
     """
 
     def __init__(self, state: TableState | None = None) -> None:
-        self.state = state or TableState()
-        self.keys, self.sessions, self.gone = (
-            self.state.keys,
-            self.state.sessions,
-            self.state.gone,
-        )
+        self.state = state = state or TableState()
+        self.keys, self.sessions, self.gone = state.keys, state.sessions, state.gone
         self.appeared: list[tuple[str, bytes]] = []
         self._size = sum(len(key) + len(value) for key, value in self.keys.items())
 
     # ------------------------------------------------------------------ hosts
-    def join(self, info: HostInfo) -> None:
+    def join(self, joined: HostJoined) -> None:
         """Admits a host, once; not one that is gone."""
-        if info.id in self.sessions or info.id in self.gone:
-            return
-        self.sessions[info.id] = Session()
-        self._record(JOINED, info.encode())
+        if joined.info.id not in self.sessions and joined.info.id not in self.gone:
+            self.sessions[joined.info.id] = Session()
+            self._extend_chain(joined)
 
-    def remove(self, host: str, reason: str, *, orderly: bool) -> None:
-        """From here on, no operation of `host` is performed: this is what fences it."""
-        if host in self.gone or host not in self.sessions:
-            return
-        del self.sessions[host]
-        self.gone[host] = (reason, orderly)
-        self._record(LOST, json.dumps({"id": host, "reason": reason, "orderly": orderly}))
+    def remove(self, lost: HostLost) -> None:
+        """From here on, no operation of the host is performed: this is what fences it."""
+        if lost.host not in self.gone and lost.host in self.sessions:
+            del self.sessions[lost.host]
+            self.gone[lost.host] = lost
+            self._extend_chain(lost)
 
-    def _record(self, key: str, line: str) -> None:
-        self._set(key, self.keys.get(key, b"") + line.encode() + b"\n")
-        number = int(self.keys.get(EVENTS, b"0")) + 1
-        self._set(EVENTS, str(number).encode())
-        self._set(event_key(number), f"{key}\n{line}".encode())
+    def _extend_chain(self, entry: ChainEntry) -> None:
+        while (key := entry_key(self.state.chained)) in self.keys:
+            self.state.chained += 1
+        self._set(key, entry.encode())
 
     # ------------------------------------------------------------------ operations
     def write(
@@ -107,7 +102,7 @@ class Table:
         """Performs writes of `host`, each once; returns the result of each."""
         session = self.sessions.get(host)
         if session is None:
-            why = self.gone[host][0] if host in self.gone else "it has not joined"
+            why = self.gone[host].reason if host in self.gone else "it has not joined"
             refusal = Failed(f"host {host} is not in the job: {why}")
             return {number: refusal for number, _ in numbered}
         if floor > session.floor:
@@ -124,14 +119,13 @@ class Table:
         return results
 
     def perform(self, op: Operation) -> Result:
-        """Performs one operation, which is no wait, or a batch."""
         if op.name == BATCH:
             return [self._perform_one(part) for part in op.operations]
         return self._perform_one(op)
 
     def _perform_one(self, op: Operation) -> Single:
         name, key, keys = op.name, op.key, self.keys
-        if self._size + len(key) + len(op.value) > MOST_BYTES and op.value:
+        if self._size + len(key) + len(op.value) > FULL_BYTES and op.value:
             return Failed(f"{name} of {key!r}: the store is full: it holds {self._size} bytes")
         if name == "read":
             return keys.get(key)
@@ -158,8 +152,7 @@ class Table:
         if name == "delete":
             return int(self._delete(key))
         if name == "delete_prefix":
-            doomed = [k for k in keys if k.startswith(key)]
-            return sum(map(self._delete, doomed))
+            return sum(map(self._delete, [k for k in keys if k.startswith(key)]))
         raise ValueError(f"cannot perform {name!r}")
 
     def _add(self, op: Operation) -> Single:

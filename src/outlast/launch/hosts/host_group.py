@@ -1,25 +1,27 @@
-"""The host group as an agent sees it: who has joined, who is lost, and the store that all share.
+"""The host group as an agent sees it: one chain of entries, and the store that all share.
 
-Two implementations: over the agents' own consensus (`--rdzv-backend c10d`) and over etcd.
+Two implementations: over the agents' own consensus (`--rdzv-backend c10d`) and over etcd. In both,
+hosts join and are lost by entries of the chain, and the agents' decisions are entries of it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from outlast.coordination.replicated.hosts import HostInfo
+from outlast.coordination.replicated.hosts import HostInfo, HostJoined, HostLost
 from outlast.coordination.stores.store import Store
 from outlast.launch.config.secret import Secret
+from outlast.launch.hosts.plan import decode
 from outlast.system.lease_page import LeasePage
+from outlast.system.sockets import is_loopback
+
+_TEXT_CHARS = 200
 
 
 class PrefixedStore(Store, Protocol):
-    """A store whose keys can be found, and deleted, by how they begin."""
-
-    def keys(self, prefix: str) -> list[str]:
-        """The keys that start with `prefix`, sorted."""
+    """A store whose keys can be deleted by how they begin."""
 
     def delete_prefix(self, prefix: str) -> None:
         """Removes the keys that start with `prefix`, in one operation."""
@@ -59,30 +61,19 @@ class GroupSpec:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LostHost:
-    """A host that is no longer in the group. `left` is true if it has left in an orderly way."""
-
-    host: HostInfo
-    reason: str
-    left: bool = False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupState:
     """What this host knows of the group.
 
     Attributes:
-        hosts: those that have joined and are not lost, in the order in which they joined.
-        lost: all others that ever joined, in the order in which they were lost.
+        chain: the entries, as far as this host has received them; it grows, and never changes.
         leader: id of the host that decides for the group; empty if this host knows of none. Two
-            hosts may see different leaders for a moment: a decision is a claim in the store.
+            hosts may see different leaders for a moment: a decision is a claim in the chain.
         term: of the leader.
         error: why this host must not act any more; empty while it may.
         refused: lines about hosts that this host did not admit, with the setting that is wrong.
     """
 
-    hosts: tuple[HostInfo, ...] = ()
-    lost: tuple[LostHost, ...] = ()
+    chain: Sequence[bytes] = ()
     leader: str = ""
     term: int = 0
     error: str = ""
@@ -100,8 +91,14 @@ class HostGroup(Protocol):
     def store(self) -> PrefixedStore:
         """The agents' keys. Raises `StoreError` naming the cause once the lease is over."""
 
+    @property
+    def workers(self) -> Store:
+        """The keys of this host's workers, as in `new_attempt`; asked through the server that they
+        use too, after all that they have sent by then.
+        """
+
     def start(self) -> None:
-        """Join the group, or found it.
+        """Join the group, or found it. The chain then has the entry of this host.
 
         Raises:
             LaunchError: naming the endpoint and the reason, after at most `join_limit_s`.
@@ -113,6 +110,14 @@ class HostGroup(Protocol):
     def poll(self) -> GroupState:
         """The current state."""
 
+    def claim(self, number: int, entry: bytes) -> bytes:
+        """Make `entry` the entry `number` of the chain, counted from 1, if no entry has that number
+        yet. The caller must know all entries before it.
+
+        Returns:
+            The entry with that number.
+        """
+
     def new_attempt(self, attempt: int) -> None:
         """Give the workers of this host the keys of this attempt, which is empty at first."""
 
@@ -120,3 +125,75 @@ class HostGroup(Protocol):
         """Leave the group. With `leave`, the others learn of it at once; otherwise when the lease
         is over.
         """
+
+
+class Chain:
+    """The entries that this host has received, and the hosts that follow from them.
+
+    Attributes:
+        hosts: those in the group, by ID, in the order in which they joined.
+        gone: the IDs of all others that ever joined.
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[bytes] = []
+        self.hosts: dict[str, HostInfo] = {}
+        self.gone: set[str] = set()
+
+    def append(self, data: bytes) -> None:
+        entry = decode(data)
+        if isinstance(entry, HostJoined):
+            self.hosts[entry.info.id] = entry.info
+        elif isinstance(entry, HostLost):
+            self.hosts.pop(entry.host)
+            self.gone.add(entry.host)
+        self.entries.append(data)
+
+
+@dataclasses.dataclass(frozen=True)
+class Objection:
+    """Why a host is not admitted: for good, or for at most `limit_s` seconds if that is not 0."""
+
+    reason: str
+    limit_s: float = 0.0
+
+
+def objection(
+    candidate: HostInfo, leader: HostInfo, hosts: Iterable[HostInfo], lost_after_s: float
+) -> Objection | None:
+    """Why `candidate` is not admitted now; `None` if it is.
+
+    Args:
+        hosts: those in the group.
+        lost_after_s: after this time without a sign of life, a host of the group is lost.
+    """
+    names = [*leader.settings, *(n for n in candidate.settings if n not in leader.settings)]
+    for name in names:
+        ours, theirs = leader.settings.get(name), candidate.settings.get(name)
+        if ours != theirs:
+            return Objection(
+                f"{name} differs between the hosts of this run: {leader.name} has {_text(ours)}, "
+                f"{candidate.name} has {_text(theirs)}"
+            )
+    if is_loopback(candidate.address) and not is_loopback(leader.address):
+        return Objection(
+            f"the address of {candidate.name} is {candidate.address}, a loopback address, which "
+            "other hosts cannot reach: give --local-addr"
+        )
+    for host in hosts:
+        if host.address == candidate.address and host.id != candidate.id:
+            return Objection(
+                f"{host.name} at {host.address} is already in this run, with another agent "
+                f"({host.id}): do two jobs use one run id (--rdzv-id)? If that agent has ended, "
+                "this one is admitted when its lease is over; several agents on one machine need "
+                "different addresses (--local-addr)",
+                # An agent that has ended is lost by then.
+                limit_s=2.0 * lost_after_s + 1.0,
+            )
+    return None
+
+
+def _text(value: str | None) -> str:
+    if value is None:
+        return "none"
+    return repr(value if len(value) <= _TEXT_CHARS else value[:_TEXT_CHARS] + " ...")

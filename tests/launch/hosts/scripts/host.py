@@ -17,6 +17,7 @@ from outlast.errors import OutlastError
 from outlast.launch.config.secret import read_secret
 from outlast.launch.hosts.etcd.group import EtcdGroup
 from outlast.launch.hosts.host_group import GroupSpec
+from outlast.launch.hosts.plan import End, JobPlan, decode
 from outlast.launch.hosts.replicated import founding
 from outlast.launch.hosts.replicated.group import ReplicatedGroup
 from outlast.system.lease_page import LeasePage
@@ -42,11 +43,18 @@ class Commands:
     def state(self) -> dict[str, Any]:
         """The state of the group now."""
         state = self.group.poll()
+        plan = JobPlan()
+        entries = list(map(decode, state.chain))
+        for entry in entries:
+            plan = plan.apply(entry)
+        lost = plan.lost.values()
+        leader = plan.hosts.get(state.leader)
         return {
-            "hosts": [host.address for host in state.hosts],
-            "lost": {lost.host.address: lost.reason for lost in state.lost},
-            "left": [lost.host.address for lost in state.lost if lost.left],
-            "leader": next((h.address for h in state.hosts if h.id == state.leader), ""),
+            "hosts": [host.address for host in plan.hosts.values()],
+            "lost": {loss.host.address: loss.reason for loss in lost},
+            "left": [loss.host.address for loss in lost if loss.left],
+            "causes": [entry.cause for entry in entries if isinstance(entry, End)],
+            "leader": "" if leader is None else leader.address,
             "voters": self.voters(),
             "lease_ok": not state.error,
             "error": state.error,
@@ -58,7 +66,7 @@ class Commands:
         if isinstance(self.group, EtcdGroup):
             return 0
         membership = self.group._service._membership
-        return len(membership._replica.voters)
+        return len(membership._node.voters)
 
     def until(self, **wanted: Any) -> dict[str, Any]:
         """Wait until the state has these values; `hosts` and `lost` are compared as sets."""
@@ -79,6 +87,16 @@ class Commands:
             fsync(descriptor)
 
         os.fsync = slow  # type: ignore[assignment]
+
+    def claim(self, cause: str, length: int | None = None) -> str:
+        """Claims the entry after the first `length` (default: all known); returns the cause in the
+        entry that is there.
+        """
+        while length is not None and len(self.group.poll().chain) < length:
+            readable(self.group.wakeup_fd(), timeout=None)
+        number = 1 + (len(self.group.poll().chain) if length is None else length)
+        entry = decode(self.group.claim(number, End(cause).encode()))
+        return entry.cause if isinstance(entry, End) else type(entry).__name__
 
     def new_attempt(self, attempt: int) -> None:
         """The workers' keys."""

@@ -64,7 +64,6 @@ class EtcdClient:
 
     @property
     def where(self) -> str:
-        """The endpoints, for messages."""
         return ",".join(map(str, self.endpoints))
 
     def call(self, path: str, body: Json, limit: float | None = None) -> Json:

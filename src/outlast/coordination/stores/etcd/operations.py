@@ -33,6 +33,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
+from outlast.coordination.replicated.operations import Keys
 from outlast.coordination.stores.etcd import layout
 from outlast.coordination.stores.etcd.connection import Refused
 from outlast.coordination.stores.etcd.layout import Entry, Json
@@ -162,16 +163,17 @@ class Operations:
                 raise KeyTimeout(f"no {key!r} within {timeout} s in etcd")
             in_time = await _ask(Event(*self._range(key), after=revision))
 
-    async def check(self, key: str) -> bool:
+    async def check(self, key: str) -> int:
         body = layout.range_of(*self._range(key), count_only=True)
-        return int((await call("/v3/kv/range", body)).get("count", 0)) > 0
+        return int(int((await call("/v3/kv/range", body)).get("count", 0)) > 0)
 
-    async def keys(self, prefix: str) -> list[str]:
+    async def keys(self, prefix: str) -> Keys:
         start = layout.store_keys(self._root) + prefix.encode()
         body = layout.range_of(start, layout.end_of(start), keys_only=True)
         found = layout.entries(await call("/v3/kv/range", body))
         cut = len(layout.store_keys(self._root))
-        return sorted({entry.key[cut:].partition(b"\0")[0].decode() for entry in found})
+        names = {entry.key[cut:].partition(b"\0")[0].decode() for entry in found}
+        return Keys(tuple(sorted(names)))
 
     # ------------------------------------------------------------------------------- writes
 
@@ -184,11 +186,11 @@ class Operations:
         entry = self._range(key)[0] + layout.APPENDED + name.encode()
         await self._write(key, [layout.put(entry, value)], name)
 
-    async def delete(self, key: str) -> bool:
+    async def delete(self, key: str) -> int:
         written = await self._write(key, [layout.delete(*self._range(key))])
         if written.responses is not None:
-            return int(written.responses[0]["response_delete_range"].get("deleted", 0)) > 0
-        return bool(await self._at(key, written.revision - 1))
+            return int(int(written.responses[0]["response_delete_range"].get("deleted", 0)) > 0)
+        return int(bool(await self._at(key, written.revision - 1)))
 
     async def delete_prefix(self, prefix: str) -> None:
         start = layout.store_keys(self._root) + prefix.encode()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from outlast.coordination.replicated.operations import WAIT, Operation, OperationStore, Result
 from outlast.coordination.stores.etcd import layout
 from outlast.coordination.stores.etcd.client import EtcdClient, no_answer, pause_before
 from outlast.coordination.stores.etcd.connection import Refused
@@ -27,8 +28,8 @@ LIMIT_S = 30.0
 """How long etcd may not answer before an operation fails: longer than an election takes."""
 
 
-class EtcdStore:
-    """A `Store`, with the launcher's further operations, in a part of etcd. Threads may share it.
+class EtcdStore(OperationStore):
+    """A store in a part of etcd. Threads may share it.
 
     Args:
         root: the prefix of all keys, which ends in "/".
@@ -58,45 +59,22 @@ class EtcdStore:
         self.waits = Waits(client, layout.store_keys(self._root))
         self._closed = False
 
-    def put(self, key: str, value: bytes) -> None:
-        self._run(lambda on: on.put(key, value))
+    def perform(self, operation: Operation, timeout: float | None = None) -> Result:
+        def begin(on: Operations) -> Coroutine[Any, Any, Any]:
+            key = operation.key
+            method: Callable[..., Coroutine[Any, Any, Any]] = getattr(on, operation.name)
+            if operation.name == WAIT:
+                return method(key, timeout)
+            if operation.name == "add":
+                return method(key, operation.amount)
+            if operation.name == "compare_set":
+                return method(key, operation.expected, operation.value)
+            if operation.name in ("put", "claim", "append"):
+                return method(key, operation.value)
+            return method(key)
 
-    def claim(self, key: str, value: bytes) -> bytes:
-        return self._run(lambda on: on.claim(key, value))
-
-    def read(self, key: str) -> bytes | None:
-        return self._run(lambda on: on.read(key))
-
-    def wait_for(self, key: str, timeout: float | None) -> bytes:
-        return self._run(lambda on: on.wait_for(key, timeout), timeout)
-
-    def add(self, key: str, amount: int) -> int:
-        return self._run(lambda on: on.add(key, amount))
-
-    def append(self, key: str, value: bytes) -> None:
-        self._run(lambda on: on.append(key, value))
-
-    def delete(self, key: str) -> bool:
-        """Removes `key`; returns whether it existed."""
-        return self._run(lambda on: on.delete(key))
-
-    def compare_set(self, key: str, expected: bytes, value: bytes) -> bytes | None:
-        """Sets `key` if its value is `expected` (empty: if it is absent); returns its value
-        afterwards, `None` if it is absent.
-        """
-        return self._run(lambda on: on.compare_set(key, expected, value))
-
-    def check(self, key: str) -> bool:
-        """Whether `key` exists."""
-        return self._run(lambda on: on.check(key))
-
-    def keys(self, prefix: str) -> list[str]:
-        """The keys that begin with `prefix`, sorted."""
-        return self._run(lambda on: on.keys(prefix))
-
-    def delete_prefix(self, prefix: str) -> None:
-        """Removes all keys that begin with `prefix`."""
-        self._run(lambda on: on.delete_prefix(prefix))
+        result: Result = self._run(begin, timeout)
+        return result
 
     def look(self, key: str) -> tuple[bytes | None, int]:
         """The value of `key` as `read` returns it, and the revision of etcd at which it was read.

@@ -109,7 +109,6 @@ class Waits:
             self._end(self._waits)
 
     def close(self) -> None:
-        """Ends all waits and the thread."""
         with self._lock:
             self._closed = True
             thread, stream = self._thread, self._stream

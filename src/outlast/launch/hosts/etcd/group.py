@@ -1,8 +1,8 @@
 """The host group over etcd v3: `--rdzv-backend etcd`.
 
-The hosts need no connections among each other: etcd holds the store, the leases and the list of
-hosts. Each agent runs a store server for the workers of its host, whose operations it performs on
-etcd under its own lease.
+The hosts need no connections among each other: etcd holds the store, the leases and the chain. Each
+agent runs a store server for the workers of its host, whose operations it performs on etcd under
+its own lease.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from outlast.coordination.replicated.hosts import HostInfo
 from outlast.coordination.stores.etcd import layout
 from outlast.coordination.stores.etcd.client import EtcdClient
-from outlast.coordination.stores.etcd.connection import Endpoint, Refused
+from outlast.coordination.stores.etcd.connection import Endpoint, Refused, Security
 from outlast.coordination.stores.etcd.diagnosis import diagnose, explain
 from outlast.coordination.stores.etcd.operations import Fence
 from outlast.coordination.stores.etcd.store import EtcdStore
 from outlast.errors import LaunchError, StoreError
-from outlast.launch.hosts.etcd.admission import Admission, leave
+from outlast.launch.environment import etcd_password
 from outlast.launch.hosts.etcd.lease import Lease
-from outlast.launch.hosts.etcd.membership import Membership, host_key
-from outlast.launch.hosts.etcd.security import security_of
-from outlast.launch.hosts.etcd.server_thread import ServerThread
-from outlast.launch.hosts.etcd.upstream import EtcdUpstream
+from outlast.launch.hosts.etcd.membership import Admission, Membership, host_key, leave
+from outlast.launch.hosts.etcd.serving import EtcdUpstream, ServerThread
 from outlast.launch.hosts.host_group import GroupSpec, GroupState
 from outlast.launch.hosts.replicated.endpoints import own_address
+from outlast.launch.hosts.server.loop_store import LoopStore
 from outlast.system.sockets import address_towards
 
 _LEAVE_S = 2.0
@@ -63,6 +64,24 @@ class EtcdGroup:
         if self._store is None:
             raise ValueError("the group has not been started")
         return self._store
+
+    @property
+    def workers(self) -> LoopStore:
+        assert self._server is not None
+        where = f"run {self._spec.run_id!r}"
+        return LoopStore(self, self._server.server, where, self._spec.lease_s)
+
+    def call(self, work: Callable[[], None]) -> bool:
+        """Have the thread of the server call `work`; `False` if it is over and will not."""
+        return self._server is not None and self._server.call(work)
+
+    def error(self) -> str:
+        """Why this host may not act any more; empty while it may."""
+        return self._lease.error
+
+    def stuck(self) -> bool:
+        """Whether the server cannot be expected to answer any more."""
+        return self._closed or not self._lease.ok
 
     def start(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -121,6 +140,9 @@ class EtcdGroup:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._changed)
         return self._membership.state()
+
+    def claim(self, number: int, entry: bytes) -> bytes:
+        return self._membership.claim(number, entry)
 
     def new_attempt(self, attempt: int) -> None:
         assert self._server is not None
@@ -185,7 +207,6 @@ class EtcdGroup:
         return f"{where}: {advice}" if advice else f"{where}: etcd refused a request: {error}"
 
     def _address(self) -> str:
-        """The address of this host on the way to etcd."""
         problem = ""
         for endpoint in self._endpoints:
             try:
@@ -195,3 +216,43 @@ class EtcdGroup:
         raise LaunchError(
             f"this host ({socket.gethostname()}) has no route to {problem}; set --local-addr"
         )
+
+
+def security_of(conf: Mapping[str, str]) -> Security:
+    """How to connect, from the settings of `--rdzv-conf` and the environment.
+
+    Raises:
+        LaunchError: naming the setting that is wrong.
+    """
+    if "password" in conf:
+        raise LaunchError(
+            "--rdzv-conf password: other users could read it from the command line; use the "
+            "environment variable OUTLAST_ETCD_PASSWORD, or a file, by password_file=FILE"
+        )
+    protocol = conf.get("protocol", "")
+    if protocol not in ("", "http", "https"):
+        raise LaunchError(f"--rdzv-conf protocol={protocol}: expected http or https")
+    if bool(conf.get("cert")) != bool(conf.get("key")):
+        raise LaunchError("--rdzv-conf: cert and key are only of use together")
+    if protocol == "http" and (conf.get("cacert") or conf.get("cert")):
+        raise LaunchError("--rdzv-conf protocol=http conflicts with cacert and cert, for TLS")
+    password = etcd_password()
+    if file := conf.get("password_file", ""):
+        try:
+            password = Path(file).read_text().strip()
+        except OSError as e:
+            raise LaunchError(f"--rdzv-conf password_file={file}: {e.strerror}") from e
+    user = conf.get("user", "")
+    if user and not password:
+        raise LaunchError(
+            f"--rdzv-conf user={user}: no password; set the environment variable "
+            "OUTLAST_ETCD_PASSWORD, or name a file that holds it by password_file=FILE"
+        )
+    return Security(
+        cacert=conf.get("cacert", ""),
+        cert=conf.get("cert", ""),
+        key=conf.get("key", ""),
+        user=user,
+        password=password,
+        tls=protocol == "https",
+    )

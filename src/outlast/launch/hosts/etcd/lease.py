@@ -68,7 +68,6 @@ class Lease:
         return self._error or self._expired()
 
     def check(self) -> None:
-        """Raises a `StoreError` if this host may not act any more."""
         if error := self.error:
             raise StoreError(error)
 

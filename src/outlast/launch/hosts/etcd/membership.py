@@ -1,17 +1,22 @@
-"""Which hosts are in the group, as etcd's keys say.
+"""Which hosts are in the group, as etcd's keys say: how a host founds or joins it, follows the
+others, decides with them, and leaves.
 
-A host is in the group while its key exists; the key is under its lease. Two logs in the store say
-in what order hosts came and went:
+    /outlast/RUN/current        the name of the group that is alive, or was the last
+    /outlast/RUN/NAME/          its keys: the store (`layout`), and
+        settings                what must be equal on all hosts
+        h/HOST                  exists while the host is in the group, under its lease
+        hc/...                  the entries of the chain, in the order of their creation
+        hr/HOST                 a line about a host that another refused, under its lease
 
-    hosts/joined   one line for each host, written by the transaction that creates its key
-    hosts/lost     one line for each host whose key is gone, written once: by the host itself when
-                   it leaves, otherwise by any other host, on the condition that the key is absent
+The last group of a run is alive while one of its hosts has a key. A host that finds none founds the
+next group and deletes what the one before has left, in one transaction: so the first host of a job
+that is started again, under the same run id, finds an empty store. A host of the group before that
+wakes up later has no key any more, and can write nothing.
 
-A host that another refuses leaves a line about it beside the keys of the hosts, for the others to
-print; it vanishes with the lease of the refused host.
-
-A key never comes back, because a restarted agent is a new host. So all hosts read the same logs,
-and a host that is in `hosts/lost` cannot write any more (`coordination/stores/etcd/operations.py`).
+A host joins by one transaction, which creates its key and its entry in the chain. The entry of its
+loss is written once: by the host itself when it leaves, otherwise by any other host, on the
+condition that its key is absent. A key never comes back, because a restarted agent is a new host.
+A decision is claimed on the condition that the chain has not grown since it was read.
 """
 
 from __future__ import annotations
@@ -19,39 +24,30 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
+import time
+import urllib.parse
 from collections.abc import Callable
 
-from outlast.coordination.replicated.hosts import HostInfo
+from msgspec import structs
+
+from outlast.coordination.replicated.hosts import HostInfo, HostJoined, HostLost
 from outlast.coordination.stores.etcd import layout
 from outlast.coordination.stores.etcd.client import EtcdClient
 from outlast.coordination.stores.etcd.connection import Refused
-from outlast.coordination.stores.etcd.layout import Entry, Json
+from outlast.coordination.stores.etcd.layout import Json
 from outlast.coordination.stores.etcd.watch import Waits
-from outlast.errors import StoreError
+from outlast.errors import LaunchError, StoreError
 from outlast.launch.hosts.etcd.lease import Lease
-from outlast.launch.hosts.host_group import GroupState, LostHost
+from outlast.launch.hosts.host_group import Chain, GroupState, objection
 
-JOINED, LOST = "hosts/joined", "hosts/lost"
-_REFUSED = b"hr/"  # begins with the prefix that is watched
-_RETRY_S = 0.2
 LIMIT_S = 10.0
+_PAUSE_S, _RETRY_S = 0.25, 0.2
+_CHAIN, _REFUSED = b"hc/", b"hr/"  # they begin with the prefix that is watched
 
 
-@dataclasses.dataclass(frozen=True)
-class Hosts:
-    """What etcd holds of the hosts of a group at one revision."""
-
-    present: frozenset[str]
-    joined: tuple[HostInfo, ...]
-    lost: tuple[LostHost, ...]
-    refused: tuple[str, ...]
-    revision: int
-
-    @property
-    def live(self) -> tuple[HostInfo, ...]:
-        """The hosts that are not in the log of the lost, in the order in which they joined."""
-        gone = {lost.host.id for lost in self.lost}
-        return tuple(host for host in self.joined if host.id not in gone)
+def top_of(run_id: str) -> bytes:
+    """The prefix of all keys of a run."""
+    return f"/outlast/{urllib.parse.quote(run_id, safe='')}/".encode()
 
 
 def host_key(root: bytes, host: str) -> bytes:
@@ -59,53 +55,152 @@ def host_key(root: bytes, host: str) -> bytes:
     return layout.host_keys(root) + host.encode()
 
 
-def refusal_key(root: bytes, host: str) -> bytes:
-    """The key of the line about a host that was refused."""
-    return root + _REFUSED + host.encode()
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """What etcd holds of the hosts of a group at one revision."""
+
+    present: frozenset[str]
+    chain: Chain
+    refused: tuple[str, ...]
+    revision: int
 
 
-def log_entry(root: bytes, log: str, host: str) -> bytes:
-    """The key of a host's line in one of the two logs: an entry of `append`."""
-    return layout.base_key(root, log) + layout.APPENDED + host.encode()
-
-
-def lost_line(host: str, reason: str, *, left: bool) -> bytes:
-    """The line of a host in the log of the lost."""
-    return json.dumps({"id": host, "reason": reason, "orderly": left}).encode() + b"\n"
-
-
-def steps(root: bytes) -> list[Json]:
-    """The steps of a transaction that read the hosts; `hosts_in` reads the answer."""
-    prefix = layout.host_keys(root)
-    logs = [layout.base_key(root, log) for log in (JOINED, LOST)]
-    return [
-        layout.get(prefix, layout.end_of(prefix), keys_only=True),
-        *(layout.get(log, layout.end_of(log)) for log in logs),
-        layout.get(root + _REFUSED, layout.end_of(root + _REFUSED)),
-    ]
-
-
-def hosts_in(root: bytes, responses: list[Json], revision: int) -> Hosts:
-    """The hosts in the answers to `steps`."""
-    present, joined, lost, refused = (layout.entries(response) for response in responses)
-    cut = len(layout.host_keys(root))
-    infos = [HostInfo.decode(entry.value) for entry in _ordered(joined)]
-    hosts = {info.id: info for info in infos}
-    gone = []
-    for said in (json.loads(entry.value) for entry in _ordered(lost)):
-        host = hosts[said["id"]]
-        gone.append(LostHost(host=host, reason=said["reason"], left=said["orderly"]))
-    return Hosts(
-        frozenset(entry.key[cut:].decode() for entry in present),
-        tuple(hosts.values()),
-        tuple(gone),
-        tuple(entry.value.decode() for entry in _ordered(refused)),
-        revision,
+def _look(client: EtcdClient, root: bytes) -> _Found:
+    prefixes = [layout.host_keys(root), root + _CHAIN, root + _REFUSED]
+    steps = [layout.get(prefix, layout.end_of(prefix)) for prefix in prefixes]
+    answer = client.repeat("/v3/kv/txn", layout.transaction([], steps, []), LIMIT_S)
+    present, entries, refused = (
+        sorted(layout.entries(response), key=lambda found: (found.created, found.key))
+        for response in answer["responses"]
+    )
+    chain = Chain()
+    for entry in entries:
+        chain.append(entry.value)
+    return _Found(
+        frozenset(found.key[len(prefixes[0]) :].decode() for found in present),
+        chain,
+        tuple(found.value.decode() for found in refused),
+        layout.revision_of(answer),
     )
 
 
-def _ordered(found: list[Entry]) -> list[Entry]:
-    return sorted(found, key=lambda entry: (entry.created, entry.key))
+class Admission:
+    """Brings one host into the group of its run.
+
+    Args:
+        lease: of this host; its key in the group is under it.
+        patience_s: for how long another host may hold this host's address: the agent that ran here
+            before may have been killed, and its lease not be over.
+    """
+
+    def __init__(
+        self, client: EtcdClient, run_id: str, me: HostInfo, lease: int, patience_s: float
+    ) -> None:
+        self._client, self._me = client, me
+        self._lease, self._patience_s = lease, patience_s
+        self._top = top_of(run_id)
+        self._current = self._top + b"current"
+
+    def join(self, new_name: Callable[[], str]) -> bytes:
+        """Joins the group, or founds one with a name from `new_name`. Returns the prefix of its
+        keys.
+
+        Raises:
+            LaunchError: naming the host and the setting that differ.
+            StoreError: if etcd does not answer.
+        """
+        began = time.monotonic()
+        while True:
+            answer = self._client.repeat("/v3/kv/range", layout.range_of(self._current), LIMIT_S)
+            current = layout.entries(answer)
+            root = b"" if not current else self._top + current[0].value + b"/"
+            found = _look(self._client, root) if root else None
+            if found is not None and self._me.id in found.present:
+                return root  # by a transaction whose answer was lost
+            same = layout.modified(self._current, current[0].modified if current else 0)
+            if found is None or not found.present:
+                self._establish(same, root, self._top + new_name().encode() + b"/")
+                continue
+            try:
+                joins = self._may_join(root, found, time.monotonic() - began < self._patience_s)
+            except LaunchError as e:
+                line = f"refused {self._me.name} ({self._me.address}): {e}".encode()
+                refusal = layout.put(root + _REFUSED + self._me.id.encode(), line, self._lease)
+                self._perform([same], [refusal])
+                raise
+            if joins:
+                self._join(same, root)
+            else:
+                time.sleep(_PAUSE_S)
+
+    def _establish(self, same: Json, old: bytes, root: bytes) -> None:
+        conditions, work = [same], []
+        if old:
+            prefix = layout.host_keys(old)
+            conditions.append(layout.created(prefix, 0, layout.end_of(prefix)))
+            work.append(layout.delete(old, layout.end_of(old)))
+        settings = json.dumps({"host": self._me.name, "settings": self._me.settings}).encode()
+        work += [
+            layout.put(self._current, root[len(self._top) : -1]),
+            layout.put(root + b"settings", settings),
+            *self._arrive(root),
+        ]
+        self._perform(conditions, work)
+
+    def _join(self, same: Json, root: bytes) -> None:
+        prefix = layout.host_keys(root)
+        alive = layout.range_of(
+            prefix, layout.end_of(prefix), target="CREATE", result="GREATER", create_revision="0"
+        )
+        absent = layout.created(host_key(root, self._me.id), 0)
+        self._perform([same, alive, absent], self._arrive(root))
+
+    def _perform(self, conditions: list[Json], work: list[Json]) -> None:
+        # Whether it went through, the next look at the hosts tells.
+        self._client.repeat("/v3/kv/txn", layout.transaction(conditions, work, []), LIMIT_S)
+
+    def _arrive(self, root: bytes) -> list[Json]:
+        me = structs.replace(self._me, settings={})  # all hosts read the chain at each change
+        return [
+            layout.put(host_key(root, me.id), b"", self._lease),
+            layout.put(_entry_key(root, "joined", me.id), HostJoined(me).encode()),
+        ]
+
+    def _may_join(self, root: bytes, found: _Found, patient: bool) -> bool:
+        """Whether this host fits to the group; False to look again later."""
+        answer = self._client.repeat("/v3/kv/range", layout.range_of(root + b"settings"), LIMIT_S)
+        held = layout.entries(answer)
+        if not held:
+            return False  # deleted meanwhile, with the whole group
+        settings = json.loads(held[0].value)
+        present = [host for host in found.chain.hosts.values() if host.id in found.present]
+        first = structs.replace(present[0], name=settings["host"], settings=settings["settings"])
+        # Nor may the others be out of this one's reach.
+        no = objection(self._me, first, present, 0.0) or objection(first, self._me, (), 0.0)
+        if no is not None and not (no.limit_s and patient):
+            raise LaunchError(no.reason)
+        return no is None
+
+
+def leave(client: EtcdClient, run_id: str, root: bytes, me: HostInfo, limit: float) -> None:
+    """Takes this host out of the group; the last host to leave deletes all keys of the run."""
+    key, prefix, top = host_key(root, me.id), layout.host_keys(root), top_of(run_id)
+    alone = [
+        layout.created(prefix, 0, key),
+        layout.created(key + b"\0", 0, layout.end_of(prefix)),
+        layout.present(key),
+    ]
+    left = HostLost(me.id, "it has left", left=True).encode()
+    gone = [layout.delete(key), layout.put(_entry_key(root, "lost", me.id), left)]
+    otherwise = layout.transaction([layout.present(key)], gone, [])
+    body = layout.transaction(
+        alone, [layout.delete(top, layout.end_of(top))], [{"request_txn": otherwise}]
+    )
+    client.repeat("/v3/kv/txn", body, limit)
+
+
+def _entry_key(root: bytes, kind: str, name: str) -> bytes:
+    return root + _CHAIN + f"{kind}/{name}".encode()
 
 
 class Membership:
@@ -126,7 +221,8 @@ class Membership:
         self._lease, self._on_change = lease, on_change
         self._watched = layout.host_keys(root)[:-1]
         self._waits = Waits(client, self._watched, deletes=True)
-        self._hosts = Hosts(frozenset(), (), (), (), 0)
+        self._found = _Found(frozenset(), Chain(), (), 0)
+        self._looking = threading.Lock()  # so that what was found only grows
         self._refused: dict[str, None] = {}  # all that were ever seen, in order
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="outlast etcd hosts", daemon=True)
@@ -137,22 +233,38 @@ class Membership:
         self._thread.start()
 
     def state(self) -> GroupState:
-        """The hosts as this host last read them."""
-        hosts = self._hosts
-        live = hosts.live
+        chain = self._found.chain
         return GroupState(
-            hosts=live,
-            lost=hosts.lost,
-            # The host that has been here longest. Its loss is in the log, so the term has grown
+            chain=chain.entries,
+            # The host that has been here longest. Its loss is in the chain, so the term has grown
             # when another host follows.
-            leader=live[0].id if live else "",
-            term=1 + len(hosts.lost),
+            leader=next(iter(chain.hosts), ""),
+            term=1 + len(chain.gone),
             error=self._lease.error,
             refused=tuple(self._refused),
         )
 
+    def claim(self, number: int, entry: bytes) -> bytes:
+        key = _entry_key(self._root, "decided", str(number))
+        entries = self._root + _CHAIN
+        while len(self._found.chain.entries) < number:
+            found = self._found
+            conditions = [
+                layout.unchanged_since(entries, layout.end_of(entries), found.revision),
+                layout.present(host_key(self._root, self._me)),
+            ]
+            # A copy that is sent again, or comes late, finds the chain changed by the first one.
+            body = layout.transaction(conditions, [layout.put(key, entry)], [])
+            try:
+                if len(found.chain.entries) == number - 1:
+                    self._client.repeat("/v3/kv/txn", body, LIMIT_S)
+                self._refresh()
+            except Refused as e:
+                raise StoreError(f"etcd refused a decision: {e}") from e
+            self._lease.check()
+        return self._found.chain.entries[number - 1]
+
     def close(self) -> None:
-        """Ends the thread."""
         self._end.set()
         self._waits.close()
         if self._thread.is_alive():
@@ -162,7 +274,7 @@ class Membership:
         start, end = self._watched, layout.end_of(self._watched)
         while not self._end.is_set() and self._lease.ok:
             try:
-                self._waits.wait(start, end, self._hosts.revision, None)
+                self._waits.wait(start, end, self._found.revision, None)
                 if not self._end.is_set():
                     self._refresh()
             except (StoreError, Refused):
@@ -170,33 +282,28 @@ class Membership:
                 self._end.wait(_RETRY_S)
 
     def _refresh(self) -> None:
-        hosts = self._read()
-        gone = {lost.host.id for lost in hosts.lost}
-        missing = [h.id for h in hosts.joined if h.id not in hosts.present and h.id not in gone]
-        for host in missing:
-            self._record_loss(host)
-        if missing:
-            hosts = self._read()
-        self._hosts = hosts
-        self._refused |= dict.fromkeys(hosts.refused)
+        with self._looking:
+            found = _look(self._client, self._root)
+            missing = [host for host in found.chain.hosts if host not in found.present]
+            for host in missing:
+                self._record_loss(host)
+            if missing:
+                found = _look(self._client, self._root)
+            self._found = found
+            self._refused |= dict.fromkeys(found.refused)
         self._on_change()
-
-    def _read(self) -> Hosts:
-        body = layout.transaction([], steps(self._root), [])
-        answer = self._client.repeat("/v3/kv/txn", body, LIMIT_S)
-        return hosts_in(self._root, answer["responses"], layout.revision_of(answer))
 
     def _record_loss(self, host: str) -> None:
         # Sent again if the answer is lost: the second condition lets it through once.
         reason = (
             f"its lease has expired: etcd had no sign of life from it for {self._lease.ttl_s} s"
         )
-        line = log_entry(self._root, LOST, host)
+        key = _entry_key(self._root, "lost", host)
         conditions = [
             layout.created(host_key(self._root, host), 0),
-            layout.created(line, 0),
+            layout.created(key, 0),
             layout.present(host_key(self._root, self._me)),
         ]
-        write = layout.put(line, lost_line(host, reason, left=False))
+        write = layout.put(key, HostLost(host, reason).encode())
         body = layout.transaction(conditions, [write], [])
         self._client.repeat("/v3/kv/txn", body, LIMIT_S)

@@ -1,9 +1,8 @@
-"""The decisions for a job on many hosts, made from what one agent knows: rules without input and
-output.
+"""The decisions for a job on many hosts: rules without input and output.
 
 The agent of the group's leader asks `Decider.next_entry` when something has changed, and from time
-to time, and claims the entry in the store. Two agents that both take themselves for the leader do
-no harm: they claim the same number of the chain, and the second learns what was decided.
+to time, and claims the entry. Two agents that both take themselves for the leader do no harm: they
+claim the same number of the chain, and the second learns what was decided.
 """
 
 from __future__ import annotations
@@ -15,22 +14,23 @@ from outlast.coordination.records import SizeRecord
 from outlast.coordination.replicated.hosts import HostInfo
 from outlast.launch.agent.decisions import JobRecord, JobState
 from outlast.launch.config.hosts_spec import HostsSpec
-from outlast.launch.hosts.host_group import GroupState, LostHost
-from outlast.launch.hosts.job.job_plan import (
+from outlast.launch.hosts.job.links import judge
+from outlast.launch.hosts.plan import (
     End,
     Entry,
     Finish,
     GiveUp,
     JobPlan,
+    LostHost,
+    PlaceConflict,
     Probe,
     Restart,
     Stage,
     Start,
     Take,
+    assign,
+    ranks_text,
 )
-from outlast.launch.hosts.job.links import judge
-from outlast.launch.hosts.job.placements import ranks_text
-from outlast.launch.hosts.job.places import PlaceConflict, assign
 from outlast.system.units import duration_text
 
 SMALLER_S, NEEDED_S = 1.0, 600.0
@@ -50,6 +50,7 @@ class Facts:
         used: replacements of single workers in this attempt.
         suspicion: the key of the last suspicion that a link is broken; empty if there was none.
         links: of the probe that runs, which hosts each host could not reach.
+        leader: ID of the host that leads.
         size: what the members need that hold a restart; `None` if they have not said so.
     """
 
@@ -60,6 +61,7 @@ class Facts:
     suspicion: str = ""
     links: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict)
     size: SizeRecord | None = None
+    leader: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,57 +91,41 @@ class Decider:
         self._asked = limits.place >= 0  # each host has the place that it asks for
         self._since: dict[str, float] = {}
 
-    def next_entry(
-        self, plan: JobPlan, group: GroupState, facts: Facts, now: float
-    ) -> Entry | None:
+    def next_entry(self, plan: JobPlan, facts: Facts, now: float) -> Entry | None:
         """The next decision; `None` if there is nothing to decide now."""
-        there = {host.id for host in group.hosts}
-        present = frozenset(host for host in plan.places if host in there)
+        present = frozenset(host for host in plan.places if host in plan.hosts)
         if plan.stage is Stage.ENDING:
             return Finish() if present <= facts.done else None
         if plan.stage is Stage.FORMING:
-            return self._start(plan, group, facts, now)
+            return self._start(plan, facts, now)
         if plan.stage is Stage.CLEARING:
             ended = present <= facts.cleared | facts.done
-            return self._start(plan, group, facts, now) if ended else None
+            return self._start(plan, facts, now) if ended else None
         if plan.stage is Stage.RUNNING:
             self._forget("few", "enough")
             if present and present <= facts.done:
                 return Finish()
-            return self._links(plan, group, facts) or self._repair(plan, group, facts, now)
+            return self._links(plan, facts) or self._repair(plan, facts, now)
         return None
 
-    def missing(self, plan: JobPlan, group: GroupState) -> list[tuple[int, LostHost]]:
-        """The places whose hosts are lost, with the losses."""
-        losses = {
-            loss.host.id: dataclasses.replace(
-                loss, reason=plan.excluded.get(loss.host.id, loss.reason)
-            )
-            for loss in group.lost
-        }
-        return [(place, losses[host]) for place, host in enumerate(plan.places) if host in losses]
-
-    def wait(self, plan: JobPlan, group: GroupState, facts: Facts, now: float) -> Wait | None:
+    def wait(self, plan: JobPlan, facts: Facts, now: float) -> Wait | None:
         """What the job waits for; call after `next_entry`, which has found nothing to decide."""
-        there = {host.id: host.name for host in group.hosts}
-        busy = [host for host in plan.places if host in there and host not in facts.done]
+        busy = [host for host in plan.places if host in plan.hosts and host not in facts.done]
         if plan.stage is Stage.CLEARING:
             busy = [host for host in busy if host not in facts.cleared]
         if plan.stage in (Stage.CLEARING, Stage.ENDING) and busy:
-            names = ", ".join(there[host] for host in busy[:8])
+            names = ", ".join(plan.hosts[host].name for host in busy[:8])
             return Wait(f"the workers of {names} to end")
         if plan.stage in (Stage.FORMING, Stage.CLEARING):
-            return self._wait_for_hosts(plan, group, now)
+            return self._wait_for_hosts(plan, now)
         wrapped = facts.job.state is JobState.RUNNING and not facts.job.stopping
         if plan.stage is Stage.RUNNING and wrapped:
-            return self._wait_for_replacement(plan, group, facts, now)
+            return self._wait_for_replacement(plan, facts, now)
         return None
 
-    # ------------------------------------------------------------------------- private
-
-    def _wait_for_hosts(self, plan: JobPlan, group: GroupState, now: float) -> Wait:
-        limits, count = self._limits, len(group.hosts)
-        came = f"{count} joined: {', '.join(host.name for host in group.hosts[:8])}"
+    def _wait_for_hosts(self, plan: JobPlan, now: float) -> Wait:
+        limits, count = self._limits, len(plan.hosts)
+        came = f"{count} joined: {', '.join([host.name for host in plan.hosts.values()][:8])}"
         if count < limits.minimum:
             until = now + limits.join_s - self._seconds("few", now)
             return Wait(f"{limits.minimum} hosts (--nnodes), {came}", until, "the job ends")
@@ -148,10 +134,8 @@ class Decider:
         hosts = "1 more host" if more == 1 else f"up to {more} more hosts"
         return Wait(f"{hosts} (--nnodes), {came}", until, f"the job runs on {count}")
 
-    def _wait_for_replacement(
-        self, plan: JobPlan, group: GroupState, facts: Facts, now: float
-    ) -> Wait | None:
-        missing = self.missing(plan, group)
+    def _wait_for_replacement(self, plan: JobPlan, facts: Facts, now: float) -> Wait | None:
+        missing = plan.missing()
         empty = [(place, loss) for place, loss in missing if place not in plan.given_up]
         if not empty:
             return None
@@ -173,13 +157,13 @@ class Decider:
         known = facts.size is not None or self._limits.replacement_s is not None
         return Wait(f"a host for {ranks}", until, then, known or left < least)
 
-    def _start(self, plan: JobPlan, group: GroupState, facts: Facts, now: float) -> Entry | None:
-        limits, count = self._limits, len(group.hosts)
+    def _start(self, plan: JobPlan, facts: Facts, now: float) -> Entry | None:
+        limits, count = self._limits, len(plan.hosts)
         if count < limits.minimum:
             self._forget("enough")
             if self._seconds("few", now) < limits.join_s:
                 return None
-            names = ", ".join(f"{host.name} ({host.address})" for host in group.hosts)
+            names = ", ".join(f"{host.name} ({host.address})" for host in plan.hosts.values())
             waited = duration_text(limits.join_s)
             return End(
                 f"waited {waited} for {limits.minimum} hosts (--nnodes): "
@@ -189,27 +173,26 @@ class Decider:
         if count < limits.maximum and self._seconds("enough", now) < self._last_call_s(plan):
             return None
         try:
-            places = assign(plan.places, group.hosts, limits.maximum, asked=self._asked)
+            places = assign(plan.places, plan.hosts.values(), limits.maximum, asked=self._asked)
         except PlaceConflict as e:
             return End(str(e))
         self._since.clear()
         counts = plan.restart is not None and plan.restart.counts
         return Start(plan.attempt + 1, places, plan.used + facts.used + counts)
 
-    def _links(self, plan: JobPlan, group: GroupState, facts: Facts) -> Entry | None:
-        """Find a broken link that is suspected, and who leaves the job."""
+    def _links(self, plan: JobPlan, facts: Facts) -> Entry | None:
         if plan.probe is not None:
-            return judge(plan.probe, plan, group, facts.links)
+            return judge(plan.probe, plan, facts.leader, facts.links)
         if facts.suspicion in ("", plan.probed):
             return None
-        hosts = tuple(host.id for host in group.hosts if host.id not in plan.excluded)
+        hosts = tuple(host for host in plan.hosts if host not in plan.excluded)
         return Probe(plan.attempt, facts.suspicion, hosts)
 
-    def _repair(self, plan: JobPlan, group: GroupState, facts: Facts, now: float) -> Entry | None:
+    def _repair(self, plan: JobPlan, facts: Facts, now: float) -> Entry | None:
         """Bring a running attempt back to full size, or end it."""
-        missing = self.missing(plan, group)
+        missing = plan.missing()
         out = {*plan.places, *plan.excluded}
-        spares = [host for host in group.hosts if host.id not in out]
+        spares = [host for host in plan.hosts.values() if host.id not in out]
         if facts.job.state is JobState.PLAIN:
             return self._restart(plan, missing, spares, facts)
         if facts.job.state is not JobState.RUNNING or facts.job.stopping:
@@ -233,7 +216,7 @@ class Decider:
             return GiveUp(tuple(place for place, _ in late))
         loss, waited = late[0][1], duration_text(limit_s)
         return End(
-            f"{loss_text(loss)}; no other host has joined within {waited}, "
+            f"{loss}; no other host has joined within {waited}, "
             f"and --nnodes needs {self._limits.minimum}: {left} left"
         )
 
@@ -244,9 +227,8 @@ class Decider:
         spares: list[HostInfo],
         facts: Facts,
     ) -> Entry | None:
-        """A job without `Wrapper`: all workers start again, if that is allowed."""
         if missing:
-            cause = loss_text(missing[0][1])
+            cause = str(missing[0][1])
             used, limit = plan.used + facts.used, self._max_restarts
             if used < limit:
                 return Restart(plan.attempt, f"{cause}: restart {used + 1} of {limit}")
@@ -269,7 +251,6 @@ class Decider:
     def _replacement_s(
         self, plan: JobPlan, missing: list[tuple[int, LostHost]], facts: Facts
     ) -> float:
-        """How long the ranks of lost hosts wait for others."""
         if self._limits.replacement_s is not None:
             return self._limits.replacement_s
         if not self._may_shrink(plan, missing, facts):
@@ -292,11 +273,3 @@ class Decider:
     def _forget(self, *names: str) -> None:
         for name in names:
             self._since.pop(name, None)
-
-
-def loss_text(loss: LostHost) -> str:
-    """The loss of a host, in words."""
-    host = f"host {loss.host.name} ({loss.host.address})"
-    if loss.left and loss.reason.startswith("it has left"):  # the reason of a host that only left
-        return f"{host} has left the group"
-    return f"{host} {'left' if loss.left else 'was lost'}: {loss.reason}"

@@ -1,6 +1,5 @@
-"""The keys of a job on many hosts in the agents' store: the chain of decisions, and reports.
+"""The keys of a job on many hosts in the agents' store, besides the chain: reports of the hosts.
 
-job/plan/N       entry N of the chain                               first claim wins
 job/cleared/A    log: hosts on which no process of attempt A is left
 job/done/A       log: hosts whose workers have ended in attempt A, with their exit codes
 job/replaced/A   number of replacements of single workers in attempt A
@@ -27,33 +26,24 @@ import json
 from typing import Any
 
 from outlast.coordination.records import lines
-from outlast.coordination.stores.store import Store
 from outlast.launch.agent.death_log import Death
 from outlast.launch.agent.decisions import Decision
 from outlast.launch.hosts.host_group import PrefixedStore
 
 
-def plan_key(number: int) -> str:
-    """The key of an entry of the chain."""
-    return f"job/plan/{number}"
-
-
 class JobLog:
     """The reports of all hosts. `host` is the ID of this one."""
 
-    def __init__(self, store: Store, host: str, name: str) -> None:
+    def __init__(self, store: PrefixedStore, host: str, name: str) -> None:
         self._store, self._host, self._name = store, host, name
 
     def agree(self, name: str, value: str) -> str:
-        """The value of the first host to ask."""
         return self._store.claim(f"job/agreed/{name}", value.encode()).decode()
 
     def clear(self, attempt: int) -> None:
-        """No process of the attempt is left on this host."""
         self._append(f"job/cleared/{attempt}")
 
     def cleared(self, attempt: int) -> frozenset[str]:
-        """The hosts on which no process of the attempt is left."""
         return frozenset(line["host"] for line in self._lines(f"job/cleared/{attempt}"))
 
     def finish(self, attempt: int, exit_codes: frozenset[int]) -> None:
@@ -61,16 +51,13 @@ class JobLog:
         self._append(f"job/done/{attempt}", codes=sorted(exit_codes))
 
     def done(self, attempt: int) -> frozenset[str]:
-        """The hosts whose workers have ended."""
         return frozenset(line["host"] for line in self._lines(f"job/done/{attempt}"))
 
     def exit_codes(self, attempt: int) -> frozenset[int]:
-        """The exit codes of the latest worker of each rank."""
         found = self._lines(f"job/done/{attempt}")
         return frozenset(code for line in found for code in line["codes"])
 
     def replaced(self, attempt: int, more: int = 0) -> int:
-        """The number of replacements, after adding `more`."""
         return self._store.add(f"job/replaced/{attempt}", more)
 
     def open_link_port(self, port: int) -> None:
@@ -78,7 +65,6 @@ class JobLog:
         self._append("job/link-ports", port=port)
 
     def link_ports(self) -> dict[str, int]:
-        """That port of each host."""
         return {line["host"]: line["port"] for line in self._lines("job/link-ports")}
 
     def report_links(self, attempt: int, key: str, unreached: frozenset[str]) -> None:
@@ -86,12 +72,10 @@ class JobLog:
         self._append(f"job/links/{attempt}/{key}", unreached=sorted(unreached))
 
     def links(self, attempt: int, key: str) -> dict[str, frozenset[str]]:
-        """The reports of the hosts on which that probe has ended."""
         found = self._lines(f"job/links/{attempt}/{key}")
         return {line["host"]: frozenset(line["unreached"]) for line in found}
 
     def fail(self, death: Death) -> None:
-        """A worker of this host has failed."""
         fields = {**dataclasses.asdict(death), "decision": death.decision.value}
         self._append("job/failures", death={**fields, "host": self._name})
 
@@ -105,10 +89,11 @@ class JobLog:
             for when, death in enumerate(deaths)
         ]
 
-    def forget_before(self, attempt: int, store: PrefixedStore) -> None:
+    def forget_before(self, attempt: int) -> None:
         """Deletes the keys of the attempts before `attempt`. `job/forgotten` at last: by it, the
         next caller finds what this one has left.
         """
+        store = self._store
         first = int(store.read("job/forgotten") or b"0")
         for ended in range(first, attempt):
             store.delete_prefix(f"w/{ended}/")
@@ -119,11 +104,9 @@ class JobLog:
             store.put("job/forgotten", str(attempt).encode())
 
     def say_goodbye(self) -> None:
-        """This host needs the store no longer."""
         self._append("job/bye")
 
     def goodbyes(self) -> frozenset[str]:
-        """The hosts that need the store no longer."""
         return frozenset(line["host"] for line in self._lines("job/bye"))
 
     def _append(self, key: str, **fields: Any) -> None:

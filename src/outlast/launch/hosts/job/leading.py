@@ -1,20 +1,59 @@
-"""What the agent of the leading host does for all: it looks at the reports, and decides."""
+"""What the agent of the leading host does for all: it looks at the reports, and decides; and what
+all agents say about the hosts of the job, each thing once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from outlast.clock import Clock
 from outlast.coordination.records import FaultRecord
+from outlast.coordination.replicated.hosts import HostInfo
+from outlast.events import Emitter, HostJoined, HostLost
 from outlast.launch.agent.decisions import JobRecord, JobState
 from outlast.launch.agent.job_keys import JobKeys
 from outlast.launch.config.hosts_spec import HostsSpec
 from outlast.launch.config.job_spec import JobSpec
 from outlast.launch.hosts.host_group import GroupState
-from outlast.launch.hosts.job.decider import Decider, Facts, loss_text
+from outlast.launch.hosts.job.decider import Decider, Facts, Wait
 from outlast.launch.hosts.job.job_log import JobLog
-from outlast.launch.hosts.job.job_plan import Entry, JobPlan, Stage
-from outlast.launch.hosts.job.notices import WaitNotice
+from outlast.launch.hosts.plan import Entry, JobPlan, Stage
+from outlast.system.units import duration_text
+
+_LONG_S = 5.0
+"""A wait is told after so long, and again after so long if it has changed."""
+
+
+class WaitNotice:
+    """Lines about what the job waits for: when a wait has lasted a while, and when it is over.
+    `told` is whether a wait was told whose end was not.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._since: float | None = None
+        self._last, self._last_at = "", 0.0
+        self.told = False
+
+    def waiting(self, wait: Wait | None, now: float) -> None:
+        """Tell what the job waits for now; `None` for nothing."""
+        if wait is None:
+            if self.told and self._since is not None:
+                self._say(f"the wait is over, after {duration_text(now - self._since)}")
+            self.forget()
+            return
+        if self._since is None:
+            self._since = self._last_at = now
+        text = f"{wait.what}; {wait.then}"
+        if text == self._last or (not wait.at_once and now - self._last_at < _LONG_S):
+            return
+        self._last, self._last_at, self.told = text, now, True
+        until = "" if wait.until is None else f"; in {duration_text(wait.until - now)} {wait.then}"
+        self._say(f"waiting for {wait.what}{until}")
+
+    def forget(self) -> None:
+        """Nothing is waited for any more, and nothing is to be said of it."""
+        self._since, self.told, self._last = None, False, ""
 
 
 class Leading:
@@ -39,16 +78,16 @@ class Leading:
         self._reported: set[tuple[int, str]] = set()
         self._probe_reported = (-1, "")
 
-    def waits(self, plan: JobPlan, group: GroupState) -> bool:
+    def waits(self, plan: JobPlan) -> bool:
         """Whether the job may wait for hosts, so that every agent has to look."""
-        missing = {place for place, _ in self._decider.missing(plan, group)}
-        return self._waits.said or (
+        missing = {place for place, _ in plan.missing()}
+        return self._waits.told or (
             bool(missing - plan.given_up)
             if plan.stage is Stage.RUNNING
             else plan.stage is not Stage.FINISHED
         )
 
-    def next_entry(self, plan: JobPlan, group: GroupState, *, leads: bool) -> Entry | None:
+    def next_entry(self, plan: JobPlan, leader: str, *, leads: bool) -> Entry | None:
         """The next decision, after the members of the wrapped call have been told which hosts are
         lost; `None` for an agent that does not lead. Such an agent only says what the job waits
         for. It counts the time all the same, as it may have to lead in the middle of a wait.
@@ -58,33 +97,32 @@ class Leading:
         if plan.stage is Stage.FINISHED:  # nothing is read: the leader may have left
             self._waits.waiting(None, now)
             return None
-        if not leads and not self.waits(plan, group):
+        if not leads and not self.waits(plan):
             self._waits.forget()  # the next wait has a time of its own
             return None
-        facts = self._facts(plan, group)
+        facts = self._facts(plan, leader)
         if leads:
-            self._report_lost_hosts(plan, group, facts.job)
-            self._report_probe(plan, group)
-        entry = self._decider.next_entry(plan, group, facts, now)
+            self._report_lost_hosts(plan, facts.job)
+            self._report_probe(plan)
+        entry = self._decider.next_entry(plan, facts, now)
         if entry is None:
-            self._waits.waiting(self._decider.wait(plan, group, facts, now), now)
+            self._waits.waiting(self._decider.wait(plan, facts, now), now)
         return entry if leads else None
 
     def _cut_off(self, plan: JobPlan) -> None:
         """A wait for hosts that was given up is not over, nor one that the end of the job cuts off:
         what has followed is said elsewhere.
         """
-        ends = plan.stage in (Stage.ENDING, Stage.FINISHED)
-        if plan.given_up - self._given_up or (ends and not self._ends):
+        if plan.given_up - self._given_up or (plan.ends and not self._ends):
             self._waits.forget()
-        self._given_up, self._ends = plan.given_up, ends
+        self._given_up, self._ends = plan.given_up, plan.ends
 
-    def _facts(self, plan: JobPlan, group: GroupState) -> Facts:
+    def _facts(self, plan: JobPlan, leader: str) -> Facts:
         """What the next decision depends on. Nothing is read that it does not depend on."""
         if plan.stage is Stage.FORMING:
             return Facts()
-        spares = any(host.id not in plan.places for host in group.hosts)
-        missing = bool(self._decider.missing(plan, group))
+        spares = any(host not in plan.places for host in plan.hosts)
+        missing = bool(plan.missing())
         repairs = plan.stage is Stage.RUNNING and (spares or missing)
         clears = plan.stage is Stage.CLEARING
         suspicion = self._keys.suspected_link() if plan.stage is Stage.RUNNING else ""
@@ -98,26 +136,27 @@ class Leading:
             used=self._log.replaced(plan.attempt) if clears or repairs else 0,
             suspicion=suspicion,
             links={} if probe is None else self._log.links(probe.attempt, probe.key),
+            leader=leader,
         )
 
-    def _report_probe(self, plan: JobPlan, group: GroupState) -> None:
+    def _report_probe(self, plan: JobPlan) -> None:
         """Let the members that wait for the result of a probe go on: once the hosts that leave are
         lost and reported, because a rank that connects to one of them cannot be interrupted.
         """
         done = plan.stage is Stage.RUNNING and plan.probe is None and plan.probed
-        if not done or any(host.id in plan.excluded for host in group.hosts):
+        if not done or any(host in plan.excluded for host in plan.hosts):
             return
         if self._probe_reported != (plan.attempt, plan.probed):
             self._keys.end_probe(plan.probed)
             self._probe_reported = plan.attempt, plan.probed
 
-    def _report_lost_hosts(self, plan: JobPlan, group: GroupState, job: JobRecord) -> None:
+    def _report_lost_hosts(self, plan: JobPlan, job: JobRecord) -> None:
         """Tell the members of the wrapped call which hosts are lost, with all their ranks. It may
         be told twice, because another leader may have died before it did, or in the middle.
         """
         if plan.stage is not Stage.RUNNING or job.state is JobState.PLAIN:
             return
-        for place, loss in self._decider.missing(plan, group):
+        for place, loss in plan.missing():
             known = (plan.attempt, loss.host.id)
             if known in self._reported:
                 continue
@@ -129,7 +168,55 @@ class Leading:
                 host=loss.host.name,
                 pid=-1,
                 interruption="TERMINATED",
-                cause=loss_text(loss),
+                cause=str(loss),
             )
             self._keys.host_lost(loss.host.id, ranks, plan.size * self._nproc, fault)
             self._reported.add(known)
+
+
+class GroupNotices:
+    """Lines and events about hosts that join, are lost, or lead."""
+
+    def __init__(self, say: Callable[[str], None], emitter: Emitter) -> None:
+        self._say, self._emitter = say, emitter
+        self._joined: set[str] = set()
+        self._lost = 0
+        self._refused = 0
+        self._leader = ""
+
+    def changed(self, plan: JobPlan, group: GroupState) -> None:
+        first = not self._joined
+        losses = list(plan.lost.values())
+        came = [host for host in plan.hosts.values() if host.id not in self._joined]
+        came += [loss.host for loss in losses if loss.host.id not in self._joined]
+        if came:
+            # When this host joins, others may be gone already: only the events tell of those.
+            told = [host for host in came if host.id in plan.hosts] if first else came
+            self._joined.update(host.id for host in came)
+            self._say(f"joined: {_hosts_text(told)}; hosts in the job: {len(plan.hosts)}")
+        for host in came:
+            joined = HostJoined(host_id=host.id, name=host.name, address=host.address)
+            self._emitter.emit(joined)
+        for loss in losses[self._lost :]:
+            if not first:
+                self._say(str(loss))
+            lost = HostLost(
+                host_id=loss.host.id,
+                name=loss.host.name,
+                address=loss.host.address,
+                reason=loss.reason,
+                left=loss.left,
+            )
+            self._emitter.emit(lost)
+        self._lost = len(losses)
+        for line in group.refused[self._refused :]:
+            self._say(line)
+        self._refused = len(group.refused)
+        if group.leader != self._leader and group.leader in plan.hosts:
+            self._leader = group.leader
+            self._say(f"{plan.hosts[group.leader].name} leads the hosts (term {group.term})")
+
+
+def _hosts_text(hosts: Sequence[HostInfo]) -> str:
+    shown = ", ".join(f"{host.name} ({host.address})" for host in hosts[:8])
+    return shown if len(hosts) <= 8 else f"{shown} and {len(hosts) - 8} more"

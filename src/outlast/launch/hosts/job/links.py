@@ -22,14 +22,13 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from outlast.coordination.replicated.hosts import HostInfo
 from outlast.errors import StoreError
 from outlast.launch.agent.resources import JobResources
-from outlast.launch.hosts.host_group import GroupState
 from outlast.launch.hosts.job.job_log import JobLog
-from outlast.launch.hosts.job.job_plan import JobPlan, Links, Probe
+from outlast.launch.hosts.plan import JobPlan, Links, Probe
 
 Address = tuple[str, int]
 
@@ -76,7 +75,7 @@ class HostLinks:
         self._loop.watch(self._listener.fileno(), selectors.EVENT_READ, self._accept)
         log.open_link_port(self._listener.getsockname()[1])
 
-    def probe(self, entry: Probe, hosts: Sequence[HostInfo]) -> None:
+    def probe(self, entry: Probe, hosts: Iterable[HostInfo]) -> None:
         """Report which hosts of `entry` cannot be reached; `hosts` are those in the group."""
         if self._me.id not in entry.hosts:
             return  # it joined meanwhile: no report is expected from it
@@ -91,22 +90,22 @@ class HostLinks:
         # A daemon: connections that are not answered must not keep the process alive.
         threading.Thread(target=work, name="link probe", daemon=True).start()
 
-    def decided(self, entry: Links, group: GroupState) -> None:
+    def decided(self, entry: Links, hosts: Iterable[HostInfo], *, leads: bool) -> None:
         """Say what was found.
 
         Raises:
             LeftOut: if this host is one that leaves.
         """
         if self._me.id in entry.excluded:
-            raise self._left_out(entry, group.hosts)
+            raise self._left_out(entry, hosts)
         for reason in entry.excluded.values():
             self._resources.console.say(reason)
-        if not entry.excluded and group.leader == self._me.id:
+        if not entry.excluded and leads:
             self._resources.console.say(
                 "all hosts reach each other: the restart has another cause than a broken link"
             )
 
-    def _left_out(self, entry: Links, hosts: Sequence[HostInfo]) -> LeftOut:
+    def _left_out(self, entry: Links, hosts: Iterable[HostInfo]) -> LeftOut:
         ends = entry.waits_for[self._me.id]
         addresses = self._addresses(hosts)
         broken = {host: address for host, address in addresses.items() if host in ends}
@@ -114,11 +113,10 @@ class HostLinks:
         return LeftOut(entry.excluded[self._me.id], self._me.address, broken, whole)
 
     def close(self) -> None:
-        """Stop listening."""
         self._loop.unwatch(self._listener.fileno())
         self._listener.close()
 
-    def _addresses(self, hosts: Sequence[HostInfo]) -> dict[str, Address]:
+    def _addresses(self, hosts: Iterable[HostInfo]) -> dict[str, Address]:
         ports = self._log.link_ports()
         others = [host for host in hosts if host.id in ports and host.id != self._me.id]
         return {host.id: (host.address, ports[host.id]) for host in others}
@@ -161,7 +159,7 @@ async def _connects(own: str, address: Address, patience_s: float) -> bool:
 
 
 def judge(
-    probe: Probe, plan: JobPlan, group: GroupState, reports: Mapping[str, frozenset[str]]
+    probe: Probe, plan: JobPlan, leader: str, reports: Mapping[str, frozenset[str]]
 ) -> Links | None:
     """What follows from the reports; `None` while one is missing of a host that is in the group.
 
@@ -169,7 +167,7 @@ def judge(
     leaves, and not its peers. Of equal ones a spare, then one that does not lead, then the one at
     the highest place.
     """
-    there = {host.id: host for host in group.hosts if host.id in probe.hosts}
+    there = {name: host for name, host in plan.hosts.items() if name in probe.hosts}
     if there.keys() - reports.keys():
         return None
     pairs = {
@@ -184,7 +182,7 @@ def judge(
         return (
             sum(host in pair for pair in left),
             place is None,
-            host != group.leader,
+            host != leader,
             -1 if place is None else place,
             host,
         )

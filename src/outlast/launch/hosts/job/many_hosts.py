@@ -1,8 +1,8 @@
 """A job on many hosts: this host's coordinator, which agrees with those of the other hosts.
 
-Decisions are entries of one chain in the agents' store (`job_plan`); each agent applies them in
-order. An agent claims an entry when a worker of its host has failed, or when it was told to stop.
-The agent of the group's leader also claims those that follow from the hosts that are there
+Each agent applies the entries of the group's chain in order (`plan`), and does what they require of
+this host. An agent claims an entry when a worker of its host has failed, or when it was told to
+stop. The agent of the group's leader also claims those that follow from the hosts that are there
 (`decider`).
 
 Everything here happens in the thread of the agent's event loop, and operations on the store block
@@ -23,15 +23,20 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from outlast.coordination.records import process_name
+from outlast.coordination.replicated.hosts import HostJoined, HostLost
 from outlast.errors import StoreError
+from outlast.launch import environment
 from outlast.launch.agent.coordinator import Actions, Outcome
 from outlast.launch.agent.death_log import Death
 from outlast.launch.agent.decisions import Decision, JobRecord
 from outlast.launch.agent.job_keys import JobKeys
 from outlast.launch.agent.resources import JobResources
+from outlast.launch.config.job_spec import Placement
 from outlast.launch.hosts.host_group import GroupSpec, GroupState, HostGroup
-from outlast.launch.hosts.job.job_log import JobLog, plan_key
-from outlast.launch.hosts.job.job_plan import (
+from outlast.launch.hosts.job.job_log import JobLog
+from outlast.launch.hosts.job.leading import GroupNotices, Leading
+from outlast.launch.hosts.job.links import HostLinks
+from outlast.launch.hosts.plan import (
     End,
     Entry,
     GiveUp,
@@ -44,13 +49,8 @@ from outlast.launch.hosts.job.job_plan import (
     Stop,
     Take,
     decode,
+    ranks_text,
 )
-from outlast.launch.hosts.job.leading import Leading
-from outlast.launch.hosts.job.links import HostLinks
-from outlast.launch.hosts.job.notices import GroupNotices
-from outlast.launch.hosts.job.placements import placement, ranks_text
-from outlast.launch.hosts.job.plan_watcher import PlanWatcher
-from outlast.launch.hosts.job.workers_store import WorkersStore
 from outlast.launch.hosts.server.store_server import LOOPBACK
 from outlast.system.lease_page import LeasePage
 from outlast.system.sockets import is_loopback
@@ -102,14 +102,11 @@ class ManyHosts:
             stack.pop_all()
         self._me = self._group.me
         self.host_id = self._me.id
-        self._store = self._group.store
-        self._log = JobLog(self._store, self._me.id, self._me.name)
-        self._workers = WorkersStore(LOOPBACK, self._me.store_port, self._why_lost)
+        self._log = JobLog(self._group.store, self._me.id, self._me.name)
         clock = resources.loop.clock
         self._leading = Leading(job, job.hosts, self._log, self.keys, clock, self._say)
         self._plan = JobPlan()
         self._state = GroupState()
-        self._watcher: PlanWatcher | None = None
         self._links = HostLinks(self._log, self._me, job.hosts.lease_s, resources)
         self._notices: GroupNotices | None = None
         self._timer = resources.loop.call_later(0.0, lambda: None)
@@ -122,7 +119,7 @@ class ManyHosts:
 
     @property
     def keys(self) -> JobKeys:
-        return JobKeys(self._workers)
+        return JobKeys(self._group.workers)
 
     @property
     def used(self) -> int:
@@ -132,7 +129,7 @@ class ManyHosts:
         return self._log.agree(name, value)
 
     def ready(self) -> None:
-        if self._watcher is None:
+        if self._notices is None:
             self._begin()
         else:
             self._log.clear(self._plan.attempt)
@@ -155,14 +152,14 @@ class ManyHosts:
 
     def end(self, cause: str, pid: int) -> None:
         process = process_name(self.host_id, pid)
-        self._propose(lambda plan: None if _ends(plan) else End(cause, process))
+        self._propose(lambda plan: None if plan.ends else End(cause, process))
 
     def stop(self, number: signal.Signals) -> None:
-        if self._plan.place_of(self.host_id) is None and not _ends(self._plan):
+        if self._plan.place_of(self.host_id) is None and not self._plan.ends:
             self._leaves_alone = True  # it has no workers: the job goes on without this host
             self._actions.stop(number, "")
             return
-        self._propose(lambda plan: None if _ends(plan) else Stop(number, self._me.name))
+        self._propose(lambda plan: None if plan.ends else Stop(number, self._me.name))
 
     def failed(self, death: Death) -> None:
         if death.decision in (Decision.FATAL, Decision.FAILED, Decision.LOST, Decision.STOPPED):
@@ -180,19 +177,15 @@ class ManyHosts:
         self._timer.cancel()
         self._links.close()
         self._group.close(leave=self._over)
-        self._workers.close()
-        if self._watcher is not None:
-            self._watcher.close()
         assert self.lease_page is not None
         shutil.rmtree(self.lease_page.parent, ignore_errors=True)
 
     # ------------------------------------------------------------------ looking and deciding
 
     def _begin(self) -> None:
-        loop, resources = self._resources.loop, self._resources
-        self._notices = GroupNotices(resources.console.say, resources.emitter)
-        least, most = self._hosts.minimum, self._hosts.maximum
-        number = str(least) if least == most else f"{least} to {most}"
+        self._notices = GroupNotices(self._say, self._resources.emitter)
+        minimum, maximum = self._hosts.minimum, self._hosts.maximum
+        number = str(minimum) if minimum == maximum else f"{minimum} to {maximum}"
         self._say(
             f"this host is {self._me.name} ({self._me.address}); run {self._job.run_id!r} needs "
             f"{number} hosts"
@@ -208,26 +201,24 @@ class ManyHosts:
                 "it. Set OUTLAST_TOKEN to the output of `openssl rand -hex 32` on all hosts, or "
                 "give --token-file"
             )
-        self._state = self._group.poll()
-        self._notices.changed(self._state)
         self._catch_up()
-        self._watcher = PlanWatcher(self._store, self._plan.number + 1)
-        for fd in (self._group.wakeup_fd(), self._watcher.fd):
-            loop.watch(fd, selectors.EVENT_READ, self._look)
+        self._resources.loop.watch(self._group.wakeup_fd(), selectors.EVENT_READ, self._look)
         self._look()
 
     def _catch_up(self) -> None:
-        """Apply the decisions that were made before, and do what the last of them requires."""
-        while (data := self._store.read(plan_key(self._plan.number + 1))) is not None:
+        """Apply the entries that were made before, and do what the last of them requires."""
+        self._state = self._group.poll()
+        for data in self._state.chain:
             entry = decode(data)
             self._plan = self._plan.apply(entry)
             if isinstance(entry, Start) and entry.attempt == 0:
                 self._joined_late = self.host_id not in entry.places
         plan = self._plan
+        self._tell()
         if plan.stage is Stage.RUNNING:
             self._start_attempt()
             if plan.probe is not None:
-                self._links.probe(plan.probe, self._state.hosts)
+                self._links.probe(plan.probe, plan.hosts.values())
         elif plan.stage is Stage.CLEARING and plan.place_of(self.host_id) is not None:
             self._log.clear(plan.attempt)  # the attempt was over before this host has started it
         elif plan.stop is not None:
@@ -239,30 +230,34 @@ class ManyHosts:
         """Learn what is new, and decide what follows if this is the leader's agent."""
         if self._over:
             return
-        assert self._watcher is not None
-        assert self._notices is not None
         self._timer.cancel()
         self._state = self._group.poll()
-        if self._plan.stage is not Stage.FINISHED:
-            self._notices.changed(self._state)
         if self._state.error:
             raise StoreError(self._state.error)
-        for number, data in self._watcher.take():
-            self._apply(number, data)
+        while self._plan.number < len(self._state.chain):
+            new = decode(self._state.chain[self._plan.number])
+            if not isinstance(new, HostJoined | HostLost):
+                self._tell()  # what has led to it
+            self._apply(new)
+        self._tell()
         led, leads = self._leads, self._state.leader == self.host_id
         self._leads = leads
         if leads and not led and self._plan.given_up:
             self._tell_given_up(self._plan.given_up)  # the last leader may not have got to it
-        while entry := self._leading.next_entry(self._plan, self._state, leads=leads):
+        leader = self._state.leader
+        while entry := self._leading.next_entry(self._plan, leader, leads=leads):
             self._claim(entry)
         if self._plan.stage is Stage.FINISHED:
             self._finish()
         self._look_later()
 
+    def _tell(self) -> None:
+        if self._notices is not None and self._plan.stage is not Stage.FINISHED:
+            self._notices.changed(self._plan, self._state)
+
     def _look_later(self) -> None:
-        """Look again after a pause, if this agent waits for something that does not wake it."""
         stage, leads = self._plan.stage, self._state.leader == self.host_id
-        waits = self._leading.waits(self._plan, self._state)
+        waits = self._leading.waits(self._plan)
         if self._over or not (leads or waits or stage is Stage.FINISHED):
             return
         ends = leads and stage in (Stage.CLEARING, Stage.ENDING)
@@ -280,19 +275,17 @@ class ManyHosts:
                 return
 
     def _claim(self, entry: Entry) -> bool:
-        number, mine = self._plan.number + 1, entry.encode()
-        held = self._store.claim(plan_key(number), mine)
-        self._apply(number, held, mine=held == mine)
+        mine = entry.encode()
+        held = self._group.claim(self._plan.number + 1, mine)
+        self._apply(decode(held), mine=held == mine)
         return held == mine
 
-    # ------------------------------------------------------------------ applying decisions
+    # ------------------------------------------------------------------ applying entries
 
-    def _apply(self, number: int, data: bytes, *, mine: bool = False) -> None:
-        if number != self._plan.number + 1:
-            return  # known already, from a claim
-        before, entry = self._plan, decode(data)
+    def _apply(self, entry: Entry, *, mine: bool = False) -> None:
+        before = self._plan
         self._plan = before.apply(entry)
-        if self._plan == before.apply(Entry()):
+        if self._plan == dataclasses.replace(before, number=self._plan.number):
             return  # it came too late, and has no meaning
         if isinstance(entry, Start):
             self._start_attempt()
@@ -301,11 +294,12 @@ class ManyHosts:
         elif isinstance(entry, GiveUp):
             self._give_up(entry)
         elif isinstance(entry, Probe):
-            self._links.probe(entry, self._state.hosts)
+            self._links.probe(entry, self._plan.hosts.values())
         elif isinstance(entry, Links):
             # In order: no worker is left when the agent closes this coordinator.
             self._over = self.host_id in entry.excluded
-            self._links.decided(entry, self._state)
+            leads = self._state.leader == self.host_id
+            self._links.decided(entry, self._plan.hosts.values(), leads=leads)
         elif isinstance(entry, Restart):
             self._actions.restart("" if mine and entry.process else entry.cause)
         elif isinstance(entry, Stop):
@@ -318,10 +312,9 @@ class ManyHosts:
         plan = self._plan
         self._no_worker_left = False
         self._group.new_attempt(plan.attempt)
-        self._workers.close()
         place = plan.place_of(self.host_id)
         if place == 0:
-            self._log.forget_before(plan.attempt - 1, self._store)
+            self._log.forget_before(plan.attempt - 1)
         if place is None:
             self._say(
                 f"{len(plan.places)} hosts run the job; this one is a spare, and waits until a "
@@ -333,10 +326,7 @@ class ManyHosts:
 
     def _take_place(self, entry: Take) -> None:
         ranks = ranks_text(entry.place, self._job.nproc)
-        # The host may have joined since the last look. What else is new waits for the next look.
-        self._state = self._group.poll()
-        self._resources.loop.call_later(0.0, self._look)
-        host = next((host.name for host in self._state.hosts if host.id == entry.host), entry.host)
+        host = self._plan.host(entry.host).name
         self._say(f"host {host} takes place {entry.place}: {ranks}")
         if entry.host == self.host_id:
             nproc = self._job.nproc
@@ -345,9 +335,33 @@ class ManyHosts:
             self._start_workers(entry.place)
 
     def _start_workers(self, place: int) -> None:
-        known = [*self._state.hosts, *(loss.host for loss in self._state.lost)]
-        made = placement(self._plan, place, self._me, known, self.lease_page)
-        self._actions.start(made)
+        """Start them at `place`.
+
+        `MASTER_ADDR` is this host's own store server, which lives as long as the workers and
+        listens on loopback; the servers of all hosts show the same store. It is not the host of
+        rank 0, as with torchrun: `init_process_group` does not need that, and nothing is left open
+        to the network. A script that serves something on the host of rank 0 finds its address in
+        `OUTLAST_MASTER_ADDR`.
+        """
+        plan, me = self._plan, self._me
+        variables = {
+            "OUTLAST_STORE": f"{LOOPBACK}:{me.store_port}",
+            "OUTLAST_MASTER_ADDR": plan.host(plan.places[0]).address,
+            "OUTLAST_HOST": me.id,
+            "OUTLAST_HOST_ADDR": me.address,
+            "OUTLAST_FENCE": str(self.lease_page),
+            **environment.gloo_interface(me.address),
+        }
+        self._actions.start(
+            Placement(
+                store=(LOOPBACK, me.store_port),
+                place=place,
+                places=plan.size,
+                attempt=plan.attempt,
+                taken_over=plan.taken_over[place],
+                variables=variables,
+            )
+        )
 
     def _give_up(self, entry: GiveUp) -> None:
         nproc = self._job.nproc
@@ -381,13 +395,12 @@ class ManyHosts:
             with contextlib.suppress(StoreError):
                 self._log.say_goodbye()
         with contextlib.suppress(StoreError):
-            there = {host.id for host in self._state.hosts}
-            if self._state.leader == self.host_id and there - self._log.goodbyes():
+            others = self._plan.hosts.keys() - self._log.goodbyes()
+            if self._state.leader == self.host_id and others:
                 return
         self._conclude(self._outcome)
 
     def _read_outcome(self) -> Outcome:
-        """What all hosts know now."""
         plan, end = self._plan, self._plan.end
         received = None if plan.stop is None else signal.Signals(plan.stop.signal)
         cause = "" if end is None else end.cause
@@ -414,18 +427,8 @@ class ManyHosts:
     def _conclude(self, outcome: Outcome) -> None:
         self._over = True
         self._timer.cancel()
-        loop = self._resources.loop
-        assert self._watcher is not None
-        for fd in (self._group.wakeup_fd(), self._watcher.fd):
-            loop.unwatch(fd)
+        self._resources.loop.unwatch(self._group.wakeup_fd())
         self._actions.finish(outcome)
-
-    def _why_lost(self) -> str:
-        return self._group.poll().error
 
     def _say(self, line: str) -> None:
         self._resources.console.say(line)
-
-
-def _ends(plan: JobPlan) -> bool:
-    return plan.stage in (Stage.ENDING, Stage.FINISHED)

@@ -95,6 +95,5 @@ def _open_group(backend: str, spec: GroupSpec) -> HostGroup:
 
 
 def _say(line: str) -> None:
-    """Print a line while there is no console."""
     sys.stderr.write(f"[outlast] {time.strftime('%H:%M:%S')} {line}\n")
     sys.stderr.flush()

@@ -79,12 +79,10 @@ class Connection:
 
     @property
     def is_open(self) -> bool:
-        """Whether the connection has not ended."""
         return self._open
 
     @property
     def connecting(self) -> bool:
-        """Whether the connection is not established yet."""
         return self._connecting
 
     def send(self, message: Message) -> None:
@@ -187,7 +185,6 @@ class Connection:
             pass
 
     def _shake_hands(self) -> bool:
-        """Goes on with the handshake; whether it is over."""
         if not self._handshake.may_go_on(bytes(self._received)):
             self._end(f"it is no outlast agent: it says {bytes(self._received[:40])!r}")
             return False

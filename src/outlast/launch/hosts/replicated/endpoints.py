@@ -110,7 +110,6 @@ def _refuse_loopback(endpoint: Endpoint) -> None:
 
 
 def _facing(endpoints: Sequence[Endpoint]) -> str:
-    """The address of this host on the way to the first endpoint that has one."""
     problem = "no endpoint"
     for endpoint in endpoints:
         problem = f"{endpoint}: {endpoint.problem}"
@@ -127,7 +126,6 @@ def _facing(endpoints: Sequence[Endpoint]) -> str:
 
 
 def _listener(address: str, port: int) -> socket.socket | str:
-    """A listening socket, or why there is none."""
     listener = socket.socket(_family(address), socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

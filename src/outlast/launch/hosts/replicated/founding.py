@@ -89,15 +89,12 @@ class Founding:
         self.attempt = 1
 
     def heard_of_group(self, now: float) -> None:
-        """There was news of a living group."""
         self._began = now
 
     def is_fresh(self, endpoint: int, now: float) -> None:
-        """Another endpoint has said that it knows of no group."""
         self._fresh[endpoint] = now
 
     def candidate(self, now: float) -> bool:
-        """Whether this endpoint asks for grants."""
         if self._record.past.groups:
             # Its hosts may have leases for a while after it is over, and voters alone are asked.
             self._began = max(self._began, now)
@@ -191,7 +188,6 @@ class Founding:
         return self._quorum.is_quorum({str(i) for i in range(self._count) if i not in without})
 
     def holder(self) -> int | None:
-        """Which endpoint has the grant of this one."""
         return None if self._given is None else self._given.endpoint
 
     def _lower(self, now: float) -> bool:

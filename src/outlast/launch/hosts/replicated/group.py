@@ -10,13 +10,15 @@ import threading
 import time
 
 from outlast.coordination.replicated.hosts import HostInfo
-from outlast.coordination.replicated.timing import Timing
+from outlast.coordination.replicated.quorum import Timing
+from outlast.coordination.replicated.table import entry_key
 from outlast.errors import LaunchError
 from outlast.launch.hosts.host_group import GroupSpec, GroupState
 from outlast.launch.hosts.replicated.endpoints import Endpoint, listen, resolve
-from outlast.launch.hosts.replicated.group_store import GroupStore
 from outlast.launch.hosts.replicated.record import Record, open_record
 from outlast.launch.hosts.replicated.service import HostService
+from outlast.launch.hosts.server.combining import Upstream
+from outlast.launch.hosts.server.loop_store import LoopStore
 from outlast.system.waiting import readable
 
 _LOOK_S = 1.0
@@ -43,9 +45,16 @@ class ReplicatedGroup:
         return self._started().me
 
     @property
-    def store(self) -> GroupStore:
+    def store(self) -> LoopStore:
+        return self._store_of(self._started())
+
+    @property
+    def workers(self) -> LoopStore:
+        return self._store_of(self._started().server)
+
+    def _store_of(self, upstream: Upstream) -> LoopStore:
         run = f"run {self._spec.run_id!r}"
-        return GroupStore(self._started(), run, self._spec.lease_s)
+        return LoopStore(self._started(), upstream, run, self._spec.lease_s)
 
     def start(self) -> None:
         limit = time.monotonic() + self._spec.join_limit_s
@@ -67,6 +76,9 @@ class ReplicatedGroup:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wakeup)
         return self._started().state
+
+    def claim(self, number: int, entry: bytes) -> bytes:
+        return self.store.claim(entry_key(number), entry)
 
     def new_attempt(self, attempt: int) -> None:
         self._started().new_attempt(attempt)

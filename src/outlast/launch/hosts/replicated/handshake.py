@@ -64,7 +64,6 @@ class Handshake:
 
     @property
     def over(self) -> bool:
-        """Whether frames may be sent and received."""
         return not self.wants
 
     def receive(self, data: bytes) -> bytes:
@@ -96,7 +95,6 @@ class Handshake:
 
     @property
     def tag_bytes(self) -> int:
-        """The size of a tag."""
         return TAG_BYTES if self._key else 0
 
     def _kind(self, data: bytes) -> bytes:

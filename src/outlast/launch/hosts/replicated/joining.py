@@ -76,12 +76,10 @@ class Joining:
         self._step()
 
     def close(self) -> None:
-        """Stop."""
         self._over = True
         self._timer.cancel()
 
     def problem(self) -> str:
-        """What has kept this host from joining so far."""
         if self._loop.clock.now() < self._unreached_until:
             return self._unreached
         if self._waiting is not None and self._loop.clock.now() < self._waiting_until:
@@ -113,7 +111,6 @@ class Joining:
         return "; ".join(problems)
 
     def receive(self, peer: Peer, message: Message) -> None:
-        """Handle a message of another agent."""
         founding = self._founding
         if isinstance(message, Find):
             self._learn(peer, message.past)

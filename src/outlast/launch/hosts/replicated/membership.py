@@ -1,4 +1,4 @@
-"""A host in the group: drives its replica of the store, admits hosts, and announces the group."""
+"""This host in the group: drives its node, follows the chain, and talks with the other agents."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable
 
 from outlast.coordination.replicated import messages as consensus
 from outlast.coordination.replicated.hosts import HostInfo
+from outlast.coordination.replicated.node import Node
 from outlast.coordination.replicated.operations import Failed, Operation, Result
-from outlast.coordination.replicated.quorum import Voters
-from outlast.coordination.replicated.replica import Replica
+from outlast.coordination.replicated.quorum import NEVER, Voters
+from outlast.coordination.replicated.table import entry_key
 from outlast.launch.event_loop import EventLoop, Timer
-from outlast.launch.hosts.replicated.admission import objection
-from outlast.launch.hosts.replicated.directory import Directory
+from outlast.launch.hosts.host_group import Chain, objection
 from outlast.launch.hosts.replicated.founding import ANNOUNCE_S
 from outlast.launch.hosts.replicated.messages import (
     Admitted,
@@ -37,7 +37,60 @@ ANNOUNCERS = 7
 """How many hosts, the longest in the group, announce it: as many as there are voters. Not only the
 leader, whose death must not make a restarted endpoint believe that there is no group.
 """
+_AT_ONCE = 64
+"""How many entries of the chain are read in one operation."""
 _OVER = "this host has left the group"
+
+
+class ChainFollower:
+    """Receives the chain of the group: what there is in a few reads, then one entry after another.
+
+    Args:
+        submit: starts a store operation; the second argument is called with its result.
+        changed: called when there are new entries.
+    """
+
+    def __init__(
+        self, submit: Callable[[Operation, Done], object], changed: Callable[[], None]
+    ) -> None:
+        self.chain = Chain()
+        self.caught_up = False
+        self._submit, self._changed = submit, changed
+        self._started = False
+
+    def start(self) -> None:
+        if not self._started:
+            self._started = True
+            self._read()
+
+    def _read(self) -> None:
+        first = len(self.chain.entries) + 1
+        parts = tuple(Operation("read", entry_key(n)) for n in range(first, first + _AT_ONCE))
+        self._submit(Operation("batch", operations=parts), self._found)
+
+    def _found(self, result: Result) -> None:
+        if not isinstance(result, list):
+            return  # the lease is over
+        found = [entry for entry in result if isinstance(entry, bytes)]
+        for entry in found:
+            self.chain.append(entry)
+        if len(found) == _AT_ONCE:
+            self._read()
+            return
+        self.caught_up = True
+        self._changed()
+        self._await_next()
+
+    def _await_next(self) -> None:
+        # An entry that has come meanwhile is there: then this returns at once.
+        key = entry_key(len(self.chain.entries) + 1)
+        self._submit(Operation("wait_for", key), self._came)
+
+    def _came(self, result: Result) -> None:
+        if isinstance(result, bytes):  # otherwise the lease is over
+            self.chain.append(result)
+            self._changed()
+            self._await_next()
 
 
 class Membership:
@@ -64,7 +117,7 @@ class Membership:
         loop: EventLoop,
         peers: PeerConnections,
         me: HostInfo,
-        replica: Replica,
+        node: Node,
         group: str,
         generation: int,
         record: Record,
@@ -84,7 +137,7 @@ class Membership:
         self._loop = loop
         self._peers = peers
         self._me = me
-        self._replica = replica
+        self._node = node
         self._endpoints = tuple(endpoints)
         self._addresses = {host.id: (host.address, host.port) for host in (me, *known)}
         self._renewed = renewed
@@ -92,11 +145,11 @@ class Membership:
         self._ended = ended
         self._host_refused = host_refused
         self._done: dict[int, Done] = {}
-        self._joining: dict[str, Peer] = {}  # those that the leader waits to see in the directory
-        self._lease_until = float("-inf")
+        self._joining: dict[str, Peer] = {}  # those that the leader waits to see in the chain
+        self._lease_until = NEVER
         # A host that gets no lease until then is lost, if the leader that has admitted it lives. It
         # may have died at once, with all who knew of this host: then nobody will ever come.
-        self._lease_by = loop.clock.now() + 2 * replica.timing.lost_after
+        self._lease_by = loop.clock.now() + 2 * node.timing.lost_after
         self.unheard = False
         self._over = False
         self._submitted = False
@@ -105,7 +158,8 @@ class Membership:
         self._admits_itself = group == me.id  # the founder
         self._timer = Timer(self.pump)
         self._timer_at = float("inf")
-        self.directory = Directory(self.submit, self._directory_changed)
+        self._follower = ChainFollower(self.submit, self._chain_changed)
+        self.chain = self._follower.chain
         self._announce()
 
     # ------------------------------------------------------------------ operations (`Upstream`)
@@ -114,15 +168,14 @@ class Membership:
         if self._over:
             done(Failed(_OVER))
             return -1
-        ticket = self._replica.submit(operation, self._loop.clock.now())
+        ticket = self._node.submit(operation, self._loop.clock.now())
         self._done[ticket] = done
         self._submitted = True
         return ticket
 
     def cancel(self, handle: object) -> None:
-        """Give up a wait: `done` is not called any more."""
         if isinstance(handle, int) and self._done.pop(handle, None) is not None:
-            self._replica.cancel(handle)
+            self._node.cancel(handle)
             self._submitted = True
 
     # ------------------------------------------------------------------ the loop
@@ -135,9 +188,9 @@ class Membership:
         """
         while not self._over:
             now = self._loop.clock.now()
-            if now > self._lease_until > float("-inf"):
+            if now > self._lease_until > NEVER:
                 late_s = now - self._lease_until
-                leader = self.directory.hosts.get(self.leader)
+                leader = self.chain.hosts.get(self.leader)
                 unheard = f"the leader {leader.name} ({leader.address})" if leader else "a leader"
                 if self.leader == self._me.id:
                     unheard = "more than half of the hosts"
@@ -146,23 +199,23 @@ class Membership:
                     f"{unheard}"
                 )
                 return
-            if self._lease_until == float("-inf") and now > self._lease_by:
+            if self._lease_until == NEVER and now > self._lease_by:
                 self.unheard = True
                 self._end("no leader of the group has answered since this host was admitted")
                 return
-            if now >= self._replica.next_tick() or self._tick_soon:
+            if now >= self._node.next_tick() or self._tick_soon:
                 self._tick_soon = False
-                self._replica.tick(now)
+                self._node.tick(now)
             self._submitted = False
             if self._admits_itself:
                 # Refused only in the first round, in which the founder's term begins.
-                self._admits_itself = not self._replica.add_host(self._me, now)
+                self._admits_itself = not self._node.add_host(self._me, now)
                 self._submitted = True
-            sending = self._replica.outbox()
+            sending = self._node.outbox()
             self._keep_voters()
             for host, message in sending:
                 self._send(host, message)
-            for ticket, result in self._replica.results():
+            for ticket, result in self._node.results():
                 done = self._done.pop(ticket, None)
                 if done is not None:
                     done(result)
@@ -173,7 +226,6 @@ class Membership:
             self._schedule()
 
     def receive(self, peer: Peer, message: Message) -> None:
-        """Handle a message of another agent."""
         if isinstance(message, Replicated):
             if (message.group, message.receiver) == (self.group, self._me.id):
                 self._addresses.setdefault(peer.host.id, (peer.host.address, peer.host.port))
@@ -189,7 +241,7 @@ class Membership:
         """Leave in order; `ended` is called when the others can do without this host."""
         if not self._over:
             self._leaving = True
-            self._replica.leave(reason, self._loop.clock.now())
+            self._node.leave(reason, self._loop.clock.now())
 
     def close(self) -> None:
         """Stop, without a word to the others."""
@@ -206,18 +258,18 @@ class Membership:
         except ValueError as e:
             _log.warning("host %s sent what no agent sends: %s", peer.host.name, e)
             return
-        self._replica.receive(peer.host.id, message, self._loop.clock.now())
+        self._node.receive(peer.host.id, message, self._loop.clock.now())
 
     def _keep_voters(self) -> None:
         """Makes a new configuration durable; until then no change of voters is completed by it."""
-        found = self._replica.configurations
+        found = self._node.configurations
         if not found or found == self._recorded:
             return
         self._recorded = found
 
         def wrote() -> None:
             if not self._over:
-                self._replica.wrote(found)
+                self._node.wrote(found)
 
         past = self._record.past.with_group(self._known(found))
         self._record.set_later(past, lambda: self._loop.call_from_thread(wrote))
@@ -235,25 +287,24 @@ class Membership:
         )
 
     def _observe(self) -> None:
-        """Pass on what has changed at the replica."""
-        replica = self._replica
-        if replica.refused is not None:
-            left = replica.refused.orderly and self._leaving
-            self._end("" if left else f"the others went on without it: {replica.refused.reason}")
+        node = self._node
+        if node.refused is not None:
+            left = node.refused.orderly and self._leaving
+            self._end("" if left else f"the others went on without it: {node.refused.reason}")
             return
-        leader = replica.leader or ""
-        if replica.lease_until != self._lease_until:
-            self._lease_until = replica.lease_until
-            if self._lease_until > float("-inf"):
-                self.directory.start()  # before, no leader would answer
+        leader = node.leader or ""
+        if node.lease_until != self._lease_until:
+            self._lease_until = node.lease_until
+            if self._lease_until > NEVER:
+                self._follower.start()  # before, no leader would answer
                 self._renewed(self._lease_until)
-        if (leader, replica.term) != (self.leader, self.term):
-            self.leader, self.term = leader, replica.term
+        if (leader, node.term) != (self.leader, self.term):
+            self.leader, self.term = leader, node.term
             self._changed()
 
     def _schedule(self) -> None:
-        lease_end = self._lease_until if self._lease_until > float("-inf") else self._lease_by
-        due = min(self._replica.next_tick(), lease_end)
+        lease_end = self._lease_until if self._lease_until > NEVER else self._lease_by
+        due = min(self._node.next_tick(), lease_end)
         # A timer that is early costs less than one for each round of the loop.
         if self._timer.pending and self._timer_at <= due:
             return
@@ -275,59 +326,60 @@ class Membership:
         self._ended(reason)
 
     # ------------------------------------------------------------------ the other hosts
-    def _directory_changed(self) -> None:
-        hosts = self.directory.hosts
+    def _chain_changed(self) -> None:
+        hosts = self.chain.hosts
         self._addresses |= {h.id: (h.address, h.port) for h in hosts.values()}
-        for gone in self.directory.gone:
-            self._addresses.pop(gone.host.id, None)
+        for host in self.chain.gone:
+            self._addresses.pop(host, None)
         self._tick_soon = True  # the leader has something to announce
         for host in [host for host in self._joining if host in hosts]:
             self._admit(self._joining.pop(host))
         self._changed()
 
     def _introduction(self) -> Member:
-        leader = self._me if self.leader == self._me.id else self.directory.hosts.get(self.leader)
-        found = self._replica.configurations
+        leader = self._me if self.leader == self._me.id else self.chain.hosts.get(self.leader)
+        found = self._node.configurations
         known = self._known(found) if found else None
-        return Member(self.group, self._generation, leader, len(self.directory.hosts), known)
+        return Member(self.group, self._generation, leader, len(self.chain.hosts), known)
 
     def _join_asked(self, peer: Peer) -> None:
         candidate = peer.host
-        if not self._replica.elected:
+        if not self._node.elected:
             introduction = self._introduction()
             if introduction.leader is None or introduction.leader.id == self._me.id:
                 peer.send(NotYet("the group is choosing a leader"))
             else:
                 peer.send(introduction)
             return
-        if not self.directory.known:
+        if not self._follower.caught_up:
             return  # it asks again
         # One that was lost before it heard of its admission never comes back under its id. Told
         # now, it has no lease, and joins again as another host.
-        lost = any(gone.host.id == candidate.id for gone in self.directory.gone)
-        if lost or candidate.id in self.directory.hosts:
+        if candidate.id in self.chain.gone or candidate.id in self.chain.hosts:
             self._admit(peer)
             return
-        hosts, limit_s = self.directory.hosts.values(), self._replica.timing.lost_after
+        hosts, limit_s = self.chain.hosts.values(), self._node.timing.lost_after
         no = objection(candidate, self._me, hosts, limit_s)
+        if no is not None and no.limit_s:
+            peer.send(NotYet(no.reason, no.limit_s))
+            return
         if no is not None:
-            peer.send(no)
-            if isinstance(no, Refused):
-                self._host_refused(no.reason)
+            peer.send(Refused(no.reason))
+            self._host_refused(no.reason)
             return
         self._addresses[candidate.id] = (candidate.address, candidate.port)
-        if self._replica.add_host(candidate, self._loop.clock.now()):
+        if self._node.add_host(candidate, self._loop.clock.now()):
             self._joining[candidate.id] = peer
 
     def _admit(self, peer: Peer) -> None:
-        first = list(itertools.islice(self.directory.hosts.values(), ANNOUNCERS))
+        first = list(itertools.islice(self.chain.hosts.values(), ANNOUNCERS))
         peer.send(Admitted(self.group, self._generation, self._me.id, (self._me, *first)))
 
     def _announce(self) -> None:
         if self._over:
             return
         self._loop.call_later(ANNOUNCE_S, self._announce)
-        first = itertools.islice(self.directory.hosts, ANNOUNCERS)
+        first = itertools.islice(self.chain.hosts, ANNOUNCERS)
         if self.leader == self._me.id or self._me.id in first:
             for address in self._endpoints:
                 self._peers.send_to(address, self._introduction())
@@ -336,8 +388,8 @@ class Membership:
         """Two groups of one run have met, see `founding`. The older one goes on: it has kept the
         quorum of all before it. Of two that were founded at the same time, the larger one.
         """
-        mine = (-self._generation, len(self.directory.hosts), self.group)
-        if self.directory.known and mine < (-other.generation, other.hosts, other.group):
+        mine = (-self._generation, len(self.chain.hosts), self.group)
+        if self._follower.caught_up and mine < (-other.generation, other.hosts, other.group):
             where = f", led by {other.leader.name}" if other.leader is not None else ""
             which = "is older" if other.generation < self._generation else "goes on"
             self._end(f"there is another group with this run id{where}, which {which}")

@@ -15,7 +15,7 @@ import msgspec
 from outlast.coordination.replicated.hosts import HostInfo
 from outlast.launch.hosts.replicated.past import Group, Past
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Grows with every change of these messages or of those of the consensus."""
 
 
@@ -32,9 +32,8 @@ class Hello(_Message, frozen=True):
 
 
 class Refused(_Message, frozen=True):
-    """The receiver must not take part: `setting` is the option or property that is wrong."""
+    """The receiver must not take part."""
 
-    setting: str
     reason: str
 
 

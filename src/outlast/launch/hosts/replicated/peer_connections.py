@@ -42,7 +42,6 @@ class Peer:
         self.host = hello.host
 
     def send(self, message: Message) -> None:
-        """Send a message, or drop it if the connection has ended."""
         self.connection.send(message)
 
 
@@ -137,7 +136,6 @@ class PeerConnections:
         return dial is not None and dial.differs
 
     def close(self) -> None:
-        """End all connections, and stop listening."""
         self._loop.unwatch(self._listener.fileno())
         self._listener.close()
         for timer in self._strangers.values():
@@ -260,16 +258,14 @@ class PeerConnections:
             setting = "the version of outlast"
             versions = [h.settings.get(setting, "another") for h in (mine.host, theirs.host)]
             return Refused(
-                setting,
                 f"{setting}: {mine.host.name} has {versions[0]}, {theirs.host.name} has "
-                f"{versions[1]}",
+                f"{versions[1]}"
             )
         if theirs.run_id != mine.run_id:
             # A stranger does not learn the id that would let it in.
             return Refused(
-                "--rdzv-id",
                 f"--rdzv-id: {theirs.host.name} asks for the run {theirs.run_id!r}, and "
-                f"{mine.host.name} was started for another one",
+                f"{mine.host.name} was started for another one"
             )
         return None
 

@@ -13,10 +13,9 @@ from collections.abc import Callable, Hashable, Sequence
 from msgspec import structs
 
 from outlast.coordination.replicated.hosts import HostInfo
+from outlast.coordination.replicated.node import Node
 from outlast.coordination.replicated.operations import Failed, Operation
-from outlast.coordination.replicated.quorum import Configuration
-from outlast.coordination.replicated.replica import Replica
-from outlast.coordination.replicated.timing import Timing
+from outlast.coordination.replicated.quorum import Configuration, Timing
 from outlast.launch.config.secret import Secret
 from outlast.launch.event_loop import EventLoop
 from outlast.launch.hosts.host_group import GroupState
@@ -75,6 +74,7 @@ class HostService:
         self.me = me
         self.state = GroupState()
         self.joined = False
+        self._entries = 0
         self._run_id = run_id
         self._endpoints = tuple(endpoints)
         self._place = place
@@ -86,7 +86,7 @@ class HostService:
         self._random = random.Random()
         self._loop: EventLoop | None = None
         self._peers: PeerConnections
-        self._server: StoreServer
+        self.server: StoreServer
         self._joining: Joining | None = None
         self._membership: Membership | None = None
         self._early: deque[tuple[Peer, Message]] = deque(maxlen=_EARLY)
@@ -104,7 +104,6 @@ class HostService:
         self._ready.wait()
 
     def problem(self) -> str:
-        """What has kept this host from joining so far."""
         joining = self._joining
         return "" if joining is None else joining.problem()
 
@@ -115,8 +114,6 @@ class HostService:
         return self._membership is not None and self._membership.unheard
 
     def resolved(self, endpoints: Sequence[Endpoint]) -> None:
-        """Names of endpoints were resolved."""
-
         def update() -> None:
             if self._joining is not None:
                 self._joining.endpoints[:] = endpoints
@@ -137,11 +134,15 @@ class HostService:
         done = threading.Event()
 
         def begin() -> None:
-            self._server.new_attempt(attempt)
+            self.server.new_attempt(attempt)
             done.set()
 
         if self.call(begin):
             done.wait()
+
+    def error(self) -> str:
+        """Why this host may not act any more; empty while it may."""
+        return self.state.error
 
     def stuck(self) -> bool:
         """Whether the lease is over although the thread should have noticed long ago."""
@@ -163,7 +164,6 @@ class HostService:
         return None
 
     def cancel(self, handle: Hashable) -> None:
-        """Give up a wait."""
         if self._membership is not None:
             self._membership.cancel(handle)
 
@@ -183,7 +183,7 @@ class HostService:
         self._end(f"its host service failed: {describe(error)}")
 
     def _serve(self, loop: EventLoop) -> None:
-        server = self._server = StoreServer(loop, self)
+        server = self.server = StoreServer(loop, self)
         peers = PeerConnections(
             loop,
             self._hello(server.port),
@@ -246,7 +246,7 @@ class HostService:
         if self._membership is not None:
             self._membership.receive(peer, message)
         elif isinstance(message, Replicated):
-            # The leader has added this host, and said so to the replica first.
+            # The leader has added this host, and said so to the node first.
             self._early.append((peer, message))
         elif self._joining is not None:
             self._joining.receive(peer, message)
@@ -259,23 +259,21 @@ class HostService:
 
     def _on_founded(self) -> None:
         founding = Configuration(frozenset({self.me.id}))
-        replica = Replica(self.me.id, self._timing, self._random, founding=founding, durable=True)
-        self._enter(replica, self.me.id, self._record.past.generation + 1, ())
+        node = Node(self.me.id, self._timing, self._random, founding=founding)
+        self._enter(node, self.me.id, self._record.past.generation + 1, ())
 
     def _on_admitted(self, peer: Peer, admitted: Admitted) -> None:
-        replica = Replica(self.me.id, self._timing, self._random, founding=None, durable=True)
-        self._enter(replica, admitted.group, admitted.generation, admitted.hosts)
+        node = Node(self.me.id, self._timing, self._random, founding=None)
+        self._enter(node, admitted.group, admitted.generation, admitted.hosts)
 
-    def _enter(
-        self, replica: Replica, group: str, generation: int, known: Sequence[HostInfo]
-    ) -> None:
+    def _enter(self, node: Node, group: str, generation: int, known: Sequence[HostInfo]) -> None:
         assert self._loop is not None
         others = [e.address for i, e in enumerate(self._endpoints) if i != self._place.own]
         self._membership = Membership(
             self._loop,
             self._peers,
             self.me,
-            replica,
+            node,
             group,
             generation,
             self._record,
@@ -297,18 +295,15 @@ class HostService:
         membership = self._membership
         if membership is None:
             return  # its constructor is running
-        directory = membership.directory
-        before = self.state, self.joined
+        before = self._entries, self.state, self.joined
+        chain = membership.chain
+        self._entries = len(chain.entries)
         self.state = dataclasses.replace(
-            self.state,
-            hosts=tuple(directory.hosts.values()),
-            lost=tuple(directory.gone),
-            leader=membership.leader,
-            term=membership.term,
+            self.state, chain=chain.entries, leader=membership.leader, term=membership.term
         )
         held = self._page.valid()
-        self.joined = self.joined or (held and self.me.id in directory.hosts)
-        if before != (self.state, self.joined):
+        self.joined = self.joined or (held and self.me.id in chain.hosts)
+        if before != (self._entries, self.state, self.joined):
             self._changed()
 
     def _end(self, reason: str) -> None:

@@ -12,7 +12,7 @@ from outlast.coordination.replicated.operations import Failed, Keys, Operation, 
 from outlast.coordination.stores.torch_protocol import Query
 from outlast.launch.event_loop import EventLoop
 from outlast.launch.hosts.server import wire_protocol as wire
-from outlast.launch.hosts.server.host_keys import Stores
+from outlast.launch.hosts.server.combining import Stores
 from outlast.launch.hosts.server.wire_protocol import MalformedRequest, Request
 
 _RECEIVED_BYTES = 256 << 10  # at a time
@@ -61,7 +61,6 @@ class ClientConnection:
 
     @property
     def validated(self) -> bool:
-        """Whether the client has shown that it speaks this protocol."""
         return self._reader.validated
 
     def close(self, reason: str) -> None:
@@ -262,7 +261,6 @@ class ClientConnection:
             self._answering = self._waiting = False
 
     def _barrier(self, key: str, reached: str, size: int) -> None:
-        """Counts the client; answers when `size` have been counted."""
         self._answering = True
 
         def counted(result: Result) -> None:

@@ -43,11 +43,32 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 from msgspec import structs
 
 from outlast.coordination.replicated.operations import Operation, Result
-from outlast.launch.hosts.server.upstream import Done, Upstream
+from outlast.coordination.replicated.table import Table
+from outlast.coordination.stores.store import HOST_KEYS
+
+Done = Callable[[Result], None]
+Defer = Callable[[Callable[[], None]], object]
+
+
+class Upstream(Protocol):
+    """The store of all hosts, as seen by one event loop. Operations that are in flight together
+    may take effect in any order; each takes effect at most once, and exactly once if its result is
+    not `Failed`.
+    """
+
+    def submit(self, operation: Operation, done: Done) -> Hashable:
+        """Starts `operation`; calls `done` with its result, later, from the event loop. Returns
+        a handle for `cancel`.
+        """
+
+    def cancel(self, handle: Hashable) -> None:
+        """Gives up a wait: `done` is not called any more. No effect if it has been called."""
+
 
 # A batch that is larger than this takes no more operations; the next one does.
 MAX_BATCH_BYTES = 4 << 20
@@ -62,7 +83,7 @@ class Combiner:
             clients have sent until then leaves together.
     """
 
-    def __init__(self, upstream: Upstream, defer: Callable[[Callable[[], None]], object]) -> None:
+    def __init__(self, upstream: Upstream, defer: Defer) -> None:
         self._upstream, self._defer = upstream, defer
         self._batches: deque[_Batch] = deque()  # they gather
         self._in_flight = self._deferred = False
@@ -175,7 +196,6 @@ class _Group:
         self._done.append(done)
 
     def combined(self) -> Operation:
-        """The one operation."""
         match self._first.name:
             case "append":
                 return structs.replace(self._first, value=b"".join(self._values))
@@ -186,7 +206,6 @@ class _Group:
         return self._first
 
     def answer(self, result: Result) -> None:
-        """Hands out the result of the one operation."""
         match self._first.name, result:
             case "add", int(total):
                 total -= sum(self._amounts)
@@ -231,7 +250,6 @@ class _Batch:
         self._groups[place].join(operation, done)
 
     def combined(self) -> Operation:
-        """The operation that stands for the whole batch."""
         operations = tuple(group.combined() for group in self._groups)
         return operations[0] if len(operations) == 1 else Operation("batch", operations=operations)
 
@@ -243,3 +261,67 @@ class _Batch:
         results = result if isinstance(result, list) else [result] * len(self._groups)
         for group, part in zip(self._groups, results, strict=True):
             group.answer(part)
+
+
+class Stores:
+    """Sends each operation to where its key is kept, combined with others of the same place.
+
+    Operations of one client on a key of the host and on another key may take effect in any order,
+    unless one is answered before the other begins.
+    """
+
+    def __init__(self, upstream: Upstream, defer: Defer) -> None:
+        self._all_hosts = Combiner(upstream, defer)
+        self._this_host = Combiner(HostStore(defer), defer)
+
+    def submit(self, client: Hashable, operation: Operation, done: Done) -> None:
+        self._keeper(operation.key).submit(client, operation, done)
+
+    def wait(self, key: str, done: Done) -> Callable[[], None]:
+        """Calls `done` with the value of `key`, once it exists. Returns what ends the wait."""
+        keeper = self._keeper(key)
+        handle = keeper.wait(key, done)
+        return lambda: keeper.cancel(handle)
+
+    def forget_own(self, namespace: str) -> None:
+        """Deletes the keys of this host in a namespace whose clients are gone."""
+        operation = Operation("delete_prefix", namespace)
+        self._this_host.submit(namespace, operation, lambda _: None)
+
+    def _keeper(self, key: str) -> Combiner:
+        # After the namespace, `w/ATTEMPT/`, and the "/" of torch's client.
+        parts = key.split("/", 3)
+        own = len(parts) == 4 and parts[3].startswith(HOST_KEYS)
+        return self._this_host if own else self._all_hosts
+
+
+class HostStore:
+    """The keys of one host, in memory."""
+
+    def __init__(self, defer: Defer) -> None:
+        self._defer = defer
+        self._table = Table()
+        self._waits: dict[int, tuple[str, Done]] = {}
+        self._numbers = itertools.count()
+
+    def submit(self, operation: Operation, done: Done) -> Hashable:
+        number = next(self._numbers)
+        if operation.name == "wait_for":
+            self._waits[number] = operation.key, done
+            self._defer(self._wake)
+            return number
+        result: Result = self._table.perform(operation)
+        self._table.appeared.clear()
+        self._defer(lambda: done(result))
+        self._defer(self._wake)
+        return number
+
+    def cancel(self, handle: Hashable) -> None:
+        assert isinstance(handle, int)
+        self._waits.pop(handle, None)
+
+    def _wake(self) -> None:
+        for number, (key, done) in list(self._waits.items()):
+            if key in self._table.keys:
+                del self._waits[number]
+                done(self._table.keys[key])

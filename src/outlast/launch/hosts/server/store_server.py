@@ -4,7 +4,9 @@ Workers use torch's own client, or `coordination.stores.tcp_client`, as with any
 server runs in the event loop of the host service. It listens on loopback only: torch's protocol
 knows no authentication, and the workers of each host have a server of their own. Each request
 becomes operations on the store of all hosts (`client_connection`), which are combined on the way
-(`combining`).
+(`combining`). Keys that concern one host only stay in its server, and no other host sees them.
+Heartbeats are such keys: the monitor processes of a host watch each other, and the agents' leases
+tell the hosts about each other.
 
 Differences from torch's server: a wait ends only when its key exists or has existed, and for no
 other reason; torch's queues are not served; and a value that was set without an answer (SET,
@@ -15,16 +17,20 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import selectors
 import socket
+from collections.abc import Callable, Hashable
 from functools import partial
 
+from msgspec import structs
+
+from outlast.coordination.replicated.operations import WAIT, Failed, Operation, Result
 from outlast.errors import LaunchError
 from outlast.launch.event_loop import EventLoop
 from outlast.launch.hosts.server.client_connection import ClientConnection
-from outlast.launch.hosts.server.host_keys import Stores
-from outlast.launch.hosts.server.upstream import Upstream
+from outlast.launch.hosts.server.combining import Done, Stores, Upstream
 
 LOOPBACK = "127.0.0.1"
 """Where every host serves its own workers."""
@@ -40,6 +46,8 @@ _log = logging.getLogger(__name__)
 class StoreServer:
     """Listens for workers, and performs what they request. Not thread-safe: used from `loop`.
 
+    It also is the `Upstream` of this host's agent, for the keys of its workers.
+
     Args:
         loop: the event loop of the host service.
         upstream: the store of all hosts.
@@ -52,6 +60,8 @@ class StoreServer:
         self._loop = loop
         self._stores = Stores(upstream, lambda call: loop.call_later(0.0, call))
         self._connections: set[ClientConnection] = set()
+        self._own: dict[int, tuple[Done, Callable[[], None]]] = {}  # of the agent, with their ends
+        self._numbers = itertools.count()
         try:
             self._listener = socket.create_server((LOOPBACK, 0), backlog=_BACKLOG)
         except OSError as e:
@@ -77,10 +87,48 @@ class StoreServer:
         """Stops serving: this host must not act any more. Clients get a `StoreError`."""
         self._close_listener()
         self._close_connections(reason)
+        own, self._own = self._own, {}
+        for done, end in own.values():
+            end()
+            done(Failed(reason))
 
     def close(self) -> None:
-        """Stops serving."""
         self.fail("the store server ends")
+
+    def submit(self, operation: Operation, done: Done) -> Hashable:
+        """Performs an operation of the agent in the namespace of its workers, after all that they
+        have sent by now: what is in the sockets is read before the timers of the loop are due.
+        """
+        number = next(self._numbers)
+        if self._listener.fileno() < 0:
+            done(Failed("the store server has ended"))
+            return number
+        # The "/" is of torch's client.
+        operation = structs.replace(operation, key=f"{self.namespace}/{operation.key}")
+        self._own[number] = done, lambda: None
+
+        def begin() -> None:
+            if number not in self._own:
+                return
+            if operation.name == WAIT:
+                end = self._stores.wait(operation.key, finish)
+                if number in self._own:
+                    self._own[number] = done, end
+            else:
+                self._stores.submit(self, operation, finish)
+
+        def finish(result: Result) -> None:
+            if number in self._own:
+                del self._own[number]
+                done(result)
+
+        self._loop.call_later(0.0, begin)
+        return number
+
+    def cancel(self, handle: Hashable) -> None:
+        assert isinstance(handle, int)
+        if handle in self._own:
+            self._own.pop(handle)[1]()
 
     def _close_listener(self) -> None:
         if self._listener.fileno() >= 0:

@@ -1,7 +1,8 @@
-"""A group of replicas without faults: the founder, joiners, operations from all of them."""
+"""A group of nodes without faults: the founder, joiners, operations from all of them."""
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from outlast.coordination.replicated import table
 from outlast.coordination.replicated.hosts import HostInfo
 from outlast.coordination.replicated.messages import decode, encode
+from outlast.coordination.replicated.node import Node
 from outlast.coordination.replicated.operations import (
     MESSAGE_BYTES,
     Failed,
@@ -17,68 +19,69 @@ from outlast.coordination.replicated.operations import (
     Operation,
     Result,
 )
-from outlast.coordination.replicated.quorum import Configuration
-from outlast.coordination.replicated.replica import Replica
-from outlast.coordination.replicated.timing import Timing
+from outlast.coordination.replicated.quorum import Configuration, Timing
 
 
 class Group:
-    """Replicas that get all messages at once; they are encoded on the way."""
+    """Nodes that get all messages at once; they are encoded on the way."""
 
-    def __init__(self, hosts: int, *, durable: bool = False) -> None:
+    def __init__(self, hosts: int, *, slow_disks: bool = False) -> None:
         self.now = 0.0
         names = [f"h{n}" for n in range(hosts)]
         founding = Configuration(frozenset(names[:1]))
-        self.replicas = {
-            name: Replica(
+        self.nodes = {
+            name: Node(
                 name,
                 Timing(),
                 random.Random(0),
                 founding=founding if name == "h0" else None,
-                durable=durable,
             )
             for name in names
         }
         self.results: dict[tuple[str, int], Result] = {}
-        if durable:
-            self.wrote("h0")
+        self._fast_disks = not slow_disks
+        self._disks: dict[str, Any] = dict.fromkeys(names)
+        self.wrote("h0")
         self.run(0.0)
         for name in names:
-            self.replicas["h0"].add_host(HostInfo(name, nproc=2), self.now)
+            self.nodes["h0"].add_host(HostInfo(name), self.now)
         self.run(5.0)
 
     def run(self, seconds: float) -> None:
         """Passes messages, and lets time pass."""
         until = self.now + seconds
         while True:
-            for replica in self.replicas.values():
-                replica.tick(self.now)
+            for node in self.nodes.values():
+                node.tick(self.now)
             while self.exchange():
                 pass
             if self.now >= until:
                 return
-            self.now = min(
-                until, max(r.next_tick() for r in self.replicas.values()), self.now + 0.1
-            )
+            self.now = min(until, max(r.next_tick() for r in self.nodes.values()), self.now + 0.1)
 
     def exchange(self) -> bool:
+        if self._fast_disks:
+            self.wrote(
+                *(n for n, node in self.nodes.items() if self._disks[n] != node.configurations)
+            )
         sent = []
-        for name, replica in self.replicas.items():
-            sent += [(name, to, message) for to, message in replica.outbox()]
-            for ticket, result in replica.results():
+        for name, node in self.nodes.items():
+            sent += [(name, to, message) for to, message in node.outbox()]
+            for ticket, result in node.results():
                 self.results[name, ticket] = result
         for sender, to, message in sent:
-            if to in self.replicas:
-                self.replicas[to].receive(sender, decode(encode(message)), self.now)
+            if to in self.nodes:
+                self.nodes[to].receive(sender, decode(encode(message)), self.now)
         return bool(sent)
 
     def wrote(self, *names: str) -> None:
         """The disks of these have everything."""
         for name in names:
-            self.replicas[name].wrote(self.replicas[name].configurations)
+            self._disks[name] = self.nodes[name].configurations
+            self.nodes[name].wrote(self._disks[name])
 
     def start(self, host: str, *args: Any, **kwargs: Any) -> tuple[str, int]:
-        return host, self.replicas[host].submit(Operation(*args, **kwargs), self.now)
+        return host, self.nodes[host].submit(Operation(*args, **kwargs), self.now)
 
     def do(self, host: str, *args: Any, **kwargs: Any) -> Result:
         asked = self.start(host, *args, **kwargs)
@@ -108,43 +111,43 @@ def test_operations_of_all_hosts_see_one_table() -> None:
     assert group.results[waiting] == b"now"
 
 
-def test_hosts_are_in_the_table() -> None:
+def test_hosts_and_decisions_are_one_chain() -> None:
     group = Group(3)
-    joined = group.do("h1", "read", "hosts/joined")
-    assert isinstance(joined, bytes)
-    assert [HostInfo.decode(line) for line in joined.splitlines()] == [
-        HostInfo(f"h{n}", nproc=2) for n in range(3)
-    ]
-    assert group.do("h1", "read", "hosts/events") == b"3"
-    waiting = group.start("h1", "wait_for", "hosts/event/4")
-    group.replicas["h2"].leave("it has finished", group.now)
+    entries = [json.loads(bytes_of(group.do("h1", "read", f"chain/{n}"))) for n in (1, 2, 3)]
+    assert [entry["info"]["id"] for entry in entries] == ["h0", "h1", "h2"]
+    assert group.do("h1", "claim", "chain/4", b"decided") == b"decided"
+    waiting = group.start("h1", "wait_for", "chain/5")
+    group.nodes["h2"].leave("it has finished", group.now)
     group.run(0.0)
-    lost = b'{"id": "h2", "reason": "it has finished", "orderly": true}'
-    assert group.results[waiting] == b"hosts/lost\n" + lost
-    assert group.do("h0", "read", "hosts/lost") == lost + b"\n"
-    refused = group.replicas["h2"].refused
+    left = {"do": "host lost", "host": "h2", "reason": "it has finished", "left": True}
+    assert json.loads(bytes_of(group.results[waiting])) == left
+    assert group.do("h0", "claim", "chain/5", b"too late") == group.results[waiting]
+    refused = group.nodes["h2"].refused
     assert refused is not None
     assert refused.orderly
 
 
+def bytes_of(result: Result) -> bytes:
+    assert isinstance(result, bytes)
+    return result
+
+
 def test_a_silent_host_is_lost() -> None:
     group = Group(3)
-    del group.replicas["h2"]
+    del group.nodes["h2"]
     group.run(10.0)
-    lost = group.do("h1", "read", "hosts/lost")
-    assert isinstance(lost, bytes)
-    assert b"h2" in lost
+    assert b'"h2"' in bytes_of(group.do("h1", "read", "chain/4"))
 
 
 def test_messages_are_short_whatever_the_values_are() -> None:
     group = Group(2)
     value = bytes(range(256)) * 4096  # 1 MiB, of which half would be two characters each in JSON
-    leader, other = group.replicas["h0"], group.replicas["h1"]
+    leader, other = group.nodes["h0"], group.nodes["h1"]
     asked = [group.start("h0", "put", f"k{n}", value) for n in range(20)]
     asked += [group.start("h1", "put", f"l{n}", value) for n in range(20)]
     limit = MESSAGE_BYTES + 2 * len(value)
     longest = []
-    for _ in range(60):  # each replica's messages to the other, one round after another
+    for _ in range(60):  # each node's messages to the other, one round after another
         leader.tick(group.now)
         for sender, to in ((leader, other), (other, leader)):
             for _, message in sender.outbox():
@@ -161,7 +164,7 @@ def test_messages_are_short_whatever_the_values_are() -> None:
 
 
 def test_a_full_store_refuses_instead_of_growing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "MOST_BYTES", 10_000)
+    monkeypatch.setattr(table, "FULL_BYTES", 10_000)
     group = Group(2)
     assert group.do("h1", "put", "a", b"x" * 9_000) is None
     refused = group.do("h1", "put", "b", b"x" * 9_000)
@@ -180,12 +183,12 @@ def test_a_sum_of_more_than_64_bits_is_refused() -> None:
 
 
 def test_new_voters_decide_alone_when_a_quorum_has_them_on_disk() -> None:
-    group = Group(3, durable=True)
+    group = Group(3, slow_disks=True)
     group.run(20.0)
-    leader, *others = group.replicas.values()
+    leader, *others = group.nodes.values()
     assert leader.voters == frozenset(), "they change"
     assert group.do("h1", "put", "k", b"v") is None
-    assert all(r.lease_until > group.now for r in group.replicas.values())
+    assert all(r.lease_until > group.now for r in group.nodes.values())
     group.wrote("h1", "h2")
     group.run(1.0)
     assert leader.voters == frozenset(), "h0 is alone a quorum of those before"

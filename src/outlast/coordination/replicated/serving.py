@@ -1,4 +1,4 @@
-"""The leader's side of operations: each host's writes, reads and waits, and their answers."""
+"""What a leader does for the hosts: it performs their operations, and grants their leases."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable
 from typing import Any
 
-from outlast.coordination.replicated.consensus.voter import Voter
-from outlast.coordination.replicated.entries import Change, Written
-from outlast.coordination.replicated.messages import Requests
+from outlast.coordination.replicated.messages import Change, Requests, Written
 from outlast.coordination.replicated.operations import (
     MESSAGE_BYTES,
     WAIT,
@@ -16,10 +14,14 @@ from outlast.coordination.replicated.operations import (
     Result,
     size_bytes,
 )
+from outlast.coordination.replicated.quorum import Timing
+from outlast.coordination.replicated.voter import Voter
 
 
 class Serving:
-    """Lives as long as one leader leads. Its successor learns of all that is open from the hosts,
+    """Each host's writes, reads and waits, and their answers.
+
+    Lives as long as one leader leads. Its successor learns of all that is open from the hosts,
     which send again what was not answered.
     """
 
@@ -31,7 +33,7 @@ class Serving:
         self._waiters: defaultdict[str, set[tuple[str, int]]] = defaultdict(set)
         self._answers: defaultdict[str, list[tuple[int, Result]]] = defaultdict(list)
 
-    def take(self, host: str, said: Requests, *, lease_valid: bool) -> None:
+    def take(self, host: str, requests: Requests, *, lease_valid: bool) -> None:
         """Takes the operations of a host that is in the job, when the leader's term has begun.
 
         A read is answered from the table without a message to the voters. That is linearizable: the
@@ -39,11 +41,11 @@ class Serving:
         in it, and all entries before. No later leader has answered a write, because the lease was
         valid after the read had arrived.
         """
-        if said.waits is not None:
-            self._forget_waits(host, set(said.waits))
+        if requests.waits is not None:
+            self._forget_waits(host, set(requests.waits))
         answers = self._voter.table.sessions[host].answers
         writes = []
-        for number, operation in said.operations:
+        for number, operation in requests.operations:
             if operation.writes:
                 if number in answers:
                     self._answers[host].append((number, answers[number]))
@@ -53,7 +55,7 @@ class Serving:
             elif lease_valid:  # else the host sends it again
                 self._look(host, number, operation)
         if writes:
-            self._gathered.append((host, said.floor, writes))
+            self._gathered.append((host, requests.floor, writes))
 
     def _look(self, host: str, number: int, operation: Operation) -> None:
         if operation.name != WAIT:
@@ -100,7 +102,6 @@ class Serving:
                 self._forget_wait(host, number)
 
     def removed(self, host: str) -> None:
-        """Forgets a host that is gone."""
         self._forget_waits(host, set())
         self._waits.pop(host, None)
         self._underway = {known for known in self._underway if known[0] != host}
@@ -115,3 +116,78 @@ class Serving:
                 if size >= MESSAGE_BYTES or number == len(results):
                     yield host, tuple(results[first:number])
                     first, size = number, 0
+
+
+class HostLeases:
+    """When each host was last heard, by the leader's clock.
+
+    A host acts for `lease` after it has sent a heartbeat that was answered. The leader has received
+    that heartbeat later than it was sent, and declares the host lost `lost_after` later, which is
+    longer by any clock. So at that moment the host does not act any more.
+
+    A new leader does not know what the one before has granted. It counts from its own election: by
+    then the quorum lease of every leader before was over, and without it a leader grants nothing.
+
+    Attributes:
+        losing: hosts whose removal is in the log; they get no lease any more, whatever they send.
+        departing: hosts that were removed, and may be voters still.
+    """
+
+    def __init__(
+        self, timing: Timing, elected: float, predecessor: tuple[str, float] | None
+    ) -> None:
+        self._timing = timing
+        self._elected = elected
+        self._predecessor = predecessor
+        self._heard: dict[str, float] = {}
+        self._silent: set[str] = set()
+        self._announce_due = elected
+        self.losing: set[str] = set()
+        self.departing: set[str] = set()
+
+    def begin(self, hosts: list[str]) -> None:
+        """The leader's term has begun, with these other hosts in the job."""
+        for host in hosts:
+            if host not in self._heard:
+                self._heard[host] = self._elected
+                self._silent.add(host)
+        if self._predecessor is not None and self._predecessor[0] in self._silent:
+            # The host of the leader before has its lease from its voters alone, see `Election`.
+            host, heard = self._predecessor
+            self._heard[host] = min(heard, self._elected)
+
+    def admitted(self, host: str, now: float) -> None:
+        if host not in self._heard:
+            self._heard[host] = now
+            self._silent.add(host)
+            self._announce_due = now
+
+    def hear(self, host: str, now: float) -> None:
+        if host in self._heard:
+            self._heard[host] = now
+            self._silent.discard(host)
+
+    def removed(self, host: str) -> None:
+        self._heard.pop(host, None)
+        self._silent.discard(host)
+
+    def expired(self, now: float) -> list[tuple[str, float]]:
+        """The hosts whose lease is over, each with the time since it was heard."""
+        limit = now - self._timing.lost_after
+        return [
+            (host, now - heard)
+            for host, heard in self._heard.items()
+            if heard < limit and host not in self.losing
+        ]
+
+    def is_present(self, host: str, now: float) -> bool:
+        recently = now < self._heard.get(host, float("-inf")) + 2.5 * self._timing.heartbeat
+        return recently and host not in self._silent
+
+    def announce_to(self, now: float) -> list[str]:
+        """The hosts that have to be told who leads, now: all that have not been heard."""
+        if now < self._announce_due:
+            return []
+        self._announce_due = now + self._timing.heartbeat
+        limit = now - 2 * self._timing.heartbeat
+        return [h for h, heard in self._heard.items() if h in self._silent or heard < limit]

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outlast.coordination.replicated.consensus.host_leases import HostLeases
-from outlast.coordination.replicated.consensus.serving import Serving
-from outlast.coordination.replicated.consensus.voter import NEVER, Voter
-from outlast.coordination.replicated.entries import (
+from outlast.coordination.replicated.hosts import HostJoined, HostLost
+from outlast.coordination.replicated.messages import (
+    Append,
+    AppendAnswer,
     Change,
-    Changed,
-    Entry,
-    Joined,
-    Removed,
+    LogEntry,
+    Message,
     Started,
+    VotersChanged,
 )
-from outlast.coordination.replicated.messages import Append, AppendAnswer, Message
 from outlast.coordination.replicated.operations import MESSAGE_BYTES
-from outlast.coordination.replicated.quorum import Configuration, Voters
+from outlast.coordination.replicated.quorum import NEVER, Configuration, Voters
+from outlast.coordination.replicated.serving import HostLeases, Serving
+from outlast.coordination.replicated.voter import Voter
 
-MOST_VOTERS = 7
-MOST_ENTRIES = 64
+MAX_VOTERS = 7
+MAX_ENTRIES = 64
 
 
 @dataclass
-class Peer:
+class Progress:
     """What the leader knows of another voter, or of a host that is to become one.
 
     Attributes:
@@ -54,7 +54,7 @@ class Leader:
         self.elected = now
         self.leases = HostLeases(voter.timing, now, predecessor)
         self.serving = Serving(voter)
-        self._peers: dict[str, Peer] = {}
+        self._peers: dict[str, Progress] = {}
         self._changes: list[Change] = []
         self._joining: set[str] = set()
         self._append(Started(voter.me))
@@ -64,7 +64,6 @@ class Leader:
     # ------------------------------------------------------------------ what holds
     @property
     def voters(self) -> Voters:
-        """The configuration in force."""
         voters = self._voter.log.voters
         assert voters is not None
         return voters
@@ -87,7 +86,6 @@ class Leader:
         return self.voters.reached_by_quorum(answered)
 
     def lease_valid(self, now: float) -> bool:
-        """Whether no other leader can have been elected by now."""
         return now < self.quorum_heard(now) + self._timing.quorum_lease
 
     def has_quorum(self, now: float) -> bool:
@@ -95,10 +93,10 @@ class Leader:
         return now < max(self.quorum_heard(now), self.elected) + self._timing.quorum_lease
 
     # ------------------------------------------------------------------ hosts
-    def propose(self, change: Joined | Removed) -> None:
+    def propose(self, change: HostJoined | HostLost) -> None:
         """Admits or removes a host, once."""
         table = self._voter.table
-        if isinstance(change, Joined):
+        if isinstance(change, HostJoined):
             host = change.info.id
             if host in self._joining or host in table.sessions or host in table.gone:
                 return
@@ -110,14 +108,13 @@ class Leader:
         self._changes.append(change)
 
     def end_leases(self, now: float) -> None:
-        """Declares the hosts lost whose lease is over."""
         if self.ready and self.lease_valid(now):
             for host, silent in self.leases.expired(now):
-                self.propose(Removed(host, f"no heartbeat for {silent:.1f} s"))
+                self.propose(HostLost(host, f"no heartbeat for {silent:.1f} s"))
 
     # ------------------------------------------------------------------ the log
     def _append(self, change: Change) -> None:
-        self._voter.log.append(Entry(self.term, change))
+        self._voter.log.append(LogEntry(self.term, change))
 
     def round(self, now: float) -> list[tuple[str, Message]]:
         """Ends a round of inputs: makes one entry of all gathered writes (or a few, if they are
@@ -137,7 +134,7 @@ class Leader:
                 sending.append((name, message))
         return sending
 
-    def _message(self, peer: Peer, now: float) -> Message | None:
+    def _message(self, peer: Progress, now: float) -> Message | None:
         log = self._voter.log
         if peer.snapshot_due is not None and now >= peer.snapshot_due:
             peer.snapshot_due = now + self._timing.lease / 2  # it may be large: no haste
@@ -152,26 +149,25 @@ class Leader:
         previous_term = log.term(previous)
         if previous_term is None:  # only a heartbeat, until it has the snapshot
             previous, previous_term = log.base, log.term(log.base) or 0
-        entries = log.after(previous, MOST_ENTRIES, MESSAGE_BYTES) if has_more else ()
+        entries = log.after(previous, MAX_ENTRIES, MESSAGE_BYTES) if has_more else ()
         commit = self._voter.commit
         return Append(self.term, now, previous, previous_term, commit, entries)
 
-    def answered(self, sender: str, said: AppendAnswer) -> None:
-        """Takes a voter's answer in this term."""
+    def answered(self, sender: str, answer: AppendAnswer) -> None:
         peer = self._peers.get(sender)
         if peer is None:
             return
-        peer.acked = max(peer.acked, said.sent)
-        if said.match >= peer.match:
+        peer.acked = max(peer.acked, answer.sent)
+        if answer.match >= peer.match:
             peer.busy = NEVER
-        if said.accepted:
-            peer.match = max(peer.match, said.match)
-            peer.kept = max(peer.kept, min(said.kept, said.match))
+        if answer.accepted:
+            peer.match = max(peer.match, answer.match)
+            peer.kept = max(peer.kept, min(answer.kept, answer.match))
             peer.next = peer.match + 1
             peer.snapshot_due = None if peer.next > self._voter.log.base else peer.snapshot_due
         else:
-            peer.next = max(peer.match, said.match) + 1
-        if said.match < 0 or peer.next <= self._voter.log.base:
+            peer.next = max(peer.match, answer.match) + 1
+        if answer.match < 0 or peer.next <= self._voter.log.base:
             peer.snapshot_due = NEVER if peer.snapshot_due is None else peer.snapshot_due
 
     def _advance(self) -> None:
@@ -200,12 +196,12 @@ class Leader:
         for name in [name for name in self._peers if name not in keep]:
             del self._peers[name]
         for name in sorted(keep.difference(self._peers)):
-            self._peers[name] = Peer(voter.log.last + 1)
+            self._peers[name] = Progress(voter.log.last + 1)
         if not self.ready or voter.log.voters_index > voter.commit:
             return
         if voters.old is not None:
             if voters.reached_by_quorum(self._kept) >= voter.log.voters_index:
-                self._append(Changed(Voters(voters.new)))
+                self._append(VotersChanged(Voters(voters.new)))
             return
         caught_up = [name for name in learners if self._peers[name].match >= voter.commit]
         present = [name for name in sorted(voters.new.voters) if name not in voter.table.gone]
@@ -214,7 +210,7 @@ class Leader:
         limit = now - self._timing.quorum_lease
         reached = [name for name, peer in self._peers.items() if peer.acked > limit]
         if wanted != voters.new and wanted.is_quorum([voter.me, *reached]):
-            self._append(Changed(Voters(wanted, voters.new)))
+            self._append(VotersChanged(Voters(wanted, voters.new)))
 
     def _kept(self, name: str) -> float:
         """Up to here a voter has the configurations on disk. The new voters decide alone only when
@@ -229,7 +225,7 @@ class Leader:
     def _learners(self, now: float) -> list[str]:
         """The hosts that are to become voters: in the order in which they joined."""
         voters = self.voters.new.voters
-        places = MOST_VOTERS - sum(name not in self._voter.table.gone for name in voters)
+        places = MAX_VOTERS - sum(name not in self._voter.table.gone for name in voters)
         learners: list[str] = []
         if places > 0:
             for host in self._voter.table.sessions:

@@ -4,44 +4,44 @@ from __future__ import annotations
 
 import random
 
-from outlast.coordination.replicated.consensus.voter import NEVER, Voter
 from outlast.coordination.replicated.messages import VoteAnswer, VoteRequest
+from outlast.coordination.replicated.quorum import NEVER
+from outlast.coordination.replicated.voter import Voter
 
 
 class Election:
     """The votes for one candidate in one term.
 
-    First a trial: only if a quorum would vote for it, a candidate enters a new term. So a host that
-    was cut off or stopped does not disturb the others when it returns, with a term that has grown
-    meanwhile.
+    First a pre-vote: only if a quorum would vote for it, a candidate enters a new term. So a host
+    that was cut off or stopped does not disturb the others when it returns, with a term that has
+    grown meanwhile.
     """
 
-    def __init__(self, voter: Voter, now: float, *, trial: bool, handover: bool = False) -> None:
+    def __init__(self, voter: Voter, now: float, *, pre_vote: bool, handover: bool = False) -> None:
         self._voter = voter
         silent = now - max(voter.heard, voter.voted_at)
-        if not trial:
+        if not pre_vote:
             voter.enter(voter.term + 1)
             voter.voted_for, voter.voted_at = voter.me, now
-        self.trial = trial
+        self.pre_vote = pre_vote
         self._began = now
-        self.term = voter.term + 1 if trial else voter.term
+        self.term = voter.term + 1 if pre_vote else voter.term
         self._votes: dict[str, float] = {}
         self._vote(voter.me, silent, now)
         log = voter.log
-        self.request = VoteRequest(self.term, log.last, log.last_term, trial, handover)
+        self.request = VoteRequest(self.term, log.last, log.last_term, pre_vote, handover)
 
     def _vote(self, voter: str, silent: float, now: float) -> None:
         # One second of that voter's clock may be less of ours.
         self._votes[voter] = now - silent / (1 + self._voter.timing.margin)
 
     def take(self, sender: str, answer: VoteAnswer, now: float) -> None:
-        """Counts a vote for this election."""
-        if answer.granted and answer.term == self.term and answer.trial == self.trial:
+        if answer.granted and answer.term == self.term and answer.pre_vote == self.pre_vote:
             self._vote(sender, answer.heard, now)
 
     def is_over(self, now: float) -> bool:
         """Whether this election was overtaken: by another term, or by a leader."""
-        if self.trial:
+        if self.pre_vote:
             return self.term != self._voter.term + 1 or self._voter.hears_leader(now)
         return self.term != self._voter.term or self._voter.leader is not None
 
@@ -60,8 +60,8 @@ class Election:
         return voters is not None and voters.is_quorum(self._votes)
 
     def predecessor_heard(self) -> float:
-        """No earlier than the last moment from which on the lease of the host of the leader before
-        counts, by this host's clock.
+        """From when the lease of the former leader's host counts, by this host's clock, or a later
+        time.
 
         That lease counts from what its leader sent to a quorum, or from a heartbeat that it sent
         before its own election. A voter of that quorum, or of that election, is in this quorum too:
@@ -97,8 +97,8 @@ class Campaigns:
         quiet = max(voter.heard + timing.sticky, voter.voted_at + timing.election_spread)
         return max(quiet + self._patience, self._next)
 
-    def begin(self, now: float, *, trial: bool, handover: bool) -> Election:
+    def begin(self, now: float, *, pre_vote: bool, handover: bool) -> Election:
         """Begins an election; the next is due after a random time."""
         self._patience = self._draw()
         self._next = now + self._voter.timing.election_spread / 2 + self._patience
-        return Election(self._voter, now, trial=trial, handover=handover)
+        return Election(self._voter, now, pre_vote=pre_vote, handover=handover)

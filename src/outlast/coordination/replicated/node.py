@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import random
 
-from outlast.coordination.replicated.consensus.election import Campaigns, Election
-from outlast.coordination.replicated.consensus.leader import Leader
-from outlast.coordination.replicated.consensus.log import KEPT
-from outlast.coordination.replicated.consensus.voter import Voter
-from outlast.coordination.replicated.entries import Change, Changed, Joined, Removed
-from outlast.coordination.replicated.hosts import HostInfo
+from outlast.coordination.replicated.election import Campaigns, Election
+from outlast.coordination.replicated.hosts import HostInfo, HostJoined, HostLost
+from outlast.coordination.replicated.leader import Leader
 from outlast.coordination.replicated.messages import (
     Announce,
     Answers,
     Append,
     AppendAnswer,
+    Change,
     Grant,
     Handover,
     Heartbeat,
@@ -25,24 +23,26 @@ from outlast.coordination.replicated.messages import (
     Snapshot,
     VoteAnswer,
     VoteRequest,
+    VotersChanged,
 )
 from outlast.coordination.replicated.operations import Operation, Result
 from outlast.coordination.replicated.own_host import OwnHost
-from outlast.coordination.replicated.quorum import Configuration, Voters
-from outlast.coordination.replicated.timing import Timing
+from outlast.coordination.replicated.quorum import NEVER, Configuration, Timing, Voters
+from outlast.coordination.replicated.voter import KEPT, Voter
 
 
-class Replica:
-    """One host's part in the group.
+class Node:
+    """One host's part in the group. No change of voters is completed before `wrote` has said that a
+    quorum has the configurations on disk.
 
     Drive it like this, from one thread::
 
-        replica.receive(sender, message, now)      # for each message that has arrived
-        replica.submit(operation, now)             # for each new operation
-        replica.tick(now)                          # at `next_tick()` at the latest
-        for receiver, message in replica.outbox(): # after any of these, once per round
+        node.receive(sender, message, now)      # for each message that has arrived
+        node.submit(operation, now)             # for each new operation
+        node.tick(now)                          # at `next_tick()` at the latest
+        for receiver, message in node.outbox(): # after any of these, once per round
             ...
-        for ticket, result in replica.results():   # after `outbox`
+        for ticket, result in node.results():   # after `outbox`
             ...
 
     `now` is read from a monotonic clock after the message was taken from its connection: a lease
@@ -54,7 +54,6 @@ class Replica:
             of the job when the leader calls `add_host` for them.
         kept: how many entries of the log are kept at least for voters that lag behind; a voter that
             lags further gets the whole table.
-        durable: whether `wrote` must say that configurations are on disk before voters change.
     """
 
     def __init__(
@@ -65,13 +64,10 @@ class Replica:
         *,
         founding: Configuration | None,
         kept: int = KEPT,
-        durable: bool = False,
     ) -> None:
         self.me = me
         self.timing = timing
         self._voter = Voter(me, timing, founding, kept)
-        if durable:
-            self._voter.durable = frozenset()
         self._host = OwnHost(me, timing, founder=founding is not None)
         self._campaigns = Campaigns(self._voter, rng)
         self._election: Election | None = None
@@ -79,28 +75,26 @@ class Replica:
         self._began = False
         self._leaving: tuple[str, float] | None = None
         self._outbox: list[tuple[str, Message]] = []
-        self._now = self._ticked = float("-inf")
+        self._now = self._ticked = NEVER
 
     # ------------------------------------------------------------------ state
     @property
     def elected(self) -> bool:
-        """Whether this replica leads, as far as it knows."""
+        """Whether this node leads, as far as it knows."""
         return self._leader is not None
 
     @property
     def leads(self) -> bool:
-        """Whether this replica leads, and no other leader can have been elected yet."""
+        """Whether this node leads, and no other leader can have been elected yet."""
         leader = self._leader
         return leader is not None and leader.ready and leader.lease_valid(self._now)
 
     @property
     def term(self) -> int:
-        """The term of the leader that this host knows."""
         return self._host.term
 
     @property
     def leader(self) -> str | None:
-        """The leader that this host knows."""
         return self._host.leader
 
     @property
@@ -121,10 +115,9 @@ class Replica:
         return self._voter.log.configurations(self._voter.commit)
 
     def wrote(self, configurations: tuple[tuple[int, Voters, bool], ...]) -> None:
-        """These `configurations` are on disk."""
-        said = self._voter.wrote(frozenset((index, voters) for index, voters, _ in configurations))
-        if said is not None:
-            self._outbox.append(said)
+        told = self._voter.wrote(frozenset((index, voters) for index, voters, _ in configurations))
+        if told is not None:
+            self._outbox.append(told)
 
     @property
     def lease_until(self) -> float:
@@ -135,12 +128,10 @@ class Replica:
 
     @property
     def refused(self) -> Refusal | None:
-        """Why this host must not act any more, for good: it was declared lost, or has left."""
         return self._host.refused
 
     # ------------------------------------------------------------------ time and messages
     def tick(self, now: float) -> None:
-        """Lets time pass."""
         self._now = self._ticked = now
         leader = self._leader
         if leader is not None and not leader.has_quorum(now):
@@ -152,7 +143,7 @@ class Replica:
                 self._outbox.append((host, Announce(leader.term)))
             self._hand_over(leader)
         elif now >= self._campaigns.due() and self._may_lead():
-            self._campaign(trial=True)
+            self._campaign(pre_vote=True)
         self._host.check_lease(now)
 
     def _renew(self, leader: Leader) -> None:
@@ -169,24 +160,24 @@ class Replica:
         return min(campaign, self._host.due(), lease_end)
 
     def receive(self, sender: str, message: Message, now: float) -> None:
-        """Takes a message that has arrived from the host `sender`."""
         self._now = now
         voter = self._voter
         if isinstance(message, Append | Snapshot):
             self._outbox.append((sender, voter.follow(sender, message, now)))
-        elif isinstance(message, AppendAnswer | VoteAnswer) and message.term > voter.term:
-            if not (isinstance(message, VoteAnswer) and message.trial and message.granted):
+        elif isinstance(message, VoteAnswer):
+            # A pre-vote is granted with the term that was asked for, in which nobody is yet.
+            asked_for = message.pre_vote and message.granted
+            if message.term > voter.term and not asked_for:
                 voter.enter(message.term)
             elif self._election is not None:
                 self._election.take(sender, message, now)
-        elif isinstance(message, VoteAnswer):
-            if self._election is not None:
-                self._election.take(sender, message, now)
+        elif isinstance(message, AppendAnswer) and message.term > voter.term:
+            voter.enter(message.term)
         elif isinstance(message, VoteRequest):
             self._vote(sender, message)
         elif isinstance(message, Handover):
             if (message.term, sender) == (voter.term, voter.leader) and self._may_lead():
-                self._campaign(trial=False, handover=True)
+                self._campaign(pre_vote=False, handover=True)
         elif isinstance(message, Announce | Grant | Answers | Refusal):
             self._host.receive(sender, message, voter.term, now)
         elif self._leader is not None:
@@ -204,7 +195,7 @@ class Replica:
             elif self._leader is not None:
                 self._lead(self._leader, self.me, message)
             if self._host.is_out_of_touch(self._now) and isinstance(message, Heartbeat | Leave):
-                # Perhaps it is out, and the leader that it knows as well: any voter may know.
+                # This host may have been removed, and so may the leader: every voter can say so.
                 self._outbox += [(name, message) for name in self._voter.others]
         if self._leader is not None:
             self._outbox += self._leader.round(self._now)
@@ -237,19 +228,19 @@ class Replica:
         """Admits a host; only the leader can. Repeat it until the host is in `hosts/joined`.
 
         Returns:
-            Whether this replica leads.
+            Whether this node leads.
         """
         self._now = now
         if self._voter.log.last == 0:
             self.tick(now)  # the founder leads from its first moment
         if self._leader is None:
             return False
-        self._leader.propose(Joined(info))
+        self._leader.propose(HostJoined(info))
         return True
 
     def leave(self, reason: str, now: float) -> None:
         """Leaves in order. Call it when all workers of this host have ended, and go on to drive
-        this replica until `refused` is set, with `orderly`: then the others can do without it.
+        this node until `refused` is set, with `orderly`: then the others can do without it.
         """
         self._now = now
         self._leaving = self._leaving or (reason, now)
@@ -265,9 +256,9 @@ class Replica:
             # Not before all others have been told, which may depend on the voters.
             alone = leader.voters.all == {self.me} and log.voters_index <= self._voter.commit
             if alone and not leader.leases.departing:
-                leader.propose(Removed(self.me, reason, orderly=True))
+                leader.propose(HostLost(self.me, reason, left=True))
         elif self._now >= max(since, leader.elected) + 2 * self.timing.heartbeat:
-            # Not at once: all may leave at the same time, and those that have said so do not lead.
+            # Not at once: all may leave at the same time, and a host that leaves must not lead.
             successor = leader.successor(self._now)
             if successor is not None:
                 # From here on this leader does not act: it reads nothing, and grants no lease.
@@ -279,8 +270,8 @@ class Replica:
     def _may_lead(self) -> bool:
         return self._leader is None and self.refused is None and self._campaigns.possible
 
-    def _campaign(self, *, trial: bool, handover: bool = False) -> None:
-        self._election = self._campaigns.begin(self._now, trial=trial, handover=handover)
+    def _campaign(self, *, pre_vote: bool, handover: bool = False) -> None:
+        self._election = self._campaigns.begin(self._now, pre_vote=pre_vote, handover=handover)
         request = self._election.request
         self._outbox += [(name, request) for name in self._voter.others]
         self._check_role()
@@ -289,7 +280,7 @@ class Replica:
         if sender in self._voter.table.gone:
             self._refuse(sender)
             return
-        if asked.trial and self._election is not None and self._election.trial:
+        if asked.pre_vote and self._election is not None and self._election.pre_vote:
             # Two that ask at the same time would both get a majority, and then split the votes of
             # one term. The later of the two in the order gives way.
             if self._election.precedes(sender, asked, self._now):
@@ -300,7 +291,7 @@ class Replica:
             self._outbox.append((sender, answer))
 
     def _check_role(self) -> None:
-        """After each message: another term, or another leader, ends what this replica was."""
+        """After each message: another term, or another leader, ends what this node was."""
         voter = self._voter
         if self._leader is not None and self._leader.term != voter.term:
             self._stop_leading()
@@ -309,8 +300,8 @@ class Replica:
             return
         if election.is_over(self._now):
             self._election = None
-        elif election.won and election.trial:
-            self._campaign(trial=False)
+        elif election.won and election.pre_vote:
+            self._campaign(pre_vote=False)
         elif election.won:
             previous = voter.log.author
             heard = election.predecessor_heard()
@@ -344,25 +335,25 @@ class Replica:
             leader.serving.take(sender, message, lease_valid=leader.lease_valid(self._now))
         elif isinstance(message, Leave) and sender != self.me:
             leader.leases.hear(sender, self._now)
-            leader.propose(Removed(sender, message.reason, orderly=True))
+            leader.propose(HostLost(sender, message.reason, left=True))
 
     def _refuse(self, host: str) -> None:
         """Tells a host that it is out; one that leaves, only when it is no voter any more: until
         then the voters may need it to agree on that.
         """
-        reason, orderly = self._voter.table.gone[host]
+        gone = self._voter.table.gone[host]
         log = self._voter.log
         voters = log.voters
         settled = voters is None or (
             log.voters_index <= self._voter.commit and host not in voters.all
         )
         alone = voters is not None and voters.all == {host}
-        if orderly and not settled and not alone:
+        if gone.left and not settled and not alone:
             return
         if host == self.me:
-            self._host.refuse(Refusal(reason, orderly))
+            self._host.refuse(Refusal(gone.reason, gone.left))
         else:
-            self._outbox.append((host, Refusal(reason, orderly)))
+            self._outbox.append((host, Refusal(gone.reason, gone.left)))
 
     def _apply(self) -> None:
         performed = self._voter.apply()
@@ -389,18 +380,18 @@ class Replica:
 
     def _follow_up(self, leader: Leader, change: Change) -> None:
         gone = self._voter.table.gone
-        if isinstance(change, Joined) and change.info.id == self.me:
+        if isinstance(change, HostJoined) and change.info.id == self.me:
             self._host.requests.send_again(self._now)
-        elif isinstance(change, Joined) and change.info.id not in gone:
+        elif isinstance(change, HostJoined) and change.info.id not in gone:
             leader.leases.admitted(change.info.id, self._now)
             self._outbox.append((change.info.id, Announce(leader.term)))
-        elif isinstance(change, Removed) and change.host != self.me:
+        elif isinstance(change, HostLost) and change.host != self.me:
             leader.leases.removed(change.host)
             leader.serving.removed(change.host)
             if change.host in leader.voters.all:
                 leader.leases.departing.add(change.host)
             self._refuse(change.host)
-        elif isinstance(change, Changed) and change.voters.old is None:
+        elif isinstance(change, VotersChanged) and change.voters.old is None:
             for host in leader.leases.departing:
                 self._refuse(host)
             leader.leases.departing.intersection_update(change.voters.all)

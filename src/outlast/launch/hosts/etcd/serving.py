@@ -1,18 +1,76 @@
-"""Performs the operations of a host's store server on etcd: the `Upstream` of its workers."""
+"""The store server of a host whose group is in etcd: its thread, and its way to etcd."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
+from typing import cast
 
-from outlast.coordination.replicated.operations import Failed, Keys, Operation, Result, Single
+from outlast.coordination.replicated.operations import BATCH, Failed, Operation, Result, Single
 from outlast.coordination.stores.etcd.store import EtcdStore
 from outlast.coordination.stores.etcd.watch import Wait
 from outlast.errors import StoreError
-from outlast.launch.hosts.server.upstream import Done
+from outlast.launch.event_loop import EventLoop
+from outlast.launch.hosts.server.combining import Done
+from outlast.launch.hosts.server.store_server import StoreServer
 
 _THREADS = 8
+
+
+class ServerThread:
+    """Serves the workers; `port` is the server's. Any thread may use it.
+
+    Raises:
+        LaunchError: if this host has no loopback address.
+    """
+
+    def __init__(self, upstream: EtcdUpstream) -> None:
+        self._loop = EventLoop()
+        self._loop.__enter__()
+        try:
+            self.server = StoreServer(self._loop, upstream)
+        except BaseException:
+            self._loop.__exit__()
+            raise
+        self.port = self.server.port
+        self._end = False
+        self._thread = threading.Thread(target=self._run, name="outlast store server", daemon=True)
+        self._thread.start()
+
+    def call(self, work: Callable[[], None]) -> bool:
+        """Have the thread call `work`; `False` if it is over and will not."""
+        if not self._end:
+            self._loop.call_from_thread(work)
+        return not self._end
+
+    def new_attempt(self, attempt: int) -> None:
+        """Returns when the server gives new clients the keys of `attempt`."""
+        done = threading.Event()
+
+        def change() -> None:
+            self.server.new_attempt(attempt)
+            done.set()
+
+        self.call(change)
+        done.wait()
+
+    def fail(self, reason: str) -> None:
+        """Closes the connections of the workers: this host may not act any more."""
+        self.call(lambda: self.server.fail(reason))
+
+    def close(self) -> None:
+        def end() -> None:
+            self.server.close()
+            self._end = True
+
+        self.call(end)
+        self._thread.join()
+        self._loop.__exit__()
+
+    def _run(self) -> None:
+        while not self._end:
+            self._loop.run_once()
 
 
 class _Request:
@@ -31,7 +89,7 @@ class EtcdUpstream:
     """
 
     def __init__(
-        self, store: Callable[[], EtcdStore], call: Callable[[Callable[[], None]], None]
+        self, store: Callable[[], EtcdStore], call: Callable[[Callable[[], None]], object]
     ) -> None:
         self._store, self._call = store, call
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="outlast etcd operation")
@@ -78,7 +136,7 @@ class EtcdUpstream:
                         store.waits.cancel(request.wait)
                     return
             else:
-                result = perform(store, request.operation)
+                result = _perform(store, request.operation)
         except (StoreError, ValueError) as e:
             result = Failed(str(e))
         self._call(lambda: self._answer(request, result))
@@ -89,34 +147,14 @@ class EtcdUpstream:
             request.done(result)
 
 
-def perform(store: EtcdStore, op: Operation) -> Result:
-    """The result of one operation, which is no wait. Those of a batch are performed in order; other
-    hosts may see it half done.
-    """
-    if op.name == "batch":
-        return [_part(store, part) for part in op.operations]
-    return _perform_one(store, op)
-
-
-def _perform_one(store: EtcdStore, op: Operation) -> Single:
-    if op.name == "add":
-        return store.add(op.key, op.amount)
-    if op.name == "compare_set":
-        return store.compare_set(op.key, op.expected, op.value)
-    if op.name in ("check", "delete"):
-        return int(getattr(store, op.name)(op.key))
-    if op.name == "keys":
-        return Keys(tuple(store.keys(op.key)))
-    if op.name in ("read", "delete_prefix"):
-        read: Single = getattr(store, op.name)(op.key)
-        return read
-    written: Single = getattr(store, op.name)(op.key, op.value)
-    return written
+def _perform(store: EtcdStore, op: Operation) -> Result:
+    """Operations of a batch are performed in order; other hosts may see it half done."""
+    return [_part(store, part) for part in op.operations] if op.name == BATCH else store.perform(op)
 
 
 def _part(store: EtcdStore, op: Operation) -> Single:
     try:
-        return _perform_one(store, op)
+        return cast(Single, store.perform(op))
     except StoreError as e:
         store.raise_if_unusable()
         return Failed(str(e))

@@ -1,0 +1,313 @@
+"""The state of a job on many hosts: which hosts there are, their places, and what was decided.
+
+The group has one chain of entries. An entry says that a host has joined or was lost, or it is a
+decision: an agent that wants one claims the next number; if another entry was first, it applies
+that, and looks whether its own is still needed. So all agents see the same entries in the same
+order, and each computes the same state from them. An entry that has no meaning in the state that it
+finds (a second restart of one attempt) changes nothing but the number.
+
+    FORMING -- Start --> RUNNING -- Restart --> CLEARING -- Start --> RUNNING
+    any of them -- Stop, End --> ENDING; RUNNING, ENDING -- Finish --> FINISHED
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+import msgspec
+
+from outlast.coordination.replicated.hosts import ChainEntry, HostInfo, HostJoined, HostLost
+
+
+class Stage(enum.Enum):
+    """Where the job stands."""
+
+    FORMING = "forming"
+    """Hosts join; no worker has been started."""
+    RUNNING = "running"
+    CLEARING = "clearing"
+    """Each host ends the workers of the attempt, before the next one starts."""
+    ENDING = "ending"
+    """Each host ends its workers; no attempt follows."""
+    FINISHED = "finished"
+    """No worker is left on any host."""
+
+
+class Start(ChainEntry, frozen=True, tag="start"):
+    """An attempt starts, with the host at each place. `used`: restarts and replacements before."""
+
+    attempt: int
+    places: tuple[str, ...]
+    used: int = 0
+
+
+class Take(ChainEntry, frozen=True, tag="take"):
+    """A host takes the place of a lost one, or a new place after the last; its workers join the
+    running call.
+    """
+
+    place: int
+    host: str
+
+
+class GiveUp(ChainEntry, frozen=True, tag="give up"):
+    """No host will take these places."""
+
+    places: tuple[int, ...]
+
+
+class Restart(ChainEntry, frozen=True, tag="restart"):
+    """All workers on all hosts are ended and started again. `counts` is false for a restart that
+    `--max-restarts` does not limit, because nothing has failed. `process` is the worker that has
+    caused it, if one has.
+    """
+
+    attempt: int
+    cause: str
+    counts: bool = True
+    process: str = ""
+
+
+class Stop(ChainEntry, frozen=True, tag="stop"):
+    """The job was told to stop by a signal to the agent of `host`."""
+
+    signal: int
+    host: str
+
+
+class End(ChainEntry, frozen=True, tag="end"):
+    """The job has failed, and ends. `process` is the worker that has caused it, if one has."""
+
+    cause: str
+    process: str = ""
+
+
+class Probe(ChainEntry, frozen=True, tag="probe"):
+    """A link between hosts may be broken: each of these hosts is to try to reach the others.
+    The members of the wrapped call wait for its end, under `key` in the workers' store.
+    """
+
+    attempt: int
+    key: str
+    hosts: tuple[str, ...]
+
+
+class Links(ChainEntry, frozen=True, tag="links"):
+    """What a probe has found: the hosts that leave the job, each with the reason, and with the
+    hosts that it has to reach before it joins again. Without them, all links are whole.
+    """
+
+    attempt: int
+    key: str
+    excluded: dict[str, str] = msgspec.field(default_factory=dict)
+    waits_for: dict[str, list[str]] = msgspec.field(default_factory=dict)
+
+
+class Finish(ChainEntry, frozen=True, tag="finish"):
+    """No worker is left on any host."""
+
+
+Entry: TypeAlias = (
+    HostJoined | HostLost | Start | Take | GiveUp | Restart | Stop | End | Probe | Links | Finish
+)
+_decoder: msgspec.json.Decoder[Entry] = msgspec.json.Decoder(Entry)
+decode = _decoder.decode
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LostHost:
+    """A host that is no longer in the group. `left` is true if it has left in an orderly way."""
+
+    host: HostInfo
+    reason: str
+    left: bool = False
+
+    def __str__(self) -> str:
+        host = f"host {self.host.name} ({self.host.address})"
+        if self.left and self.reason.startswith("it has left"):  # of a host that only left
+            return f"{host} has left the group"
+        return f"{host} {'left' if self.left else 'was lost'}: {self.reason}"
+
+
+@dataclasses.dataclass(frozen=True)
+class JobPlan:
+    """The state after some entries.
+
+    Attributes:
+        number: of entries.
+        hosts: those in the group, by ID, in the order in which they joined.
+        lost: all others that ever joined, in the order in which they were lost.
+        attempt: the one that runs or has run last; -1 before the first.
+        places: ID of the host at each place of that attempt.
+        size: the number of places at its start.
+        taken_over: how many hosts each place had before in this attempt, or was added late.
+        given_up: places that stay empty.
+        used: restarts and replacements in earlier attempts.
+        probed: the key of the last probe of the links in this attempt.
+        probe: the one whose result is not known yet.
+        excluded: hosts that leave the job because of a broken link, with the reason.
+        restart: why the attempt is over; `None` while it runs.
+        stop, end: why the job ends.
+    """
+
+    number: int = 0
+    hosts: dict[str, HostInfo] = dataclasses.field(default_factory=dict)
+    lost: dict[str, LostHost] = dataclasses.field(default_factory=dict)
+    stage: Stage = Stage.FORMING
+    attempt: int = -1
+    places: tuple[str, ...] = ()
+    size: int = 0
+    taken_over: tuple[int, ...] = ()
+    given_up: frozenset[int] = frozenset()
+    used: int = 0
+    probed: str = ""
+    probe: Probe | None = None
+    excluded: dict[str, str] = dataclasses.field(default_factory=dict)
+    restart: Restart | None = None
+    stop: Stop | None = None
+    end: End | None = None
+
+    @property
+    def ends(self) -> bool:
+        return self.stage in (Stage.ENDING, Stage.FINISHED)
+
+    def host(self, name: str) -> HostInfo:
+        """A host that is or was in the group, by its ID."""
+        return self.hosts[name] if name in self.hosts else self.lost[name].host
+
+    def place_of(self, host: str) -> int | None:
+        return self.places.index(host) if host in self.places else None
+
+    def missing(self) -> list[tuple[int, LostHost]]:
+        """The places whose hosts are lost, with the losses."""
+        return [
+            (place, dataclasses.replace(loss, reason=self.excluded.get(host, loss.reason)))
+            for place, host in enumerate(self.places)
+            if (loss := self.lost.get(host)) is not None
+        ]
+
+    def apply(self, entry: Entry) -> JobPlan:
+        return dataclasses.replace(self._applied(entry), number=self.number + 1)
+
+    def _applied(self, entry: Entry) -> JobPlan:
+        replace = dataclasses.replace
+        running = self.stage is Stage.RUNNING
+        if isinstance(entry, HostJoined):
+            return replace(self, hosts={**self.hosts, entry.info.id: entry.info})
+        if isinstance(entry, HostLost):
+            hosts = dict(self.hosts)
+            host = hosts.pop(entry.host)
+            loss = LostHost(host=host, reason=entry.reason, left=entry.left)
+            return replace(self, hosts=hosts, lost={**self.lost, entry.host: loss})
+        if isinstance(entry, Start) and self.stage in (Stage.FORMING, Stage.CLEARING):
+            return replace(
+                self,
+                stage=Stage.RUNNING,
+                attempt=entry.attempt,
+                places=entry.places,
+                size=len(entry.places),
+                taken_over=(0,) * len(entry.places),
+                given_up=frozenset(),
+                used=entry.used,
+                probed="",
+                probe=None,
+                restart=None,
+            )
+        if isinstance(entry, Take) and running:
+            return self._taken(entry)
+        if isinstance(entry, GiveUp) and running:
+            return replace(self, given_up=self.given_up | set(entry.places))
+        if isinstance(entry, Probe) and running and entry.attempt == self.attempt:
+            known = entry.key == self.probed
+            return self if known else replace(self, probed=entry.key, probe=entry)
+        if isinstance(entry, Links) and running and self.probe is not None:
+            mine = (self.probe.attempt, self.probe.key) == (entry.attempt, entry.key)
+            excluded = {**self.excluded, **entry.excluded}
+            return replace(self, probe=None, excluded=excluded) if mine else self
+        if isinstance(entry, Restart) and running and entry.attempt == self.attempt:
+            return replace(self, stage=Stage.CLEARING, restart=entry)
+        if isinstance(entry, Stop) and not self.ends:
+            return replace(self, stage=Stage.ENDING, stop=entry)
+        if isinstance(entry, End) and not self.ends:
+            return replace(self, stage=Stage.ENDING, end=entry)
+        if isinstance(entry, Finish) and (running or self.stage is Stage.ENDING):
+            return replace(self, stage=Stage.FINISHED)
+        return self
+
+    def _taken(self, entry: Take) -> JobPlan:
+        if entry.host in self.places or entry.place > len(self.places):
+            return self
+        places, taken_over = list(self.places), list(self.taken_over)
+        if entry.place == len(places):
+            places.append(entry.host)
+            taken_over.append(1)
+        else:
+            places[entry.place] = entry.host
+            taken_over[entry.place] += 1
+        return dataclasses.replace(
+            self,
+            places=tuple(places),
+            taken_over=tuple(taken_over),
+            given_up=self.given_up - {entry.place},
+        )
+
+
+class PlaceConflict(Exception):
+    """Two hosts ask for one place, or one asks for a place that does not exist."""
+
+
+def assign(
+    before: Sequence[str], hosts: Iterable[HostInfo], maximum: int, *, asked: bool = False
+) -> tuple[str, ...]:
+    """The ID of the host at each place, for at most `maximum` places.
+
+    Place p has the ranks from p * nproc on, so the ranks of one host are consecutive. More hosts
+    than places are spares, and wait. A host that had a place before keeps it if that still exists,
+    and comes before hosts that had none, so that survivors keep their ranks and are never replaced
+    by spares. The others take the free places in the order of `hosts`.
+
+    Args:
+        before: the host at each place of the attempt before.
+        hosts: the hosts that are there, in the order in which they joined.
+        maximum: the number of places.
+        asked: whether each host has the place that it asks for (`--node-rank`).
+
+    Raises:
+        PlaceConflict: naming the hosts and the place; with `asked` only.
+    """
+    if asked:
+        return _as_asked(hosts, maximum)
+    there = [host.id for host in hosts]
+    chosen = [host for host in before if host in there]
+    chosen += [host for host in there if host not in before]
+    del chosen[maximum:]
+    places: list[str] = [""] * len(chosen)
+    for place, host in enumerate(before[: len(places)]):
+        if host in chosen:
+            places[place] = host
+    waiting = iter([host for host in chosen if host not in places])
+    return tuple(host or next(waiting) for host in places)
+
+
+def _as_asked(hosts: Iterable[HostInfo], maximum: int) -> tuple[str, ...]:
+    holders: dict[int, HostInfo] = {}
+    for host in hosts:
+        if not 0 <= host.place < maximum:
+            raise PlaceConflict(
+                f"host {host.name} has --node-rank {host.place}, and --nnodes is {maximum}"
+            )
+        first = holders.setdefault(host.place, host)
+        if first is not host:
+            raise PlaceConflict(
+                f"hosts {first.name} and {host.name} both have --node-rank {host.place}"
+            )
+    return tuple(holders[place].id for place in sorted(holders))
+
+
+def ranks_text(place: int, nproc: int) -> str:
+    """The ranks of a place, in words."""
+    first, last = place * nproc, (place + 1) * nproc - 1
+    return f"rank {first}" if nproc == 1 else f"ranks {first} to {last}"
