@@ -31,9 +31,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from outlast.coordination import runs
 from outlast.coordination.ops import Link
-from outlast.coordination.records import lines
+from outlast.coordination.records import lines, pack_records, unpack_records
 
 LEDGER = "ledger"
 
@@ -50,7 +49,7 @@ async def lost_members(link: Link) -> frozenset[int]:
 
 def summary(done: bytes) -> dict[int, dict[str, Any]]:
     """The record of each member that has arrived, from the value of the key `done`."""
-    return {record["member"]: record for record in runs.unpack_records(done)}
+    return {record["member"]: record for record in unpack_records(done)}
 
 
 async def log(link: Link, name: str) -> dict[int, dict[str, Any]]:
@@ -108,7 +107,7 @@ async def complete(link: Link, name: str, expected: frozenset[int]) -> bytes | N
     absent = expected - arrived.keys()
     if absent and absent - await lost_members(link):
         return None
-    return await link.claim(done_key(name), runs.pack_records(list(arrived.values())))
+    return await link.claim(done_key(name), pack_records(list(arrived.values())))
 
 
 async def missing(link: Link, name: str, expected: frozenset[int]) -> frozenset[int]:

@@ -284,19 +284,19 @@ def connect_ledger(purpose: str, group: Any = None) -> CallLedger:
     """A new ledger of the ranks of a process group, on the group's store.
 
     All ranks call this in the same order; the first call for a group is a collective. All ledgers
-    of a group share their connections (`process_group_store.py`). The default group is used by
+    of a group share their connections (`collectives.py`). The default group is used by
     default. Without a group, or with one rank, the ledger is in this process.
 
     Raises:
         ValueError: if this rank is not in the group.
         StoreError: if the group's store cannot be reached.
     """
-    from outlast.coordination import process_group_store
+    from outlast.coordination import collectives
 
-    place = process_group_store.place_in(group)
+    place = collectives.place_in(group)
     if place is None:
         return CallLedger(MemoryStore(), purpose, 0, 1)
     rank, world_size, _ = place
-    store = process_group_store.shared_store(group)
-    prefix = process_group_store.unique_prefix(purpose, group)
+    store = collectives.shared_store(group)
+    prefix = collectives.unique_prefix(purpose, group)
     return CallLedger(store, prefix, rank, world_size)

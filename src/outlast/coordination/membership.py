@@ -40,15 +40,14 @@ import json
 from collections.abc import Sequence
 
 from outlast.coordination import barrier
-from outlast.coordination.decisions.deciding import (
+from outlast.coordination.deciding import (
     COMPLETED,
     GONE,
     RESTART,
     Decisions,
     decision_key,
 )
-from outlast.coordination.decisions.decision import Decision, encode_record, forgotten
-from outlast.coordination.decisions.view import Joiner, ViewRecord
+from outlast.coordination.decision import Decision, Joiner, ViewRecord, encode_record, forgotten
 from outlast.coordination.ops import Link
 from outlast.coordination.records import (
     FaultRecord,

@@ -16,10 +16,10 @@ from fake_clock import FakeClock
 from outlast.clock import MonotonicClock
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link, drive, perform_on
-from outlast.coordination.stores.memory_store import MemoryStore
+from outlast.coordination.stores.store import MemoryStore
 from outlast.inprocess.monitor import cpu_time
 from outlast.inprocess.monitor.cpu_time import CpuTime
-from outlast.inprocess.monitor.idle_ranks import IdleRanks
+from outlast.inprocess.monitor.timeouts import IdleRanks
 
 SIZE = 3
 CONFIRM_S, AGAIN_S = 3.0, 60.0

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from fake_clock import FakeClock
-from outlast.inprocess.monitor.frozen_notice import FrozenNotice
-from outlast.inprocess.progress.progress_notice import ProgressNotice
-from outlast.inprocess.progress.shared_page import Activity, SharedPage
+from outlast.inprocess.monitor.heartbeat_thread import ProgressNotice
+from outlast.inprocess.monitor.shared_page import Activity, SharedPage
+from outlast.inprocess.monitor.timeouts import FrozenNotice
 
 
 class Rig:

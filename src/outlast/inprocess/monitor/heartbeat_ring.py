@@ -10,9 +10,7 @@ from __future__ import annotations
 from outlast.clock import Clock
 from outlast.coordination.ops import Link
 from outlast.coordination.stores.store import HOST_KEYS
-from outlast.inprocess.monitor.config import MonitorPlan
-from outlast.inprocess.monitor.fault_reports import FaultReports
-from outlast.inprocess.monitor.store_access import StoreAccess
+from outlast.inprocess.monitor.reports import FaultReports, MonitorPlan, StoreAccess
 
 
 class HeartbeatRing:

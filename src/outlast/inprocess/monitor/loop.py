@@ -1,37 +1,110 @@
 """The event loop of the monitor process: watches the main process, and reacts to its events.
 
 * The main process ends: its pidfd becomes readable. The death is reported, and the others restart.
-* It makes no progress: the timestamps in shared memory grow old (`progress_timeouts.py`).
+* It makes no progress: the timestamps in shared memory grow old (`timeouts.py`).
 * Another member falls silent: its heartbeat stops (`heartbeat_ring.py`).
 * The main process dismisses the monitor, which then exits unless other ranks need a store that it
-  serves (`store_service.py`).
+  serves.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
-from outlast.clock import MonotonicClock
+from outlast.clock import Clock, MonotonicClock
+from outlast.coordination.barrier import done_key
+from outlast.coordination.membership import decision_key
+from outlast.errors import RankTimeout, StoreError
 from outlast.events import Emitter, JsonlSink, NullSink, Sink
-from outlast.inprocess.monitor.config import MonitorPlan
 from outlast.inprocess.monitor.cpu_time import CpuTime
-from outlast.inprocess.monitor.fault_reports import FaultReports
-from outlast.inprocess.monitor.frozen_notice import FrozenNotice
 from outlast.inprocess.monitor.heartbeat_ring import HeartbeatRing
-from outlast.inprocess.monitor.idle_ranks import IdleRanks
-from outlast.inprocess.monitor.logfile import write_line
-from outlast.inprocess.monitor.progress_timeouts import ProgressTimeouts
-from outlast.inprocess.monitor.store_access import StoreAccess
-from outlast.inprocess.monitor.store_service import StoreService
-from outlast.inprocess.progress.shared_page import Activity
+from outlast.inprocess.monitor.reports import FaultReports, MonitorPlan, StoreAccess, write_line
+from outlast.inprocess.monitor.shared_page import Activity
+from outlast.inprocess.monitor.timeouts import FrozenNotice, IdleRanks, ProgressTimeouts
+from outlast.inprocess.store import TCPStore, connect
 from outlast.system.processes import is_dying, open_parent, open_thread
+from outlast.system.waiting import readable
 
 # A wait that ends so much too late: this process was stopped, or the machine is overloaded.
 _STOPPED_S = 2.0
+
+_OBSERVER = 1 << 40
+"""The member ID of a monitor whose main process is not a member: after all others in the ring."""
+
+
+class StoreService:
+    """Keeps stores reachable for the other ranks.
+
+    Heartbeats continue in the meantime, so that it does not wait for members whose hosts have died.
+    """
+
+    def __init__(
+        self, plan: MonitorPlan, clock: Clock, store: StoreAccess, ring: HeartbeatRing
+    ) -> None:
+        self._plan, self._page, self._clock = plan, plan.page, clock
+        self._store, self._ring = store, ring
+
+    def replace_iteration_store(self, dying: int | None) -> None:
+        """Takes over the port of the iteration's store, which ended with the main process, until
+        all ranks have left the iteration. Ranks that are just connecting to it retry forever, in
+        C++, where no interrupt reaches them; so a server must answer there.
+
+        Args:
+            dying: pidfd of a main process that may not have ended completely: one of its threads
+                has, but the port becomes free only when the process has ended.
+        """
+        port, deadline = self._page.store_port, self._clock.now() + self._plan.patience
+        if not port or not self._store.available:
+            return
+        if dying is not None:
+            readable(dying, timeout=self._plan.patience)
+        try:
+            server = TCPStore.serve(host_name=self._plan.address, port=port)
+        except (StoreError, RuntimeError) as e:
+            write_line(e)
+            return
+        self._stay_until(decision_key(self._page.iteration + 1, 0), deadline)
+        del server
+
+    def serve_until_goodbye(self) -> None:
+        """Keeps serving the job's store until every member has said goodbye or is lost."""
+        if self._store.available:
+            self._stay_until(done_key("goodbye"), math.inf)
+
+    def _stay_until(self, key: str, deadline: float) -> None:
+        over, writable = os.pipe()
+        threading.Thread(target=self._wait_for, args=(key, writable), daemon=True).start()
+        while not readable(over, timeout=self._plan.interval) and self._clock.now() < deadline:
+            if not self._store.available:
+                return
+            current = self._store.perform(self._store.membership.current())
+            if current is not None:
+                self._page.iteration = current
+                if self._page.member < 0:
+                    self._page.member = _OBSERVER
+            self._ring.beat()
+            if self._ring.watched is None and self._all_lost():
+                return
+
+    def _all_lost(self) -> bool:
+        view = self._store.view(self._page.iteration)
+        lost = self._store.lost_members()
+        return view is not None and lost is not None and view.expected <= lost
+
+    def _wait_for(self, key: str, writable: int) -> None:
+        plan = self._plan
+        try:
+            connection = connect(plan.factory, plan.kwargs, plan.endpoint, plan.patience)
+            connection.wait_for(plan.prefix + key, None)
+        except (StoreError, RankTimeout) as e:
+            write_line(e)
+        os.write(writable, b"x")
 
 
 class MonitorLoop:
@@ -50,7 +123,7 @@ class MonitorLoop:
         self._main_alive = self._pidfd is not None
         self._poll.register(end, select.POLLIN)
         self._threads: set[int] = set()  # pidfds of threads of the main process
-        self._store = StoreAccess(plan, self._clock)
+        self._store = StoreAccess(plan)
         self._forgot = 0  # the iteration before which old ones were forgotten
         emitter = Emitter(_sink(plan))
         self._reports = FaultReports(plan, main, emitter, self._store)

@@ -4,106 +4,86 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from outlast.coordination.ops import drive, perform_on
-from outlast.errors import StoreError
-from outlast.events import MonitorRestarted
-from outlast.inprocess.attribution import Interruption
-from outlast.inprocess.distributed.connection import Connection
-from outlast.inprocess.monitor.config import MonitorPlan
-from outlast.inprocess.monitor.start import MonitorHandle, start_monitor
-from outlast.inprocess.progress.heartbeat_thread import HeartbeatThread
-from outlast.inprocess.progress.progress_notice import ProgressNotice
-from outlast.inprocess.progress.shared_page import Activity
-from outlast.inprocess.recovery.rank_host import RankHost
-from outlast.inprocess.recovery.settings import Settings
-from outlast.inprocess.recovery.state_machine import Machine
+from outlast.events import Emitter, MonitorRestarted
+from outlast.inprocess.interruption.interrupter import Interrupter
+from outlast.inprocess.monitor.heartbeat_thread import HeartbeatThread, ProgressNotice
+from outlast.inprocess.monitor.reports import MonitorPlan
+from outlast.inprocess.monitor.shared_page import Activity, SharedPage
+from outlast.inprocess.monitor.start import start_monitor
+from outlast.inprocess.timeouts import Timeouts
 from outlast.system.arguments import seconds
 
 
 class MonitorSupervisor:
     """The supervisor for one wrapped call. Starts the monitor process at once.
 
-    `plan` makes a monitor process's plan; its argument says whether the process serves the store.
+    Args:
+        plan: makes a monitor process's plan; its argument says whether the process serves the
+            store.
+        serves: whether the first monitor process does.
 
     Attributes:
+        endpoint: host and port of the store that the monitor process has reached, or serves.
         serves: whether the current monitor process serves the store of the job.
     """
 
+    _report_loss: Callable[[str], None]
+
     def __init__(
         self,
-        settings: Settings,
         plan: Callable[[bool], MonitorPlan],
         serves: bool,
-        host: RankHost,
-        machine: Machine,
+        timeouts: Timeouts,
+        page: SharedPage,
+        interrupter: Interrupter,
+        emitter: Emitter,
     ) -> None:
-        self._settings, self._plan, self.serves = settings, plan, serves
-        self._host, self._membership, self._page = host, machine.membership, host.page
+        self._plan, self.serves, self._timeouts = plan, serves, timeouts
+        self._page, self._interrupter, self._emitter = page, interrupter, emitter
         self._heartbeat: HeartbeatThread | None = None
         self._lost = False
-        self._handle: MonitorHandle = start_monitor(plan(serves))
+        self._handle = start_monitor(plan(serves))
+        self.endpoint = self._handle.endpoint
 
     @property
     def pid(self) -> int:
         """Process ID of the current monitor process."""
         return self._handle.pid
 
-    @property
-    def endpoint(self) -> tuple[str, int] | None:
-        """Host and port of the store that the monitor process has reached, or serves."""
-        return self._handle.endpoint
+    def watch(self, monitor_thread: int, report_loss: Callable[[str], None]) -> None:
+        """Begins to watch the monitor process, which watches this package's threads in return.
 
-    def start_heartbeat(self, control: Connection) -> None:
-        """Starts the heartbeat thread, and has the monitor process watch the library's threads.
-
-        `control`, the connection of the function's thread, is broken off if it hangs for
-        `barrier_timeout`.
+        Args:
+            monitor_thread: ID of the monitor thread.
+            report_loss: called in the heartbeat thread with the cause when the process has ended.
         """
+        self._page.thread_2, self._report_loss = monitor_thread, report_loss
+        self._start_heartbeat()
 
-        def report_loss() -> None:
-            self._lost = True
-            fault = self._host.fault(
-                self._page.iteration,
-                Interruption.EXCEPTION,
-                f"its monitor process {self._handle.pid} ended",
-            )
-            try:
-                drive(self._membership.report_fault(fault), perform_on(control))
-            except StoreError:
-                return  # the monitor thread also notices, and tells the function's thread
-
-        timeouts = self._settings.timeouts
-        patience = seconds(timeouts.barrier_timeout)
-        host = self._host
-        notice = ProgressNotice(
-            self._page,
-            host.atomic_section.interrupter,
-            host.clock,
-            host.emitter.host,
-            seconds(timeouts.soft),
-        )
+    def _start_heartbeat(self) -> None:
+        page, interrupter, clock = self._page, self._interrupter, self._emitter.clock
+        host, soft = self._emitter.host, seconds(self._timeouts.soft)
+        notice = ProgressNotice(page, interrupter, clock, host, soft)
 
         def every_interval() -> None:
-            control.break_off_overdue(patience)
-            if host.atomic_section.interrupter.in_debugger():  # its user takes their time
-                self._page.progress = self._page.pinged = host.clock.now()
+            if interrupter.in_debugger():  # its user takes their time
+                page.progress = page.pinged = clock.now()
             notice.check()
 
+        def lost() -> None:
+            self._lost = True
+            self._report_loss(f"its monitor process {self.pid} ended")
+
+        interval = seconds(self._timeouts.progress_watchdog_interval)
         self._heartbeat = HeartbeatThread(
-            self._page,
-            self._host.clock,
-            seconds(timeouts.progress_watchdog_interval),
-            self._handle.socket,
-            report_loss,
-            host.atomic_section.interrupter.blocked_in,
-            every_interval,
+            *(page, clock, interval, self._handle.socket),
+            *(lost, interrupter.blocked_in, every_interval),
         )
-        self._page.function_thread = host.atomic_section.interrupter.native_id
-        self._page.thread_1 = self._heartbeat.native_id
-        self._page.thread_2 = self._host.monitor_thread.native_id
+        page.function_thread = interrupter.native_id
+        page.thread_1 = self._heartbeat.native_id
         self._handle.watch_threads()
 
-    def replace_if_lost(self, control: Connection) -> None:
+    def replace_if_lost(self) -> None:
         """Replaces a lost monitor process; called in the function's thread, between iterations.
 
         The new one does not serve the store: the lost store's contents are gone.
@@ -116,8 +96,8 @@ class MonitorSupervisor:
         self.serves = False
         self._handle = start_monitor(self._plan(False))
         self._lost = False
-        self._host.emitter.emit(MonitorRestarted())
-        self.start_heartbeat(control)
+        self._emitter.emit(MonitorRestarted())
+        self._start_heartbeat()
 
     def stop_heartbeat(self) -> None:
         """Ends the heartbeat thread."""
@@ -130,7 +110,5 @@ class MonitorSupervisor:
         all ranks, they may need the store that this process serves as long as they run.
         """
         self._page.activity = Activity.DONE
-        patience = seconds(self._settings.timeouts.barrier_timeout)
-        if (self.serves and not completed) or self._page.store_port:
-            patience = 0.0
-        self._handle.dismiss(patience)
+        stays = (self.serves and not completed) or self._page.store_port
+        self._handle.dismiss(0.0 if stays else seconds(self._timeouts.barrier_timeout))

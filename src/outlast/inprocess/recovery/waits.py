@@ -14,8 +14,7 @@ import math
 from typing import Any
 
 from outlast.coordination import barrier
-from outlast.coordination.decisions.decision import Decision, Held, decode_record
-from outlast.coordination.decisions.view import ViewRecord
+from outlast.coordination.decision import Decision, Held, ViewRecord, decode_record
 from outlast.coordination.membership import RESTART, MembershipProtocol, decision_key, resume_key
 from outlast.coordination.ops import Link
 from outlast.coordination.stores.store import KeyTimeout
@@ -84,9 +83,7 @@ async def leave_iteration(
     with host.timing("term"):
         limit = math.inf
         if member in view.expected:
-            (step, pings), least = host.progress(), host.least_ranks()
-            most = {"step": step, "pings": pings, "least": least}
-            record = await membership.leave(iteration, member, view.expected, most)
+            record = await membership.leave(iteration, member, view.expected, host.progress())
             limit = limits.barrier
         if record is None:
             record = await _next_record(membership, host, iteration, 0, None, now() + limit)

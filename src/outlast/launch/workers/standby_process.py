@@ -40,7 +40,7 @@ PACKET = 128 * 1024
 _ENVIRONMENT = "outlast.launch.environment"
 _CHAOS = (
     "outlast.chaos.bootstrap",
-    "outlast.inprocess.observers",
+    "outlast.inprocess.call_wrapper",
     "outlast.async_checkpoint.observers",
 )
 _LATER = ("outlast.inprocess", "outlast.async_checkpoint", "outlast.elastic")

@@ -25,16 +25,17 @@ from typing import Any
 import msgspec
 
 from outlast.coordination import barrier
-from outlast.coordination.decisions.decision import (
+from outlast.coordination.decision import (
     Decision,
     Facts,
     Held,
+    Joiner,
     Rules,
+    ViewRecord,
     decode_record,
     encode_record,
     next_record,
 )
-from outlast.coordination.decisions.view import Joiner, ViewRecord
 from outlast.coordination.ops import Link
 from outlast.coordination.records import (
     SUSPECTED_LINK,

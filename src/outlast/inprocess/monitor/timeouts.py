@@ -2,7 +2,7 @@
 
 In the function, a rank makes progress while it executes Python code, or uses the CPU in C code that
 waits for nobody (`Blocked`, `cpu_time.py`). Without progress for the soft timeout, it hangs, unless
-it waits for other ranks of which one makes progress (`idle_ranks.py`). Of two limits that hold
+it waits for other ranks of which one makes progress (`IdleRanks`). Of two limits that hold
 whatever a rank does, one is for a rank that has pinged, and is between pings; the other one is for
 a wait.
 
@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import math
 import signal
+from pathlib import Path
 from typing import NamedTuple
 
 from outlast.clock import Clock
-from outlast.inprocess.monitor.config import MonitorPlan
 from outlast.inprocess.monitor.cpu_time import CpuTime
-from outlast.inprocess.monitor.fault_reports import FaultReports
-from outlast.inprocess.monitor.idle_ranks import IdleRanks
-from outlast.inprocess.progress.shared_page import Activity, Blocked, SharedPage
+from outlast.inprocess.monitor.heartbeat_thread import AFTER_S
+from outlast.inprocess.monitor.reports import FaultReports, MonitorPlan, StoreAccess, write_for
+from outlast.inprocess.monitor.shared_page import Activity, Blocked, SharedPage
 from outlast.system.processes import send_signal
 
 # The hard timeout under an adaptive soft timeout: this many soft timeouts, and at least this long.
@@ -63,6 +63,57 @@ def timeouts_in_force(plan: MonitorPlan, page: SharedPage, activity: int) -> Lim
     # be terminated. Terminating a process costs more than an interrupt, so it gets more time.
     soft = page.soft_limit
     return Limits(soft, min(plan.hard, max(_HARD_PER_SOFT * soft, _HARD_AT_LEAST_S)), soft)
+
+
+class IdleRanks:
+    """Whether all ranks wait: only then does a rank that waits for others show that one of them
+    hangs.
+
+    A rank that has waited for the soft timeout counts itself in the store, and takes itself out
+    again when it goes on. The one that completes the number, together with the ranks that have
+    returned from the function, reports the hang. That may also be one that returns, and reports
+    nothing: so each rank that waits reads the number again once in every soft timeout. A rank that
+    goes on is known to do so only a little later, by its heartbeat thread, then by its monitor
+    process: so the number is read a second time before it is believed.
+
+    Args:
+        confirm: the time until a number that is complete is read again, in seconds.
+        again: the same for a number that is not.
+    """
+
+    def __init__(
+        self, page: SharedPage, store: StoreAccess, clock: Clock, confirm: float, again: float
+    ) -> None:
+        self._page, self._store = page, store
+        self._clock, self._confirm, self._again = clock, confirm, again
+        self._counted_in = -1  # the iteration
+        self._complete_at: float | None = None  # when this rank has found the number complete
+        self._look_at = 0.0
+
+    def wait(self) -> bool:
+        """Counts this rank; returns whether the number is complete, and this rank is to say so.
+        Call it regularly.
+        """
+        iteration, now = self._page.iteration, self._clock.now()
+        is_new = self._counted_in != iteration
+        if is_new or (self._complete_at is None and now >= self._look_at):
+            self._counted_in, self._look_at = iteration, now + self._again
+            self._complete_at = now if self._change(iteration, int(is_new)) else None
+        if self._complete_at is None or now - self._complete_at < self._confirm:
+            return False
+        self._complete_at = None
+        return self._change(iteration, 0)
+
+    def go_on(self) -> None:
+        """Takes this rank out again, if it was counted."""
+        iteration, self._counted_in = self._counted_in, -1
+        if iteration >= 0 and iteration == self._page.iteration:
+            self._change(iteration, -1)
+
+    def _change(self, iteration: int, amount: int) -> bool:
+        membership, members = self._store.membership, self._page.world_size
+        # Without the store, no other rank can know better.
+        return self._store.perform(membership.count_idle(iteration, amount, members)) is not False
 
 
 class ProgressTimeouts:
@@ -204,3 +255,40 @@ class ProgressTimeouts:
     def _signal(self, number: signal.Signals) -> None:
         assert self._pidfd is not None
         send_signal(self._pidfd, number)
+
+
+class FrozenNotice:
+    """One line for a main process that cannot run Python code: it is stopped, or holds the GIL, and
+    cannot write the line itself. `main` is its pid.
+    """
+
+    def __init__(self, plan: MonitorPlan, main: int, clock: Clock, host: str) -> None:
+        self._plan, self._page, self._main = plan, plan.page, main
+        self._clock, self._host = clock, host
+        self._said = 0.0  # the timestamp after which it was said
+
+    def check(self) -> None:
+        """Call it regularly. Says it once, until the process runs again."""
+        page = self._page
+        # Before the heartbeat thread's first interval is over, there is no timestamp of it.
+        heartbeat = page.heartbeat or page.progress
+        idle = self._clock.now() - heartbeat
+        timed = page.activity == Activity.FUNCTION and page.long_limit == 0
+        if not timed or heartbeat == self._said or idle < AFTER_S:
+            return
+        self._said = heartbeat
+        hard = timeouts_in_force(self._plan, page, Activity.FUNCTION).hard
+        stopped = _is_stopped(self._main)
+        why = "is stopped (SIGSTOP);" if stopped else "holds the GIL in C code; unless it computes,"
+        write_for(
+            self._main,
+            f"rank {self._page.rank} on {self._host}: no progress for {idle:.0f} s: process "
+            f"{self._main} {why} after {hard:.0f} s it is ended",
+        )
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False  # it has ended

@@ -1,17 +1,61 @@
-"""From an agreed view to the ranks of its members: applies rank assignment and rank filter.
+"""From an agreed view to the ranks of its members: rank assignment and rank filter.
 
-These functions are pure if the assignment and the filter are (`FilterGroupedByKey` with a string
-reads the store). Every member starts from the same `ViewRecord`, so all members arrive at a
-consistent assignment (R1) without communication.
+Every member starts from the same `ViewRecord`, and from what the members publish for the
+assignment, so all arrive at consistent ranks (R1).
 """
 
 from __future__ import annotations
 
-from outlast.coordination.decisions.view import ViewRecord
+from outlast.coordination.decision import ViewRecord
+from outlast.coordination.ops import Link
 from outlast.errors import RestartError
+from outlast.inprocess.compose import iter_parts
 from outlast.inprocess.rank_assignment import RankAssignment
 from outlast.inprocess.rank_filter import RankFilter
+from outlast.inprocess.recovery.host_protocol import Host
+from outlast.inprocess.recovery.waits import pass_barrier
 from outlast.inprocess.state import State, Status
+
+
+def assignment_parts(assignment: RankAssignment) -> list[RankAssignment]:
+    """The assignments that `assignment` is composed of, in the order of their calls."""
+    return [part for part in iter_parts(assignment) if isinstance(part, RankAssignment)]
+
+
+async def exchange_values(
+    link: Link,
+    host: Host,
+    record: ViewRecord,
+    member: int,
+    state: State,
+    assignment: RankAssignment,
+) -> None:
+    """Passes what each member publishes to the assignment, the same on all: a barrier collects it,
+    so that no member waits for one whose loss is known.
+
+    Args:
+        state: of `member`, in the iteration before.
+
+    Raises:
+        RankTimeout: naming the ranks whose members did not publish within the barrier timeout.
+    """
+    slots = record.slots()
+    joiners = {joiner.member for joiner in record.joiners}
+    stayed = [rank for rank, m in enumerate(slots) if m is not None and m not in joiners]
+    rank = slots.index(member)
+    initial_rank = rank if member in joiners else state.initial_rank
+    state = state.copy(rank=rank, world_size=len(slots), initial_rank=initial_rank)
+    # Two ranks tell the newcomers, in case one of them is lost on the way.
+    tells = bool(joiners) and rank in stayed[:2]
+    parts = assignment_parts(assignment)
+    values = [part.publish(state, for_newcomers=tells) for part in parts]
+    if all(value is None for value in values):
+        return
+    name = f"values/{record.iteration}"
+    arrived = await pass_barrier(link, host, name, record, member, values=values)
+    for n, part in enumerate(parts):
+        found = {slots.index(m): each["values"][n] for m, each in arrived.items() if m in slots}
+        part.receive({slot: value for slot, value in found.items() if value is not None})
 
 
 def state_in_view(
@@ -25,8 +69,8 @@ def state_in_view(
 
     The assignment gets the member's index in `record.slots()` as its rank, the number of slots, and
     the empty slots as terminated ranks; the filter gets the result. All ranks are active, unless
-    the assignment or the filter sets a lower active world size. The
-    status is `INACTIVE` for a reserve rank, and `INITIALIZED` otherwise.
+    the assignment or the filter sets a lower active world size. The status is `INACTIVE` for a
+    reserve rank, and `INITIALIZED` otherwise.
 
     Raises:
         RestartError: if the assignment leaves terminated ranks unhandled, or gives a rank that

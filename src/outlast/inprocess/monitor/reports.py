@@ -2,15 +2,149 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import datetime
+import os
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
 
+from outlast.coordination.barrier import lost_members
+from outlast.coordination.decision import Rules, ViewRecord
 from outlast.coordination.lost_host import report_killed
+from outlast.coordination.membership import MembershipProtocol
+from outlast.coordination.ops import Link, Op, drive, perform_on
 from outlast.coordination.records import FaultRecord, LostRecord, process_name
+from outlast.errors import RankTimeout, StoreError
 from outlast.events import Emitter, Fault, Lost
 from outlast.inprocess.attribution import Interruption
-from outlast.inprocess.monitor.config import MonitorPlan
-from outlast.inprocess.monitor.logfile import write_for
-from outlast.inprocess.monitor.store_access import StoreAccess
+from outlast.inprocess.monitor.shared_page import SharedPage
+from outlast.inprocess.store import Connection, StoreMixin, connect
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class MonitorPlan:
+    """The configuration of one monitor process. Durations are in seconds.
+
+    Attributes:
+        factory, kwargs, endpoint: of the store.
+        serve: whether this monitor serves the store.
+        ready: the key that the store's server sets for this call, or an empty string.
+        rank, world_size, token, rules: the values with which the main process registers.
+        interval: time between two heartbeats.
+        heartbeat: a member without a heartbeat for this long counts as lost.
+        soft, hard, ping: the timeouts.
+        grace: time between SIGTERM and SIGKILL.
+        patience: maximum time to reach the store.
+        logfile: gets the output of the monitor process; `None` discards it.
+        address: this host's address, on which an iteration's store is served.
+        host_id: of this host among those of the job; empty for a job on one host.
+        host_ring: whether members watch only those on the same host, whose launcher has a lease.
+    """
+
+    page: SharedPage
+    factory: type[StoreMixin]
+    kwargs: Mapping[str, Any]
+    endpoint: tuple[str, int] | None
+    serve: bool
+    ready: str
+    prefix: str
+    rank: int
+    world_size: int
+    token: str
+    interval: float
+    heartbeat: float
+    soft: float
+    hard: float
+    ping: float
+    grace: float
+    patience: float
+    logfile: str | None
+    events_dir: str
+    address: str = ""
+    host_id: str = ""
+    host_ring: bool = False
+    rules: Rules = dataclasses.field(default_factory=Rules)
+
+
+def write_line(text: object) -> None:
+    """Writes one line. A full disk does not end the monitor process."""
+    now = datetime.datetime.now().astimezone().isoformat(timespec="milliseconds")
+    with contextlib.suppress(OSError):
+        print(f"{now} {text}")
+
+
+def write_for(pid: int, line: str) -> None:
+    """Writes a line to the stderr of another process, unless that is closed, a socket, or a file
+    at a position of the other process's own, where it would overwrite the line. The stream is open
+    only for the line: a descriptor that stayed open would keep a pipe from ending.
+    """
+    try:
+        flags = Path(f"/proc/{pid}/fdinfo/2").read_text().partition("flags:")[2].split()[0]
+        descriptor = os.open(
+            f"/proc/{pid}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY
+        )
+    except OSError as e:
+        write_line(f"{line} (not shown: {e})")
+        return
+    with os.fdopen(descriptor, "wb", buffering=0) as stream:
+        if not stream.seekable() or int(flags, 8) & os.O_APPEND:
+            try:
+                stream.write(f"{line}\n".encode())
+            except OSError as e:
+                write_line(f"{line} (not shown: {e})")
+
+
+class StoreAccess:
+    """A connection that is dropped on the first error. The main process detects a lost store by
+    itself; the monitor then continues to watch the main process, without the store.
+    """
+
+    def __init__(self, plan: MonitorPlan) -> None:
+        self._plan = plan
+        self.link = Link(plan.prefix)
+        self.membership = MembershipProtocol(self.link, plan.world_size, plan.rules)
+        self._connection: Connection | None = None
+
+    @property
+    def available(self) -> bool:
+        return self._connection is not None
+
+    def connect(self, give_up: Callable[[], bool]) -> None:
+        """Tries to connect for at most `plan.patience`, or until `give_up` returns true."""
+        plan = self._plan
+        place = plan.factory, plan.kwargs, plan.endpoint
+        deadline = time.monotonic() + plan.patience
+        while self._connection is None:
+            try:
+                self._connection = connect(*place, plan.patience, plan.ready, give_up)
+            except (StoreError, RankTimeout) as e:
+                write_line(e)
+                if isinstance(e, RankTimeout) or give_up() or time.monotonic() > deadline:
+                    return
+                time.sleep(0.1)
+
+    def perform(self, coroutine: Coroutine[Op, Any, T]) -> T | None:
+        """Runs the store operations of `coroutine`; `None` if the store is lost."""
+        if self._connection is None:
+            coroutine.close()
+            return None
+        try:
+            return drive(coroutine, perform_on(self._connection))
+        except StoreError as e:
+            write_line(e)
+            self._connection = None
+            return None
+
+    def view(self, iteration: int) -> ViewRecord | None:
+        return self.perform(self.membership.view(iteration))
+
+    def lost_members(self) -> frozenset[int] | None:
+        return self.perform(lost_members(self.link))
 
 
 def fault_event(fault: FaultRecord) -> Fault:

@@ -16,17 +16,20 @@ Calling `destroy_process_group()` is not enough, for three reasons:
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import gc
 import logging
+import os
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from outlast.inprocess.distributed import gloo_sockets
-from outlast.inprocess.distributed.gloo_abort import GlooAbort, any_blocked
+from outlast.inprocess.interruption.gloo import GlooAbort, any_blocked, pair_sockets
 
 log = logging.getLogger("outlast.inprocess")
 
@@ -63,7 +66,7 @@ class Releaser:
                 log.exception("a process group could not be destroyed; the restart continues")
         _forget_groups()
         if held:
-            self._sockets = set(gloo_sockets.pair_sockets().values())
+            self._sockets = set(pair_sockets().values())
             self._thread = threading.Thread(target=held.clear, name="outlast-release", daemon=True)
             del held  # the thread holds the last reference to the list
             self._thread.start()
@@ -80,7 +83,7 @@ class Releaser:
             return
         self._thread.join()
         self._thread = None
-        if self._sockets & set(gloo_sockets.pair_sockets().values()):
+        if self._sockets & set(pair_sockets().values()):
             gc.collect()
 
     def end(self) -> None:
@@ -117,3 +120,66 @@ def _forget_groups() -> None:
         getattr(c10d._world, name).clear()
     c10d._unregister_all_process_groups()  # type: ignore[attr-defined]
     c10d._world.group_count = 0
+
+
+_FATAL = 3  # c10's levels: INFO 0, WARNING 1, ERROR 2, FATAL 3
+
+_guard = threading.Lock()
+_silencing = 0
+_level_before = 0
+
+
+class QuietTorchLog:
+    """Silences torch's C++ log in this process from `begin` to `end`, or as a context manager.
+
+    An abort shuts down the sockets of process groups and of their store. For every operation that
+    it ends there, torch logs a warning with a C++ stack trace, besides raising an error in the
+    thread concerned. The log says nothing that those errors, or the report of the fault, do not.
+
+    `begin` and `end` may be called repeatedly, from any thread. Several objects may overlap: the
+    level returns to its value when the last one ends.
+    """
+
+    def __init__(self) -> None:
+        self._active = False
+
+    def begin(self) -> None:
+        self._set(True)
+
+    def end(self) -> None:
+        self._set(False)
+
+    def __enter__(self) -> None:
+        self.begin()
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def _set(self, active: bool) -> None:
+        global _silencing, _level_before
+        level = _level()
+        with _guard:
+            if level is None or active == self._active:
+                return
+            self._active = active
+            if active and not _silencing:
+                _level_before, level.value = level.value, max(level.value, _FATAL)
+            _silencing += 1 if active else -1
+            if not _silencing:
+                level.value = _level_before
+
+
+@functools.cache
+def _level() -> ctypes.c_int | None:
+    """The variable with which torch's log statements compare; `None` in a build without it. torch
+    reads `TORCH_CPP_LOG_LEVEL` only once, into this variable of its library, which it exports.
+    """
+    import torch
+
+    library = Path(torch.__file__).parent / "lib" / "libc10.so"
+    try:
+        return ctypes.c_int.in_dll(
+            ctypes.CDLL(str(library), mode=os.RTLD_NOLOAD), "FLAGS_caffe2_log_level"
+        )
+    except (OSError, ValueError):
+        return None
