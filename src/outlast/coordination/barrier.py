@@ -56,7 +56,7 @@ async def log(link: Link, name: str) -> dict[int, dict[str, Any]]:
     """The record of each member that has arrived so far. The values in `most` of `arrive` are the
     greatest of all members.
     """
-    records = sorted(lines(await link.read(f"{name}/arrived")), key=lambda said: said["member"])
+    records = sorted(lines(await link.read(f"{name}/arrived")), key=lambda each: each["member"])
     most: dict[str, int] = {}
     for record in records:
         for key, value in record.pop("most", {}).items():
@@ -70,15 +70,15 @@ async def record_arrival(
     member: int,
     expected: frozenset[int],
     most: Mapping[str, int] | None = None,
-    **said: Any,
+    **values: Any,
 ) -> bool:
     """Records the arrival of `member`; returns whether it may be the last, which then has to check.
 
     Args:
         most: numbers of which only the greatest of all members counts.
-        said: what the others learn of this member; `None` stands for nothing.
+        values: what the others learn of this member; `None` stands for nothing.
     """
-    known = {key: value for key, value in said.items() if value is not None}
+    known = {key: value for key, value in values.items() if value is not None}
     line = {"member": member, **known, **({"most": dict(most)} if most else {})}
     record = json.dumps(line, separators=(",", ":")).encode() + b"\n"
     await link.append(f"{name}/arrived", record)
@@ -89,12 +89,12 @@ async def record_arrival(
 
 
 async def arrive(
-    link: Link, name: str, member: int, expected: frozenset[int], **said: Any
+    link: Link, name: str, member: int, expected: frozenset[int], **values: Any
 ) -> bytes | None:
     """Records the arrival of `member`, and completes the barrier if it is the last: then returns
     the value of `done`.
     """
-    if await record_arrival(link, name, member, expected, **said):
+    if await record_arrival(link, name, member, expected, **values):
         return await complete(link, name, expected)
     return None
 

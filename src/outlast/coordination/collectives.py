@@ -2,7 +2,7 @@
 
 The backend of a group talks through the group's connection at any time, and a connection serves one
 operation at a time: a wait on it would hold up the backend. So all ledgers of a process share one
-`GroupStore` per group, on connections of its own.
+client per group, on connections of its own.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from outlast.coordination import KeyTimeout, TorchStore
-from outlast.coordination.stores.tcp_client import TcpClient
-from outlast.errors import AsyncCallError, StoreError
-from outlast.system.error_text import first_line
+from outlast.coordination import TorchStore
+from outlast.coordination.stores.tcp_client import SharedClient
+from outlast.errors import AsyncCallError
 
 
 def rank_of(group: Any) -> int:
@@ -77,7 +76,7 @@ class _Shared:
     def __init__(self) -> None:
         self.number: int | None = None
         self.ledgers: Counter[str] = Counter()  # how many were made, by purpose
-        self.store: weakref.ref[GroupStore] | None = None
+        self.store: weakref.ref[SharedClient | TorchStore] | None = None
 
 
 _shared: weakref.WeakKeyDictionary[Any, _Shared] = weakref.WeakKeyDictionary()  # by group
@@ -117,99 +116,26 @@ def unique_prefix(purpose: str, group: Any) -> str:
     return f"outlast/{purpose}/{resolved.group_name}/{shared.number:x}/{count}"
 
 
-def shared_store(group: Any) -> GroupStore:
+def shared_store(group: Any) -> SharedClient | TorchStore:
     """The store that all ledgers of this group share in this process. Not a collective."""
     resolved = _resolved(group)
     shared = _shared.setdefault(resolved, _Shared())
+    store: SharedClient | TorchStore | None
     store = None if shared.store is None else shared.store()
     if store is None:
-        store = GroupStore(distributed_c10d._get_process_group_store(resolved))
+        base = distributed_c10d._get_process_group_store(resolved)
+        while isinstance(base, _torch.PrefixStore):
+            base = base.underlying_store
+        if isinstance(base, _torch.TCPStore):
+            # Not torch's client: connections end while they are used, in a restart in place or with
+            # the rank that serves the store.
+            store = SharedClient(base.host, base.port, base.timeout.total_seconds())
+            store.connect()
+        else:
+            store = TorchStore(base, type(base).__name__)
         shared.store = weakref.ref(store)
     return store
 
 
-class GroupStore:
-    """A `Store` for any number of threads, on few connections.
-
-    Operations that the server answers at once share one connection: torch lets them take turns. A
-    wait has a connection to itself, since it occupies the connection until the key appears. One
-    connection for several waits would let one waiter hold up another, forever if the second waits
-    for what the first thread's rank says only after its own wait has ended. torch can wait for
-    several keys only until *all* of them exist, so one thread could not serve several waiters
-    either. Therefore a wait takes an idle connection, or opens one if there is none, and returns it
-    afterwards: there are as many waiting connections as there were ever simultaneous waits, and
-    only two connections in all where waits never overlap.
-
-    A connection to a TCP store is one of `TcpClient`, because connections end while they are used
-    (a restart in place, the death of the rank that serves the store); to any other store, it is a
-    clone of the first one and not of the group's: nothing here keeps the store of a destroyed group
-    alive. A wait that is blocked then ends as soon as its key appears (an abort fails the call,
-    which sets the key) or the server ends, and with it the connections.
-    """
-
-    def __init__(self, store: Any) -> None:
-        base = _base(store)
-        self._tcp = isinstance(base, _torch.TCPStore)
-        self._where = f"{base.host}:{base.port}" if self._tcp else type(base).__name__
-        if self._tcp:
-            self._address = base.host, base.port, base.timeout.total_seconds()
-        self._first = self._connect(store)
-        self._idle = [self._connect(store)]  # taken and returned without a lock: see `wait_for`
-        self.put, self.claim, self.read = self._first.put, self._first.claim, self._first.read
-        self.add, self.append = self._first.add, self._first.append
-        self.delete = self._first.delete
-
-    def wait_for(self, key: str, timeout: float | None) -> bytes:
-        """Any number of threads may wait at the same time."""
-        try:
-            connection = self._idle.pop()
-        except IndexError:  # in one step: another thread may have taken the last one just now
-            # torch's client would try for minutes to connect to a server that is gone; the
-            # connection that exists reports its end at once.
-            value = self.read(key)
-            if value is not None:
-                return value
-            connection = self._connect(getattr(self._first, "torch_store", None))
-        try:
-            value = connection.wait_for(key, timeout)
-        except KeyTimeout:
-            self._idle.append(connection)
-            raise
-        # After any other error, or an interrupt, an answer may be half read: the connection goes.
-        self._idle.append(connection)
-        return value
-
-    def _connect(self, store: Any) -> TcpClient | TorchStore:
-        if self._tcp:
-            client = TcpClient(*self._address)
-            client.connect()
-            return client
-        try:
-            return TorchStore(_cloned(store, _base(store)), self._where)
-        except RuntimeError as e:
-            raise StoreError(
-                f"the store at {self._where} cannot be reached: {first_line(e)}"
-            ) from e
-
-
 def _resolved(group: Any) -> Any:
     return distributed_c10d._get_default_group() if group is None else group
-
-
-def _base(store: Any) -> Any:
-    while isinstance(store, _torch.PrefixStore):
-        store = store.underlying_store
-    return store
-
-
-def _cloned(store: Any, base: Any) -> Any:
-    if hasattr(store, "clone"):  # since torch 2.8
-        return store.clone()
-    # Before, a prefix cannot be read. Ours has the group's name in it, so none is needed.
-    if isinstance(base, _torch.TCPStore):
-        return _torch.TCPStore(
-            base.host, base.port, is_master=False, wait_for_workers=False, timeout=base.timeout
-        )
-    if isinstance(base, _torch.FileStore):
-        return _torch.FileStore(base.path, -1)
-    return base  # in memory: it has no connection, and serves any number of threads

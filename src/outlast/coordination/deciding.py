@@ -85,11 +85,9 @@ class Decisions:
         return self._rules
 
     async def joiners(self) -> list[Joiner]:
-        """All processes that ever asked to join, in that order."""
         return [Joiner(**record) for record in lines(await self.link.read("joins"))]
 
     async def current(self) -> int:
-        """The newest iteration that is decided."""
         iteration = int(await self.link.read("current") or b"0")
         while await self.decision(iteration + 1) is not None:
             iteration += 1
@@ -109,16 +107,13 @@ class Decisions:
             number += 1
 
     async def view(self, iteration: int) -> ViewRecord | None:
-        """The view of an iteration; `None` before it is decided."""
         decision = await self.decision(iteration)
         return None if decision is None else decision.view
 
     def follow(self, decision: Decision) -> None:
-        """Keeps the decision that this member follows."""
         self._decision = decision
 
     def started(self, iteration: int, arrived: dict[int, dict[str, Any]]) -> None:
-        """Keeps who has passed the barrier before the function."""
         self._started = iteration, arrived
 
     async def decide(self, iteration: int, expired: Held | None = None) -> Decision | Held | None:
@@ -186,16 +181,13 @@ class Decisions:
         return Facts(before, roster, world_size, arrived, ledger, faults, joiners, stop)
 
     async def over(self, iteration: int) -> bytes | None:
-        """How the iteration ended (`RESTART`, `COMPLETED`); `None` while it runs."""
         return await self.link.read(f"over/{iteration}")
 
     async def faults(self, iteration: int) -> list[FaultRecord]:
-        """The faults of an iteration, in the order in which they were reported."""
         data = await self.link.read(f"fault/{iteration}")
         return [FaultRecord(**record) for record in lines(data)]
 
     async def ledger(self) -> list[LostRecord]:
-        """All members that have left the job, in order."""
         return [LostRecord(**record) for record in lines(await self.link.read(barrier.LEDGER))]
 
     async def roster(self, decision: Decision) -> tuple[dict[int, int], int]:
@@ -210,11 +202,10 @@ class Decisions:
         if not arrived:
             slots = decision.view.slots()
             return {r: m for r, m in enumerate(slots) if m is not None}, len(slots)
-        places = {said["rank"]: member for member, said in arrived.items()}
-        return places, max(said["world_size"] for said in arrived.values())
+        places = {record["rank"]: member for member, record in arrived.items()}
+        return places, max(record["world_size"] for record in arrived.values())
 
     async def stop_request(self) -> StopRecord | None:
-        """The request to stop the job, if there is one."""
         data = await self.link.read("stop")
         if data is None:
             return None

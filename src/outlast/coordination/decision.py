@@ -57,7 +57,6 @@ class ViewRecord:
 
     @functools.cached_property
     def expected(self) -> frozenset[int]:
-        """The members for which a barrier of this iteration waits."""
         present = {m for m in self.base if m is not None and m not in self.lost}
         return frozenset(present | {j.member for j in self.joiners})
 
@@ -80,7 +79,6 @@ class ViewRecord:
         return dataclasses.replace(self, base=tuple(pack(self.base)))
 
     def unpacked(self) -> ViewRecord:
-        """The inverse of `packed`."""
         return dataclasses.replace(self, base=tuple(unpack(self.base)))
 
     def with_stop(self, stop: StopRecord, before: ViewRecord | None) -> ViewRecord:
@@ -103,14 +101,8 @@ def decide(
     lost: frozenset[int],
     joiners: list[Joiner],
 ) -> ViewRecord:
-    """The view of iteration `iteration`, from what is known when the one before has ended.
-
-    Args:
-        iteration: the new one.
-        roster: the member at each rank, of those that entered the iteration before.
-        world_size: of the iteration before; ranks without a member are empty slots.
-        lost: every member in the ledger.
-        joiners: all processes that ever asked to join; members, and lost ones, are left out.
+    """The view of `iteration`, from the roster of the one before it (ranks without a member are
+    empty slots), the ledger, and all processes that ever asked to join.
     """
     base = tuple(roster.get(rank) for rank in range(world_size))
     inside = set(base)
@@ -124,40 +116,24 @@ def decide(
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """The arguments of the wrapped call on which decisions depend: the same on all members.
+    """The arguments of the wrapped call on which decisions depend: the same on all members."""
 
-    Attributes:
-        grow: whether new processes are admitted.
-        repeated: `None`: the job restarts without limit.
-        await_size: a restart is held until there are this many members; 0: it is not held.
-        chosen_s: for how long it is held at most, if the program says so, by `AwaitReplacements`.
-        hosts: whether launchers look for broken links between the hosts of the job.
-    """
-
-    grow: bool = True
-    repeated: RepeatedFaults | None = None
-    await_size: int = 0
-    chosen_s: float = 0.0
-    hosts: bool = False
+    grow: bool = True  # new processes are admitted
+    repeated: RepeatedFaults | None = None  # `None`: the job restarts without limit
+    await_size: int = 0  # a restart is held until there are this many members; 0: it is not held
+    chosen_s: float = 0.0  # how long it is held at most, if `AwaitReplacements` says so
+    hosts: bool = False  # launchers look for broken links between the hosts of the job
 
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """The agreed facts with which an iteration starts, or with which the job ends.
+    """The agreed facts with which an iteration starts, or with which the job ends."""
 
-    Attributes:
-        view: the members of the iteration, and the request to stop.
-        history: the faults so far; `history.stop` says why they end the job.
-        last_cause: the first cause of the last iteration that ended because of a fault.
-        ended_by: the member that has ended the job.
-        unreplaced: the ranks for which a restart was held until the time was over: they are not
-            waited for again.
-    """
-
-    view: ViewRecord
+    view: ViewRecord  # the members of the iteration, and the request to stop
     history: FaultHistory = dataclasses.field(default_factory=FaultHistory)
-    last_cause: FaultRecord | None = None
-    ended_by: LostRecord | None = None
+    last_cause: FaultRecord | None = None  # of the last iteration that ended because of a fault
+    ended_by: LostRecord | None = None  # the member that has ended the job
+    # Ranks for which a restart was held until the time was over: they are not waited for again.
     unreplaced: frozenset[int] = frozenset()
 
     @property
@@ -173,7 +149,6 @@ class Decision:
 
     @functools.cached_property
     def survivors(self) -> frozenset[int]:
-        """The members of the iteration before that are left."""
         return self.view.expected - {joiner.member for joiner in self.view.joiners}
 
     @property
@@ -189,24 +164,18 @@ class Decision:
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """The note that a restart waits; its members wait for the next record.
-
-    Attributes:
-        links: whether it waits for the launchers; otherwise for replacements.
-        lost: the members of the iteration that count as lost. One that was mistaken for lost leaves
-            the job at once: it is replaced only once its process has ended.
-        ranks: those that it waits for, as numbered by the launcher.
-        size: what the launchers are told.
+    """The note that a restart waits; its members wait for the next record. A member that was
+    mistaken for lost leaves the job at once: it is replaced only once its process has ended.
     """
 
-    links: bool
-    lost: frozenset[int] = frozenset()
+    links: bool  # it waits for the launchers; otherwise for replacements
+    lost: frozenset[int] = frozenset()  # the members of the iteration that count as lost
+    # The ranks that it waits for, as numbered by the launcher; and what the launchers are told.
     ranks: tuple[int, ...] = dataclasses.field(default=(), compare=False)
     size: SizeRecord | None = dataclasses.field(default=None, compare=False)
 
     @property
     def what(self) -> str:
-        """The name of the wait."""
         return "links" if self.links else "replacements"
 
 
@@ -232,28 +201,18 @@ def forgotten(iteration: int) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What the store says about iteration k when every member has left it.
+    """What the store says about iteration k when every member has left it."""
 
-    Attributes:
-        before: the decision with which the iteration started.
-        roster: the member at each rank of the iteration, and `world_size` its size.
-        arrived: what each member has said when it left the iteration.
-        faults: those of the iteration, and of members that ended later.
-        joiners: all processes that ever asked to join.
-        given_up: the ranks that no launcher replaces; read only if a rank is missing.
-        links_known: whether the launchers have found out which links are broken.
-    """
-
-    before: Decision
-    roster: dict[int, int]
-    world_size: int
-    arrived: dict[int, dict[str, Any]]
+    before: Decision  # with which the iteration started
+    roster: dict[int, int]  # the member at each rank of the iteration
+    world_size: int  # of the iteration
+    arrived: dict[int, dict[str, Any]]  # the record of each member that has left the iteration
     ledger: list[LostRecord]
-    faults: list[FaultRecord]
-    joiners: list[Joiner]
+    faults: list[FaultRecord]  # those of the iteration, and of members that ended later
+    joiners: list[Joiner]  # all processes that ever asked to join
     stop: StopRecord | None
-    given_up: frozenset[int] = frozenset()
-    links_known: bool = False
+    given_up: frozenset[int] = frozenset()  # ranks not replaced; read only if a rank is missing
+    links_known: bool = False  # the launchers have found out which links are broken
 
     @functools.cached_property
     def lost(self) -> frozenset[int]:
@@ -261,7 +220,6 @@ class Facts:
 
     @property
     def present(self) -> frozenset[int]:
-        """The members that can be in the next view."""
         asked = {joiner.member for joiner in self.joiners}
         return frozenset(self.roster.values()) - self.lost | (asked - self.lost)
 
@@ -324,10 +282,10 @@ def _history(
     faults: list[FaultRecord],
     policy: RepeatedFaults | None,
 ) -> FaultHistory:
-    said = facts.arrived.values()
-    step = max([0, *(each.get("step", 0) for each in said), *(fault.step for fault in faults)])
+    records = facts.arrived.values()
+    step = max([0, *(each.get("step", 0) for each in records), *(fault.step for fault in faults)])
     # The first ping often stands at the top of the loop, before the code that has never run.
-    pings = [each.get("pings", 0) for each in said] + [fault.pings for fault in faults]
+    pings = [each.get("pings", 0) for each in records] + [fault.pings for fault in faults]
     return add_fault(facts.before.history, cause, step, max(pings, default=0) > 1, policy)
 
 

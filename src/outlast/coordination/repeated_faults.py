@@ -79,7 +79,6 @@ class RepeatedFaults:
             object.__setattr__(self, name, value)
 
     def pause(self, times: int) -> float:
-        """Seconds until the restart after the `times`-th equal fault."""
         if times < 2:
             return 0.0
         return min(seconds(self.max_backoff), seconds(self.backoff) * 2.0 ** min(times - 2, 60))
@@ -105,27 +104,16 @@ class Mistake:
 
 @dataclasses.dataclass(frozen=True)
 class FaultHistory:
-    """What is known of all faults when an iteration has ended.
+    """What is known of all faults when an iteration has ended."""
 
-    Attributes:
-        step: the furthest training step of the job; 0 if none is known.
-        trained: whether the job has made a step or a second ping.
-        seen: the faults since the last progress, the latest last.
-        mistakes: those of the program, from the beginning of the call.
-        restarts: those of the call, by cause.
-        stop: why the job ends; empty if it continues.
-        cause: the first cause with which it ends.
-        pause: seconds until the restart.
-    """
-
-    step: int = 0
-    trained: bool = False
-    seen: tuple[EqualFaults, ...] = ()
-    mistakes: tuple[Mistake, ...] = ()
-    restarts: tuple[RestartCount, ...] = ()
-    stop: str = ""
-    cause: FaultRecord | None = None
-    pause: float = 0.0
+    step: int = 0  # the furthest training step of the job; 0 if none is known
+    trained: bool = False  # the job has made a step or a second ping
+    seen: tuple[EqualFaults, ...] = ()  # the faults since the last progress, the latest last
+    mistakes: tuple[Mistake, ...] = ()  # those of the program, from the beginning of the call
+    restarts: tuple[RestartCount, ...] = ()  # those of the call, by cause
+    stop: str = ""  # why the job ends; empty if it continues
+    cause: FaultRecord | None = None  # the first cause with which it ends
+    pause: float = 0.0  # seconds until the restart
 
     @property
     def came_back(self) -> bool:
@@ -144,14 +132,9 @@ def add_fault(
     pinged: bool,
     policy: RepeatedFaults | None,
 ) -> FaultHistory:
-    """The history after an iteration.
-
-    Args:
-        history: the one before the iteration.
-        cause: its first cause; `None` if it ended without a fault.
-        step: the furthest step of the iteration.
-        pinged: whether a rank made a second ping in it.
-        policy: `None` if the job restarts without limit.
+    """The history after an iteration whose first cause is `cause`: `None` if it ended without a
+    fault. `step` is its furthest step; `pinged` says whether a rank made a second ping in it.
+    Without a policy, the job restarts without limit.
     """
     made = dataclasses.replace(
         history.without_end(),

@@ -2,14 +2,14 @@
 
 * NCCL groups are aborted with NCCL's abort, each in a separate thread, so that a hanging abort does
   not delay the others.
-* gloo groups are aborted by shutting down their sockets (`distributed/gloo_sockets.py`), including
+* gloo groups are aborted by shutting down their sockets (`interruption/gloo.py`), including
   subgroups and DDP's groups.
 * A rank may also be blocked while creating a group, waiting on the group's store for a peer that
   will never arrive. Therefore the connections to that store that this iteration opened are shut
   down as well. Connections that were open before the wrapped call are not touched.
 
 The groups' resources are released afterwards, in the thread that used them
-(`distributed/release.py`).
+(`interruption/release.py`).
 """
 
 from __future__ import annotations

@@ -22,33 +22,22 @@ class RunningCall:
     """One call of a wrapped function, on this rank. It outlives the iterations: what is asked of it
     holds for the rest of the call, on every rank. Any thread may call its methods; they raise a
     `StoreError` if the store cannot be reached.
-
-    Args:
-        page, launch, state: of this process.
-        awaits: whether `AwaitReplacements` says how long a restart waits for replacements.
-        has_filter: whether a rank filter selects the active ranks.
-
-    Attributes:
-        membership, perform: set by the session. The operations do not wait, and share the
-            connection of the function's thread, on which threads take turns.
-        wrapper: what the function was given in this iteration; `None` before the first one.
-        state: the state of this rank in the present or the last iteration.
-        stop: the request to stop that was known when the present iteration was decided: the same on
-            all ranks. This iteration is then the last one.
-        fault_came_back: whether the last iteration ended with a fault equal to one before it,
-            without progress in between. A process that has joined since does not know of it.
-        full: the number of active ranks at the start; 0 if this process does not know it.
-        least: the smallest number of active ranks with which the function may be called again.
-        least_is_known: whether the function has called `require_ranks`, or never will.
     """
 
+    # Set by the session.
     membership: MembershipProtocol
     perform: Callable[[Op], Any]
-    wrapper: CallWrapper | None = None
+
+    wrapper: CallWrapper | None = None  # what the function was given; `None` before the first one
+    # The request to stop that was known when the present iteration was decided: the same on all
+    # ranks. This iteration is then the last one.
     stop: StopRecord | None = None
+    # Whether the last iteration ended with a fault equal to one before it, without progress in
+    # between. A process that has joined since does not know of it.
     fault_came_back = False
-    full = least = 0
-    least_is_known = False
+    full = 0  # the number of active ranks at the start, if this process knows it
+    least = 0  # the smallest number of active ranks with which the function may be called again
+    least_is_known = False  # the function has called `require_ranks`, or never will
 
     def __init__(
         self, page: SharedPage, launch: Launch, state: State, *, awaits: bool, has_filter: bool
@@ -75,7 +64,6 @@ class RunningCall:
 
     @property
     def rank(self) -> int:
-        """The rank of this process, in the present or the last iteration."""
         return self.state.rank
 
     @property

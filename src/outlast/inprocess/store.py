@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from outlast.coordination.stores.store import KeyTimeout
-from outlast.coordination.stores.tcp_client import TcpClient
+from outlast.coordination.stores.tcp_client import SharedClient
 from outlast.coordination.stores.torch_store import TorchStore, listening
 from outlast.errors import InternalError, RankTimeout, StoreError
 from outlast.inprocess.environment import is_host_server, master
@@ -26,7 +26,7 @@ __all__ = ["FileStore", "PrefixStore", "StoreMixin", "TCPStore"]
 
 DEFAULT_TIMEOUT = datetime.timedelta(seconds=300)
 
-Connection = TcpClient | TorchStore
+Connection = SharedClient | TorchStore
 """A connection to the store of the job."""
 
 
@@ -126,7 +126,7 @@ def connect(
     ready: str = "",
     give_up: Callable[[], bool] = lambda: False,
 ) -> Connection:
-    """Connects to the store, which may still be starting. A TCP store is used through `TcpClient`.
+    """Connects to the store, which may still be starting.
 
     Args:
         factory, kwargs: the wrapper's store factory and its keyword arguments.
@@ -145,7 +145,7 @@ def connect(
         connection = _open(factory, kwargs, endpoint, timeout)
         late: RankTimeout | StoreError
         try:
-            if isinstance(connection, TcpClient):
+            if isinstance(connection, SharedClient):
                 connection.connect()
             if ready:
                 connection.wait_for(ready, max(0.1, min(1.0, deadline - time.monotonic())))
@@ -175,7 +175,7 @@ def _open(
     timeout: float,
 ) -> Connection:
     if endpoint is not None and issubclass(factory, TCPStore):
-        client = TcpClient(*endpoint, timeout)
+        client = SharedClient(*endpoint, timeout)
         client.one_request_reads = is_host_server(endpoint)
         return client
     where = str(kwargs.get("file_name", factory.__name__))

@@ -52,8 +52,7 @@ class Wrapper:
 
     The function gets its `CallWrapper` for a parameter that is annotated with that class, or for an
     unannotated parameter named `call` (without a default, or with `None`) that its caller does not
-    pass. `@Wrapper` without parentheses
-    is `@Wrapper()`.
+    pass. `@Wrapper` without parentheses is `@Wrapper()`.
 
     Args:
         store_factory: a subclass of `StoreMixin`; creates the store of the job.
@@ -150,7 +149,14 @@ class Wrapper:
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if not callable(function):
             raise TypeError(f"Wrapper decorates a function, not {function!r}")
-        if _is_lazy(function):
+        if any(
+            is_lazy(function)
+            for is_lazy in (
+                inspect.iscoroutinefunction,
+                inspect.isgeneratorfunction,
+                inspect.isasyncgenfunction,
+            )
+        ):
             raise TypeError(
                 f"Wrapper decorates a plain function, not the coroutine or generator function "
                 f"{function!r}: a call of it returns before it has run"
@@ -186,14 +192,6 @@ class Wrapper:
                 raise error
 
         return wrapped
-
-
-def _is_lazy(function: Callable[..., Any]) -> bool:
-    return (
-        inspect.iscoroutinefunction(function)
-        or inspect.isgeneratorfunction(function)
-        or inspect.isasyncgenfunction(function)
-    )
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:

@@ -38,9 +38,6 @@ class Answers:
     def break_off(self) -> None:
         self.answers.put(StoreError("broken off"))
 
-    def close(self) -> None:
-        self.closed = True
-
 
 class FullDisk(MemorySink):
     def write(self, event: Event) -> None:

@@ -78,10 +78,10 @@ class TcpClient:
     one_request_reads = False
 
     def __init__(self, host: str, port: int, timeout: float) -> None:
+        self._connection: socket.socket | None = None
         self.where = f"{host}:{port}"
         self._address = (host, port)
         self._timeout = timeout
-        self._connection: socket.socket | None = None
         self._unfinished = False
         self._turn = threading.Lock()
 
@@ -207,6 +207,48 @@ class TcpClient:
         nobodys = os.urandom(16)  # a comparison with a value that no key has
         value = _compare_set(connection, key, nobodys, nobodys)
         return None if value == nobodys else value
+
+
+class SharedClient(TcpClient):
+    """A client for any number of threads, on few connections.
+
+    Operations that the server answers at once share one connection. A wait has a connection to
+    itself, since it occupies the connection until the key appears: otherwise one waiter would hold
+    up another, forever if the second waits for what the first thread's rank says only after its own
+    wait. A wait takes an idle connection, or opens one if there is none, and returns it afterwards:
+    where waits never overlap, there are two connections in all.
+    """
+
+    def __init__(self, host: str, port: int, timeout: float) -> None:
+        super().__init__(host, port, timeout)
+        self._idle: list[TcpClient] = []  # taken and returned in one step each, without a lock
+        self._waiting: list[TcpClient] = []
+
+    def wait_for(self, key: str, timeout: float | None) -> bytes:
+        try:
+            client = self._idle.pop()
+        except IndexError:
+            value = self.read(key)  # a server that is gone is noticed here at once
+            if value is not None:
+                return value
+            client = TcpClient(*self._address, self._timeout)
+            client.one_request_reads = self.one_request_reads
+        self._waiting.append(client)
+        try:
+            return client.wait_for(key, timeout)
+        finally:
+            self._waiting.remove(client)
+            self._idle.append(client)
+
+    def break_off(self) -> None:
+        """Ends the waits of other threads with a `StoreError`."""
+        for client in tuple(self._waiting):
+            client.break_off()
+
+    def close(self) -> None:
+        super().close()
+        for client in (*self._idle, *self._waiting):
+            client.close()
 
 
 def _send(connection: socket.socket, request: Query, *arguments: bytes) -> None:

@@ -57,9 +57,6 @@ class TorchStore:
         return found
 
     def compare_set(self, key: str, before: bytes, after: bytes) -> bytes:
-        """Sets `key` to `after` if its value is `before`; returns its value afterwards, or `before`
-        if it is absent.
-        """
         return self._try(
             lambda: bytes(self.torch_store.compare_set(key, before.decode(), after.decode()))
         )
@@ -90,11 +87,9 @@ class TorchStore:
         self._try(lambda: self.torch_store.delete_key(key))
 
     def break_off(self) -> None:
-        """Ends the waits of other threads with a `StoreError`; there can be no further wait."""
         self._broken.set()
 
     def close(self) -> None:
-        """Closes the store, even if this object is still referenced elsewhere."""
         self.torch_store = None
 
     def _try(self, operation: Callable[[], T]) -> T:

@@ -200,7 +200,6 @@ def _waits() -> set[_Wait]:
 
 
 def _object_of(memory: int, futex: int, stack: int) -> tuple[bytes, int] | None:
-    """Type and address of the gloo object that contains the futex."""
     wanted = _type_waited_for(memory, stack)
     if wanted is None:
         return None
@@ -263,7 +262,6 @@ def _code() -> tuple[tuple[int, bytes], ...]:
 
 @functools.cache
 def _library() -> tuple[int, int]:
-    """The address range of torch's library, which contains gloo."""
     bounds = [
         int(bound, 16)
         for line in Path("/proc/self/maps").read_text().splitlines()
@@ -306,7 +304,6 @@ def _has_type(name: bytes) -> bool:
 
 @functools.cache
 def _torch_library() -> ctypes.CDLL | None:
-    """The library of torch that contains gloo. It is already loaded."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         return ctypes.CDLL(str(library), mode=os.RTLD_NOLOAD)
@@ -316,7 +313,6 @@ def _torch_library() -> ctypes.CDLL | None:
 
 @functools.cache
 def _function(symbol: str) -> Any:
-    """A function of gloo; `None` if the library does not have it."""
     function = getattr(_torch_library(), symbol, None)
     if function is None:
         return None

@@ -41,7 +41,7 @@ import torch
 
 from outlast.errors import RankShouldRestart
 from outlast.inprocess.interruption.error_kinds import USER_REGION, ending_in, user_region
-from outlast.inprocess.interruption.leftovers import QuietHooks
+from outlast.inprocess.interruption.release import QuietHooks
 from outlast.inprocess.monitor.shared_page import Blocked
 from outlast.system.user_frames import in_own_code, in_standard_library, is_own, user_place_of
 
@@ -96,7 +96,6 @@ class Interrupter:
             self._installed = True
 
     def restore(self) -> None:
-        """Restores the hook and the signal handler, unless the user has installed others since."""
         self._hooks.restore()
         if self._installed and signal.getsignal(INTERRUPT_SIGNAL) == self._handle:
             signal.signal(INTERRUPT_SIGNAL, self._previous)
@@ -137,7 +136,6 @@ class Interrupter:
             raise
 
     def unshield(self) -> None:
-        """Ends the innermost `shield()`."""
         if self._shields:  # 0 if a generator of an earlier iteration is closed only now
             self._shields -= 1
 
@@ -145,7 +143,6 @@ class Interrupter:
 
     @property
     def by_signal(self) -> bool:
-        """Whether the signal can be used."""
         return self._installed and signal.getsignal(INTERRUPT_SIGNAL) == self._handle
 
     def request(self) -> str:
@@ -189,11 +186,9 @@ class Interrupter:
         return " < ".join(places[:4])
 
     def user_place(self) -> str:
-        """The innermost line of the user on the thread's stack: `train.py:42 in step`."""
         return user_place_of(sys._current_frames().get(self.ident))
 
     def in_debugger(self) -> bool:
-        """Whether the thread is in a debugger, such as that of `breakpoint()`."""
         stack = _stack(sys._current_frames().get(self.ident))
         return any(_is_in(frame, _DEBUGGERS) for frame in stack)
 
@@ -225,7 +220,6 @@ class Interrupter:
         return Blocked.WAITS if on_device else Blocked.UNKNOWN
 
     def _sleeps(self) -> bool:
-        """Whether the thread is in `time.sleep`, as far as the kernel tells."""
         try:
             return "nanosleep" in Path(f"/proc/self/task/{self.native_id}/wchan").read_text()
         except OSError:
@@ -263,7 +257,6 @@ class Interrupter:
 
 
 def _stack(frame: FrameType | None) -> Iterator[FrameType]:
-    """The frames of the function's thread in the function, innermost first."""
     while frame is not None and frame.f_code is not USER_REGION:
         yield frame
         frame = frame.f_back
@@ -330,7 +323,6 @@ class AtomicSection:
             self._changed.notify_all()
 
     def reset(self) -> None:
-        """Starts a new iteration: `atomic()` may be entered again."""
         with self._changed:
             self._terminating = False
             self._depth = 0

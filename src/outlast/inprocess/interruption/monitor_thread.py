@@ -1,9 +1,9 @@
 """The monitor thread: waits for the end of the iteration, and interrupts the function then.
 
-While the function runs, this thread waits for the iteration's key `over/k` on a connection of its
-own: an event, not a poll. When that key says that the iteration ends in a restart, then, in this
-order: `atomic()` can no longer be entered; the abort runs; the function's thread is interrupted,
-repeatedly, until it has left the function.
+While the function runs, this thread waits for the iteration's key `over/k`: an event, not a poll.
+When that key says that the iteration ends in a restart, then, in this order: `atomic()` can no
+longer be entered; the abort runs; the function's thread is interrupted, repeatedly, until it has
+left the function.
 """
 
 from __future__ import annotations
@@ -105,7 +105,6 @@ class MonitorThread:
     """The thread.
 
     Args:
-        connection: the function's thread uses it too, while no iteration is watched.
         atomic_section, interrupter, page: of the function's thread.
         abort: ends in-flight work. The argument is `False` the first time, and `True` for each
             repetition until the function has been left, since new work may have started.
@@ -150,7 +149,6 @@ class MonitorThread:
         if self._thread.is_alive():
             self._connection.break_off()
             self._thread.join(timeout)
-        self._connection.close()
 
     # -- in the monitor thread -----------------------------------------------------------------
 

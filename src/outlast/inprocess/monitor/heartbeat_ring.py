@@ -34,7 +34,6 @@ class HeartbeatRing:
         self._count, self._changed_at = -1, 0.0
 
     def beat(self) -> None:
-        """Increments this process's heartbeat and looks at the next member's, if that is due."""
         now = self._clock.now()
         if now < self.next_beat:
             return

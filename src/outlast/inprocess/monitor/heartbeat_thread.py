@@ -46,11 +46,11 @@ class Stack(Protocol):
 
 
 class ProgressNotice:
-    """Called regularly, in another thread than the function's.
+    """One line for a rank that makes no progress, long before its timeout.
 
-    Args:
-        host: the name of this host.
-        soft_timeout: the soft timeout of the settings, in seconds.
+    The rank that hangs names its place. Ranks that wait for others in torch are silent, except rank
+    0: its line is the only one if all ranks wait. A process that cannot run Python code at all
+    writes nothing; its monitor process does (`FrozenNotice`). `soft_timeout` is in seconds.
     """
 
     def __init__(
@@ -60,39 +60,39 @@ class ProgressNotice:
         clock: Clock,
         host: str,
         soft_timeout: float,
-        say: Callable[[str], None] = log.warning,
+        write: Callable[[str], None] = log.warning,
     ) -> None:
         self._page, self._stack, self._clock = page, stack, clock
-        self._host, self._soft_timeout, self._say = host, soft_timeout, say
+        self._host, self._soft_timeout, self._write = host, soft_timeout, write
         self._after = AFTER_S
-        self._said: float | None = None  # the progress after which it was said
+        self._told: float | None = None  # the progress after which the line was written
 
     def check(self) -> None:
-        """Says it once for each hang. After a step that took long and ended, only a longer one is
-        worth a line.
+        """Writes one line for each hang. After a step that took long and ended, only a longer one
+        is worth a line.
         """
         page = self._page
         progress = page.progress
-        if self._said is not None and progress != self._said:
-            self._after = max(self._after, 2 * (progress - self._said))
-            self._said = None
+        if self._told is not None and progress != self._told:
+            self._after = max(self._after, 2 * (progress - self._told))
+            self._told = None
         idle = self._clock.now() - progress
         declared = page.long_limit != 0
         if page.activity != Activity.FUNCTION or declared or idle < self._after:
             return
-        if self._said is not None:
+        if self._told is not None:
             return
-        self._said = progress
+        self._told = progress
         where = self._stack.user_place() or "an unknown place"
         who = f"rank {page.rank} on {self._host}"
         if not self._stack.waits_for_others():
             limit = page.soft_limit or self._soft_timeout
             idle_s = f"{idle:.0f} s"
-            self._say(
+            self._write(
                 f"{who}: no progress for {idle_s}, at {where}; all ranks restart after {limit:g} s"
             )
         elif page.rank == 0:
-            self._say(f"{who} has waited for other ranks for {idle:.0f} s, at {where}")
+            self._write(f"{who} has waited for other ranks for {idle:.0f} s, at {where}")
 
 
 class HeartbeatThread:

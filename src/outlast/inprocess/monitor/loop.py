@@ -3,8 +3,7 @@
 * The main process ends: its pidfd becomes readable. The death is reported, and the others restart.
 * It makes no progress: the timestamps in shared memory grow old (`timeouts.py`).
 * Another member falls silent: its heartbeat stops (`heartbeat_ring.py`).
-* The main process dismisses the monitor, which then exits unless other ranks need a store that it
-  serves.
+* The main process dismisses the monitor, which exits unless other ranks need a store it serves.
 """
 
 from __future__ import annotations
@@ -13,21 +12,19 @@ import math
 import os
 import select
 import socket
-import threading
 from pathlib import Path
 from typing import Any
 
 from outlast.clock import Clock, MonotonicClock
 from outlast.coordination.barrier import done_key
 from outlast.coordination.membership import decision_key
-from outlast.errors import RankTimeout, StoreError
+from outlast.errors import StoreError
 from outlast.events import Emitter, JsonlSink, NullSink, Sink
-from outlast.inprocess.monitor.cpu_time import CpuTime
 from outlast.inprocess.monitor.heartbeat_ring import HeartbeatRing
 from outlast.inprocess.monitor.reports import FaultReports, MonitorPlan, StoreAccess, write_line
 from outlast.inprocess.monitor.shared_page import Activity
-from outlast.inprocess.monitor.timeouts import FrozenNotice, IdleRanks, ProgressTimeouts
-from outlast.inprocess.store import TCPStore, connect
+from outlast.inprocess.monitor.timeouts import CpuTime, FrozenNotice, IdleRanks, ProgressTimeouts
+from outlast.inprocess.store import TCPStore
 from outlast.system.processes import is_dying, open_parent, open_thread
 from outlast.system.waiting import readable
 
@@ -73,15 +70,12 @@ class StoreService:
         del server
 
     def serve_until_goodbye(self) -> None:
-        """Keeps serving the job's store until every member has said goodbye or is lost."""
         if self._store.available:
             self._stay_until(done_key("goodbye"), math.inf)
 
     def _stay_until(self, key: str, deadline: float) -> None:
-        over, writable = os.pipe()
-        threading.Thread(target=self._wait_for, args=(key, writable), daemon=True).start()
-        while not readable(over, timeout=self._plan.interval) and self._clock.now() < deadline:
-            if not self._store.available:
+        while not self._store.appeared(key, self._plan.interval):
+            if not self._store.available or self._clock.now() >= deadline:
                 return
             current = self._store.perform(self._store.membership.current())
             if current is not None:
@@ -96,15 +90,6 @@ class StoreService:
         view = self._store.view(self._page.iteration)
         lost = self._store.lost_members()
         return view is not None and lost is not None and view.expected <= lost
-
-    def _wait_for(self, key: str, writable: int) -> None:
-        plan = self._plan
-        try:
-            connection = connect(plan.factory, plan.kwargs, plan.endpoint, plan.patience)
-            connection.wait_for(plan.prefix + key, None)
-        except (StoreError, RankTimeout) as e:
-            write_line(e)
-        os.write(writable, b"x")
 
 
 class MonitorLoop:
@@ -140,7 +125,6 @@ class MonitorLoop:
         self._service = StoreService(plan, self._clock, self._store, self._ring)
 
     def run(self) -> None:
-        """Returns when this process has nothing left to do."""
         names = f"monitor process {os.getpid()} of process {self._main}"
         write_line(f"{names}, rank {self._plan.rank} of {self._plan.world_size}: start")
         try:
@@ -208,7 +192,6 @@ class MonitorLoop:
             self._store.perform(self._store.membership.forget_before(self._forgot))
 
     def _wait(self) -> list[int]:
-        """Waits for an event, or until something is due; notices if this process was stopped."""
         pause, began = self._pause(), self._clock.now()
         ready = [fd for fd, _ in self._poll.poll(pause * 1000)]
         if self._clock.now() - began - pause > _STOPPED_S:
@@ -217,7 +200,6 @@ class MonitorLoop:
         return ready
 
     def _pause(self) -> float:
-        """Seconds until the next timeout or heartbeat is due, if no event comes first."""
         due = min(self._ring.next_beat, self._timeouts.next_check())
         return max(0.001, min(due - self._clock.now(), self._plan.interval))
 

@@ -1,4 +1,6 @@
-"""Reports of the monitor process: a hang, the death of its main process, a silent member."""
+"""What a monitor process has: its plan, its log, the store, and its reports: a hang, the death of
+its main process, a silent member.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,7 @@ from outlast.coordination.lost_host import report_killed
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link, Op, drive, perform_on
 from outlast.coordination.records import FaultRecord, LostRecord, process_name
+from outlast.coordination.stores.store import KeyTimeout
 from outlast.errors import RankTimeout, StoreError
 from outlast.events import Emitter, Fault, Lost
 from outlast.inprocess.attribution import Interruption
@@ -28,46 +31,30 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class MonitorPlan:
-    """The configuration of one monitor process. Durations are in seconds.
-
-    Attributes:
-        factory, kwargs, endpoint: of the store.
-        serve: whether this monitor serves the store.
-        ready: the key that the store's server sets for this call, or an empty string.
-        rank, world_size, token, rules: the values with which the main process registers.
-        interval: time between two heartbeats.
-        heartbeat: a member without a heartbeat for this long counts as lost.
-        soft, hard, ping: the timeouts.
-        grace: time between SIGTERM and SIGKILL.
-        patience: maximum time to reach the store.
-        logfile: gets the output of the monitor process; `None` discards it.
-        address: this host's address, on which an iteration's store is served.
-        host_id: of this host among those of the job; empty for a job on one host.
-        host_ring: whether members watch only those on the same host, whose launcher has a lease.
-    """
+    """The configuration of one monitor process, fixed before the fork. Durations are in seconds."""
 
     page: SharedPage
-    factory: type[StoreMixin]
+    factory: type[StoreMixin]  # of the store, as the next two
     kwargs: Mapping[str, Any]
     endpoint: tuple[str, int] | None
-    serve: bool
-    ready: str
+    serve: bool  # whether this monitor serves the store
+    ready: str  # the key that the store's server sets for this call, or an empty string
     prefix: str
-    rank: int
+    rank: int  # the values with which the main process registers
     world_size: int
     token: str
-    interval: float
-    heartbeat: float
+    interval: float  # between two heartbeats
+    heartbeat: float  # a member without a heartbeat for this long counts as lost
     soft: float
     hard: float
     ping: float
-    grace: float
-    patience: float
-    logfile: str | None
+    grace: float  # between SIGTERM and SIGKILL
+    patience: float  # to reach the store
+    logfile: str | None  # gets the output of the monitor process; `None` discards it
     events_dir: str
-    address: str = ""
-    host_id: str = ""
-    host_ring: bool = False
+    address: str = ""  # of this host, on which an iteration's store is served
+    host_id: str = ""  # of this host among those of the job; empty for a job on one host
+    host_ring: bool = False  # whether members watch those on the same host only: hosts have leases
     rules: Rules = dataclasses.field(default_factory=Rules)
 
 
@@ -115,7 +102,6 @@ class StoreAccess:
         return self._connection is not None
 
     def connect(self, give_up: Callable[[], bool]) -> None:
-        """Tries to connect for at most `plan.patience`, or until `give_up` returns true."""
         plan = self._plan
         place = plan.factory, plan.kwargs, plan.endpoint
         deadline = time.monotonic() + plan.patience
@@ -139,6 +125,12 @@ class StoreAccess:
             write_line(e)
             self._connection = None
             return None
+
+    def appeared(self, key: str, timeout: float) -> bool:
+        """Waits for a key for `timeout` seconds; false if the store is lost."""
+        with contextlib.suppress(KeyTimeout):
+            return self.perform(self.link.wait_for(key, timeout)) is not None
+        return False
 
     def view(self, iteration: int) -> ViewRecord | None:
         return self.perform(self.membership.view(iteration))
@@ -192,7 +184,6 @@ class FaultReports:
         )
 
     def death(self) -> None:
-        """The main process has ended without leaving the wrapped call."""
         idle = 0.0
         if self._page.killed_hard:
             kind, cause = Interruption.HARD_TIMEOUT, self._hard_timeout_cause
@@ -212,7 +203,6 @@ class FaultReports:
         self._report_killed(-1, fault)
 
     def unresponsive(self, member: int) -> None:
-        """The heartbeat of `member` has stopped."""
         iteration = self._page.iteration
         view = self._store.view(iteration)
         slots = () if view is None else view.slots()

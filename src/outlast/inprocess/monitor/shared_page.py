@@ -111,13 +111,11 @@ class SharedPage:
     def enter(self, activity: Activity, now: float) -> None:
         """Begins an activity: its time without progress counts from `now`."""
         self.blocked, self.pinged = Blocked.NO, now
-        self.progress = (
-            now  # before the activity: the monitor process must not judge it by an older time
-        )
+        # Before the activity: the monitor process must not judge it by an older time.
+        self.progress = now
         self.activity = activity
 
     def close(self) -> None:
-        """Unmaps the page."""
         self.ints.release()
         self.floats.release()
         self._map.close()

@@ -51,7 +51,6 @@ class MonitorHandle:
         self._serves = serves
 
     def watch_threads(self) -> None:
-        """Makes the monitor watch the threads whose ids are in the shared page."""
         with contextlib.suppress(OSError):  # it has ended: the heartbeat thread notices
             self.socket.send(b"T")
 

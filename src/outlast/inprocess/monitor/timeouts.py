@@ -1,7 +1,7 @@
 """The soft and the hard timeout; the hard one leads to SIGTERM, then SIGKILL.
 
 In the function, a rank makes progress while it executes Python code, or uses the CPU in C code that
-waits for nobody (`Blocked`, `cpu_time.py`). Without progress for the soft timeout, it hangs, unless
+waits for nobody (`Blocked`, `CpuTime`). Without progress for the soft timeout, it hangs, unless
 it waits for other ranks of which one makes progress (`IdleRanks`). Of two limits that hold
 whatever a rank does, one is for a rank that has pinged, and is between pings; the other one is for
 a wait.
@@ -15,12 +15,14 @@ ranks would wait for it at a barrier until they fail.
 from __future__ import annotations
 
 import math
+import os
 import signal
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 from outlast.clock import Clock
-from outlast.inprocess.monitor.cpu_time import CpuTime
 from outlast.inprocess.monitor.heartbeat_thread import AFTER_S
 from outlast.inprocess.monitor.reports import FaultReports, MonitorPlan, StoreAccess, write_for
 from outlast.inprocess.monitor.shared_page import Activity, Blocked, SharedPage
@@ -34,6 +36,9 @@ _HARD_AT_LEAST_S = 5.0
 _SILENT_AT_LEAST_S = 5.0
 
 _TIMED = (Activity.FUNCTION, Activity.USER, Activity.LEAVING)
+_SHARE = 0.1  # of one core; processes that only wait use far less, even if they poll
+_SAMPLE_S = 0.5  # the kernel counts in units of 10 ms
+_TICKS_S = os.sysconf("SC_CLK_TCK")
 
 
 class Limits(NamedTuple):
@@ -105,7 +110,6 @@ class IdleRanks:
         return self._change(iteration, 0)
 
     def go_on(self) -> None:
-        """Takes this rank out again, if it was counted."""
         iteration, self._counted_in = self._counted_in, -1
         if iteration >= 0 and iteration == self._page.iteration:
             self._change(iteration, -1)
@@ -114,6 +118,62 @@ class IdleRanks:
         membership, members = self._store.membership, self._page.world_size
         # Without the store, no other rank can know better.
         return self._store.perform(membership.count_idle(iteration, amount, members)) is not False
+
+
+class CpuTime:
+    """CPU time as a sign of progress, for a rank that runs no Python code: it may compile, or
+    compute in one call into C. A rank that is blocked or stopped uses none. Measures the main
+    process `main`: one of its threads, and the processes that it has started, except this one.
+    """
+
+    def __init__(self, main: int, clock: Clock) -> None:
+        self._main, self._clock = main, clock
+        self._what: tuple[int, bool, bool] = (0, False, False)
+        self._used, self._at = 0.0, 0.0
+        self.progress = 0.0  # when CPU time was last seen to be used
+
+    def sample(self, thread: int, *, own: bool, children: bool) -> None:
+        """Call it regularly while no Python code runs.
+
+        Args:
+            thread: the ID of the function's thread.
+            own, children: whether the time of the thread, and that of other processes, counts.
+        """
+        now, what = self._clock.now(), (thread, own, children)
+        if what == self._what and now - self._at < _SAMPLE_S:
+            return
+        used = (self._of_thread(thread) if own else 0.0) + (self._of_children() if children else 0)
+        # A pause between two samples is not one in which nothing was used.
+        comparable = what == self._what and now - self._at < 10 * max(_SAMPLE_S, 1.0)
+        if comparable and used - self._used >= _SHARE * (now - self._at):
+            self.progress = now
+        self._what, self._used, self._at = what, used, now
+
+    def _of_thread(self, thread: int) -> float:
+        try:
+            stat = Path(f"/proc/{self._main}/task/{thread}/stat").read_text()
+        except OSError:
+            return 0.0  # it has ended
+        user, system = stat.rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / _TICKS_S
+
+    def _of_children(self) -> float:
+        """Also of those that have ended, as far as their parents have waited for them."""
+        used = 0.0
+        try:
+            process = psutil.Process(self._main)
+            times = process.cpu_times()
+            used += times.children_user + times.children_system
+            children = process.children(recursive=True)
+        except psutil.Error:
+            return used  # it has ended
+        for child in children:
+            try:
+                if child.pid != os.getpid():
+                    used += sum(child.cpu_times()[:4])
+            except psutil.Error:
+                continue  # it has ended meanwhile
+        return used
 
 
 class ProgressTimeouts:
@@ -265,18 +325,18 @@ class FrozenNotice:
     def __init__(self, plan: MonitorPlan, main: int, clock: Clock, host: str) -> None:
         self._plan, self._page, self._main = plan, plan.page, main
         self._clock, self._host = clock, host
-        self._said = 0.0  # the timestamp after which it was said
+        self._told = 0.0  # the timestamp after which the line was written
 
     def check(self) -> None:
-        """Call it regularly. Says it once, until the process runs again."""
+        """Call it regularly. Writes one line, until the process runs again."""
         page = self._page
         # Before the heartbeat thread's first interval is over, there is no timestamp of it.
         heartbeat = page.heartbeat or page.progress
         idle = self._clock.now() - heartbeat
         timed = page.activity == Activity.FUNCTION and page.long_limit == 0
-        if not timed or heartbeat == self._said or idle < AFTER_S:
+        if not timed or heartbeat == self._told or idle < AFTER_S:
             return
-        self._said = heartbeat
+        self._told = heartbeat
         hard = timeouts_in_force(self._plan, page, Activity.FUNCTION).hard
         stopped = _is_stopped(self._main)
         why = "is stopped (SIGSTOP);" if stopped else "holds the GIL in C code; unless it computes,"

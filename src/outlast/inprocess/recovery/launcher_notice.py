@@ -28,7 +28,6 @@ class LauncherNotice:
         self._running = self._record("running")
 
     def running(self) -> None:
-        """The call has begun."""
         held = json.loads(self._connection.claim(_KEY, self._running.encode()))
         while held["call"] < self._call:
             held = json.loads(self._change(json.dumps(held), self._running))

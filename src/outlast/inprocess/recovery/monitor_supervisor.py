@@ -47,7 +47,6 @@ class MonitorSupervisor:
 
     @property
     def pid(self) -> int:
-        """Process ID of the current monitor process."""
         return self._handle.pid
 
     def watch(self, monitor_thread: int, report_loss: Callable[[str], None]) -> None:
@@ -100,7 +99,6 @@ class MonitorSupervisor:
         self._start_heartbeat()
 
     def stop_heartbeat(self) -> None:
-        """Ends the heartbeat thread."""
         if self._heartbeat is not None:
             self._heartbeat.close()
             self._heartbeat = None

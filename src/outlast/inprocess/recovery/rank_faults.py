@@ -64,7 +64,6 @@ class RankFaults:
         self._shown = ""
 
     def fault(self, iteration: int, interruption: Interruption, cause: str) -> FaultRecord:
-        """A fault that has no exception; emits no event."""
         return FaultRecord(
             iteration=iteration,
             member=self.page.member,
@@ -78,11 +77,9 @@ class RankFaults:
         )
 
     def fault_of(self, iteration: int, error: BaseException) -> FaultRecord:
-        """The fault for an exception that ends this member."""
         return self._of_error(iteration, Interruption.BASE_EXCEPTION, "", error)
 
     def own_fault(self, error: BaseException, where: str = "") -> FaultRecord:
-        """The fault for an exception in the function or in initialize that restarts the job."""
         return self._of_error(self.state.iteration, Interruption.EXCEPTION, where, error)
 
     def overtaken_fault(
@@ -104,7 +101,6 @@ class RankFaults:
                 self.notice.aborted(reports=self.reported_cause)
 
     def show(self, decision: Decision, reports: bool) -> None:
-        """Shows the user what was decided, where this rank `reports`; otherwise it is logged."""
         if decision.history.cause is not None:
             self._show_end(decision.history.cause, decision.history.stop, reports)
         elif decision.ended_by is None and decision.view.stop is not None and decision.ends:

@@ -16,10 +16,10 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from outlast.clock import Clock, MonotonicClock
-from outlast.coordination import restarts
 from outlast.coordination.decision import Decision, ViewRecord
 from outlast.coordination.ops import Link
 from outlast.coordination.records import FaultRecord
+from outlast.coordination.training_step import count_restart
 from outlast.errors import HealthCheckError, InternalError, RankShouldRestart
 from outlast.events import (
     Admitted,
@@ -39,9 +39,8 @@ from outlast.inprocess.environment import Launch, publish_rank
 from outlast.inprocess.health_check import check_cuda_context
 from outlast.inprocess.interruption.error_kinds import is_consequence, is_interrupt
 from outlast.inprocess.interruption.interrupter import AtomicSection
-from outlast.inprocess.interruption.leftovers import TorchModes
 from outlast.inprocess.interruption.monitor_thread import IterationWatch, MonitorThread
-from outlast.inprocess.interruption.release import Releaser
+from outlast.inprocess.interruption.release import Releaser, TorchModes
 from outlast.inprocess.monitor.shared_page import Activity
 from outlast.inprocess.recovery.host_protocol import (
     AssignedRank,
@@ -211,7 +210,7 @@ class RankHost(RankFaults):
             self.atomic_section.function_left()
             if error is not None:
                 self.torch_modes.restore()
-                restarts.record()
+                count_restart()
         self.pings = page.pings
         # A function that has pinged, and made no `Job`, makes none: it runs with any number.
         self.running.least_is_known |= self.pings > 0
@@ -235,7 +234,7 @@ class RankHost(RankFaults):
 
     async def settle(self, iteration: int) -> None:
         watch, self.watch = self.watch, None
-        restarts.record()
+        count_restart()
         self.state.status = Status.ABORTING
         if watch is None:
             # The iteration ended while this rank was still at the barrier before it. The abort runs
@@ -271,7 +270,6 @@ class RankHost(RankFaults):
         self.monitor.replace_if_lost()
 
     def run_abort(self, again: bool) -> None:
-        """Ends in-flight work; called in the monitor thread."""
         if again:
             for part in self.settings.abort_parts:
                 part.again(self.state.copy())
@@ -334,7 +332,6 @@ class RankHost(RankFaults):
             observer.recovering(iteration, self.state.rank)
 
     def _over(self, iteration: int) -> str:
-        """The key that announces the end of the iteration."""
         return f"{self.prefix}over/{iteration}"
 
     def _present_watch(self) -> IterationWatch:

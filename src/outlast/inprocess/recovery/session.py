@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from outlast.clock import MonotonicClock
-from outlast.coordination.ops import Link, Op, drive, perform_on
+from outlast.coordination.ops import Link, drive, perform_on
 from outlast.coordination.records import process_name
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.coordination.training_step import observed_steps
@@ -138,12 +138,12 @@ class _Session:
             # After the monitor thread, which runs the abort, has ended.
             stack.callback(lambda: host.releaser.end())
             self.endpoint = monitor.endpoint
-            control, waits = self._connect(), self._connect()
-            stack.callback(control.close)
+            store = self._connect()
+            stack.callback(store.close)
             self.interrupter.install()
             stack.callback(self.interrupter.restore)
             host.monitor_thread = MonitorThread(
-                waits,
+                store,
                 host.atomic_section,
                 self.interrupter,
                 self.page,
@@ -153,16 +153,16 @@ class _Session:
             stack.callback(host.torch_log.end)
             stack.callback(host.release)
             stack.callback(lambda: host.monitor_thread.close(5.0))
-            direct = self.running.perform = perform_on(control)
+            perform = self.running.perform = perform_on(store)
             process = process_name(launch.host_id, os.getpid()) if launch.agent else ""
-            host.notice = LauncherNotice(control, self.number, self.prefix, process=process)
+            host.notice = LauncherNotice(store, self.number, self.prefix, process=process)
             host.notice.running()
 
             def report_lost_monitor(cause: str) -> None:
                 fault = host.fault(self.page.iteration, Interruption.EXCEPTION, cause)
                 # The monitor thread also notices a lost store, and tells the function's thread.
                 with contextlib.suppress(StoreError):
-                    drive(machine.membership.report_fault(fault), direct)
+                    drive(machine.membership.report_fault(fault), perform)
 
             monitor.watch(host.monitor_thread.native_id, report_lost_monitor)
             stack.callback(monitor.stop_heartbeat)
@@ -176,17 +176,10 @@ class _Session:
             for part in self.settings.abort_parts:
                 part.prepare()
             with self.running:
-                return self._drive(control, waits)
+                return self._drive(store)
 
-    def _drive(self, control: Connection, waits: Connection) -> Any:
-        machine, host = self.machine, self.host
-        direct, waiting = perform_on(control), perform_on(waits)
-
-        def perform(op: Op) -> Any:
-            # On the connection of the monitor thread, which waits only while an iteration runs. On
-            # `control`, a wait would hold up the operations of other threads.
-            return (waiting if op.name == "wait_for" else direct)(op)
-
+    def _drive(self, store: Connection) -> Any:
+        machine, host, perform = self.machine, self.host, self.running.perform
         try:
             value = drive(machine.run(), perform)
         except BaseException as e:
@@ -195,7 +188,7 @@ class _Session:
             if not isinstance(e, StoreError | GeneratorExit):
                 if host.watch is not None:  # the monitor thread still waits for the others
                     host.watch.left.set()
-                self._tell_restarts("ended", direct)
+                self._tell_restarts("ended")
             if not isinstance(e, GeneratorExit):
                 host.run_at_end(self.settings.terminate)
             raise
@@ -208,32 +201,32 @@ class _Session:
         # no error may prevent returning the value.
         if not host.joining:
             self.emitter.emit(Completed())
-            self._tell_restarts("completed", direct)
+            self._tell_restarts("completed")
             with contextlib.suppress(StoreError):
                 host.notice.completed()
         with contextlib.suppress(StoreError):
-            drive(machine.membership.say_goodbye(machine.member, machine.iteration), direct)
+            drive(machine.membership.say_goodbye(machine.member, machine.iteration), perform)
             if self.ready and not host.monitor.serves:
-                self._await_end_of_store(control)
+                self._await_end_of_store(store)
         if not host.joining:
             host.run_at_end(self.settings.completion)
         return value
 
-    def _tell_restarts(self, how: str, perform: Callable[[Op], Any]) -> None:
+    def _tell_restarts(self, how: str) -> None:
         if self.host.state.rank != 0 or self.launch.agent:  # the launcher tells it itself
             return
         with contextlib.suppress(StoreError):  # lost with its server
-            counts = drive(self.machine.membership.restart_counts(), perform)
+            counts = drive(self.machine.membership.restart_counts(), self.running.perform)
             if counts:
                 notice(log, "%s after %s", how, describe_restarts(counts))
 
-    def _await_end_of_store(self, control: Connection) -> None:
+    def _await_end_of_store(self, store: Connection) -> None:
         """Waits until the process that serves this call's store has ended, which it does at the
         last goodbye; where it runs, its dismissal waits for that. What follows the call may use a
         store of its own on the same port, and must not connect to this one.
         """
         with contextlib.suppress(KeyTimeout):
-            control.wait_for(f"{self.prefix}never", seconds(self.settings.timeouts.barrier_timeout))
+            store.wait_for(f"{self.prefix}never", seconds(self.settings.timeouts.barrier_timeout))
 
     def _check_that_the_store_is_new(self) -> None:
         """Checks that no earlier run left its records. A file outlives its run: without this check,
@@ -265,7 +258,6 @@ class _Session:
         return kwargs
 
     def _job_serves_store(self) -> bool:
-        """Whether the job serves its store itself, a new one for every call."""
         if self.endpoint is None:
             return False
         host, port = self.endpoint

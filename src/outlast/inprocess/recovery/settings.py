@@ -97,7 +97,6 @@ class Settings:
 
     @property
     def abort_parts(self) -> list[Abort]:
-        """The aborts that `abort` is composed of."""
         parts = () if self.abort is None else iter_parts(self.abort)
         return [part for part in parts if isinstance(part, Abort)]
 
@@ -138,7 +137,6 @@ class Settings:
         )
 
     def limits(self, launch: Launch) -> Limits:
-        """The timeouts of the state machine."""
         t = self.timeouts
         return Limits(
             barrier=seconds(t.barrier_timeout),

@@ -92,11 +92,9 @@ class Machine:
 
     @property
     def record(self) -> ViewRecord:
-        """The view of the iteration."""
         return self.decision.view
 
     async def run(self) -> Any:
-        """Runs the states until the job is done; returns the function's value."""
         state = RecoveryState.ENTER
         try:
             while state is not RecoveryState.DONE:
@@ -227,7 +225,6 @@ class Machine:
         return RecoveryState.JOIN
 
     def _follow(self, decision: Decision) -> None:
-        """Follows a decision: leaves if the job ends."""
         before, self.decision = self.record.slots(), decision
         self.membership.follow(decision)
         self.host.decided(decision, reports=decision.reporter == self.member)
@@ -262,7 +259,6 @@ class Machine:
         return RecoveryState.START
 
     async def _leave(self, error: BaseException) -> None:
-        """Records that this member has left the job, and why."""
         self.host.leaves_with(error)
         if self.member < 0:
             return
