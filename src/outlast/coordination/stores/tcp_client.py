@@ -82,7 +82,7 @@ class TcpClient:
         self.where = f"{host}:{port}"
         self._address = (host, port)
         self._timeout = timeout
-        self._unfinished = False
+        self._unfinished = self._broken = False
         self._turn = threading.Lock()
 
     def __del__(self) -> None:
@@ -154,7 +154,9 @@ class TcpClient:
         self._perform(work)
 
     def break_off(self) -> None:
-        """Ends the operation of another thread, if there is one, with a `StoreError`."""
+        """Ends the operation of another thread with a `StoreError`; there can be no further one."""
+        # The flag first: an operation that is just opening its connection looks at it afterwards.
+        self._broken = True
         connection = self._connection
         if connection is not None:
             with contextlib.suppress(OSError):  # it has just been closed
@@ -176,6 +178,8 @@ class TcpClient:
             try:
                 if self._connection is None:
                     self._connection = self._connected()
+                if self._broken:
+                    raise EOFError("it was broken off")
                 result = work(self._connection)
             except (OSError, EOFError) as e:
                 raise StoreError(f"the store at {self.where} cannot be reached: {e}") from e
@@ -223,6 +227,7 @@ class SharedClient(TcpClient):
         super().__init__(host, port, timeout)
         self._idle: list[TcpClient] = []  # taken and returned in one step each, without a lock
         self._waiting: list[TcpClient] = []
+        self._no_waits = False
 
     def wait_for(self, key: str, timeout: float | None) -> bytes:
         try:
@@ -235,13 +240,16 @@ class SharedClient(TcpClient):
             client.one_request_reads = self.one_request_reads
         self._waiting.append(client)
         try:
+            if self._no_waits:
+                client.break_off()
             return client.wait_for(key, timeout)
         finally:
             self._waiting.remove(client)
             self._idle.append(client)
 
     def break_off(self) -> None:
-        """Ends the waits of other threads with a `StoreError`."""
+        """Ends the waits of other threads with a `StoreError`; there can be no further wait."""
+        self._no_waits = True
         for client in tuple(self._waiting):
             client.break_off()
 

@@ -12,20 +12,14 @@ The end of the monitor process is an event: the kernel closes its end of a socke
 from __future__ import annotations
 
 import ctypes
-import logging
 import select
 import socket
 import sys
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
 from outlast.clock import Clock
 from outlast.inprocess.monitor.shared_page import Activity, Blocked, SharedPage
-
-log = logging.getLogger("outlast.inprocess")
-
-AFTER_S = 10.0
 
 _PendingCall = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 _add_pending_call = ctypes.pythonapi.Py_AddPendingCall
@@ -33,66 +27,6 @@ _add_pending_call.argtypes = (_PendingCall, ctypes.c_void_p)
 _add_pending_call.restype = ctypes.c_int
 
 _TIMED = (Activity.USER, Activity.FUNCTION)
-
-
-class Stack(Protocol):
-    """The stack of the function's thread; `Interrupter` implements it."""
-
-    def user_place(self) -> str:
-        """The innermost line of the user."""
-
-    def waits_for_others(self) -> bool:
-        """Whether it is where torch waits for other ranks."""
-
-
-class ProgressNotice:
-    """One line for a rank that makes no progress, long before its timeout.
-
-    The rank that hangs names its place. Ranks that wait for others in torch are silent, except rank
-    0: its line is the only one if all ranks wait. A process that cannot run Python code at all
-    writes nothing; its monitor process does (`FrozenNotice`). `soft_timeout` is in seconds.
-    """
-
-    def __init__(
-        self,
-        page: SharedPage,
-        stack: Stack,
-        clock: Clock,
-        host: str,
-        soft_timeout: float,
-        write: Callable[[str], None] = log.warning,
-    ) -> None:
-        self._page, self._stack, self._clock = page, stack, clock
-        self._host, self._soft_timeout, self._write = host, soft_timeout, write
-        self._after = AFTER_S
-        self._told: float | None = None  # the progress after which the line was written
-
-    def check(self) -> None:
-        """Writes one line for each hang. After a step that took long and ended, only a longer one
-        is worth a line.
-        """
-        page = self._page
-        progress = page.progress
-        if self._told is not None and progress != self._told:
-            self._after = max(self._after, 2 * (progress - self._told))
-            self._told = None
-        idle = self._clock.now() - progress
-        declared = page.long_limit != 0
-        if page.activity != Activity.FUNCTION or declared or idle < self._after:
-            return
-        if self._told is not None:
-            return
-        self._told = progress
-        where = self._stack.user_place() or "an unknown place"
-        who = f"rank {page.rank} on {self._host}"
-        if not self._stack.waits_for_others():
-            limit = page.soft_limit or self._soft_timeout
-            idle_s = f"{idle:.0f} s"
-            self._write(
-                f"{who}: no progress for {idle_s}, at {where}; all ranks restart after {limit:g} s"
-            )
-        elif page.rank == 0:
-            self._write(f"{who} has waited for other ranks for {idle:.0f} s, at {where}")
 
 
 class HeartbeatThread:

@@ -15,7 +15,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from outlast.clock import Clock, MonotonicClock
+from outlast.clock import MonotonicClock
 from outlast.coordination.barrier import done_key
 from outlast.coordination.membership import decision_key
 from outlast.errors import StoreError
@@ -33,63 +33,6 @@ _STOPPED_S = 2.0
 
 _OBSERVER = 1 << 40
 """The member ID of a monitor whose main process is not a member: after all others in the ring."""
-
-
-class StoreService:
-    """Keeps stores reachable for the other ranks.
-
-    Heartbeats continue in the meantime, so that it does not wait for members whose hosts have died.
-    """
-
-    def __init__(
-        self, plan: MonitorPlan, clock: Clock, store: StoreAccess, ring: HeartbeatRing
-    ) -> None:
-        self._plan, self._page, self._clock = plan, plan.page, clock
-        self._store, self._ring = store, ring
-
-    def replace_iteration_store(self, dying: int | None) -> None:
-        """Takes over the port of the iteration's store, which ended with the main process, until
-        all ranks have left the iteration. Ranks that are just connecting to it retry forever, in
-        C++, where no interrupt reaches them; so a server must answer there.
-
-        Args:
-            dying: pidfd of a main process that may not have ended completely: one of its threads
-                has, but the port becomes free only when the process has ended.
-        """
-        port, deadline = self._page.store_port, self._clock.now() + self._plan.patience
-        if not port or not self._store.available:
-            return
-        if dying is not None:
-            readable(dying, timeout=self._plan.patience)
-        try:
-            server = TCPStore.serve(host_name=self._plan.address, port=port)
-        except (StoreError, RuntimeError) as e:
-            write_line(e)
-            return
-        self._stay_until(decision_key(self._page.iteration + 1, 0), deadline)
-        del server
-
-    def serve_until_goodbye(self) -> None:
-        if self._store.available:
-            self._stay_until(done_key("goodbye"), math.inf)
-
-    def _stay_until(self, key: str, deadline: float) -> None:
-        while not self._store.appeared(key, self._plan.interval):
-            if not self._store.available or self._clock.now() >= deadline:
-                return
-            current = self._store.perform(self._store.membership.current())
-            if current is not None:
-                self._page.iteration = current
-                if self._page.member < 0:
-                    self._page.member = _OBSERVER
-            self._ring.beat()
-            if self._ring.watched is None and self._all_lost():
-                return
-
-    def _all_lost(self) -> bool:
-        view = self._store.view(self._page.iteration)
-        lost = self._store.lost_members()
-        return view is not None and lost is not None and view.expected <= lost
 
 
 class MonitorLoop:
@@ -122,7 +65,6 @@ class MonitorLoop:
             CpuTime(main, self._clock),
         )
         self._ring = HeartbeatRing(plan, self._clock, self._store, self._reports)
-        self._service = StoreService(plan, self._clock, self._store, self._ring)
 
     def run(self) -> None:
         names = f"monitor process {os.getpid()} of process {self._main}"
@@ -144,9 +86,9 @@ class MonitorLoop:
         elif dismissed and self._page.member < 0:
             self._reports.departure()
         if self._pidfd is not None:
-            self._service.replace_iteration_store(None if self._main_alive else self._pidfd)
+            self._replace_iteration_store(None if self._main_alive else self._pidfd)
         if self._server is not None:
-            self._service.serve_until_goodbye()
+            self._serve_until_goodbye()
 
     def _is_over(self) -> bool:
         """Whether the main process has ended, or dismissed this one."""
@@ -218,6 +160,53 @@ class MonitorLoop:
             os.close(descriptor)
         self._threads -= ended
         return bool(ended) and is_dying(self._main)
+
+    def _replace_iteration_store(self, dying: int | None) -> None:
+        """Takes over the port of the iteration's store, which ended with the main process, until
+        all ranks have left the iteration. Ranks that are just connecting to it retry forever, in
+        C++, where no interrupt reaches them; so a server must answer there.
+
+        Args:
+            dying: pidfd of a main process that may not have ended completely: one of its threads
+                has, but the port becomes free only when the process has ended.
+        """
+        port, deadline = self._page.store_port, self._clock.now() + self._plan.patience
+        if not port or not self._store.available:
+            return
+        if dying is not None:
+            readable(dying, timeout=self._plan.patience)
+        try:
+            server = TCPStore.serve(host_name=self._plan.address, port=port)
+        except (StoreError, RuntimeError) as e:
+            write_line(e)
+            return
+        self._stay_until(decision_key(self._page.iteration + 1, 0), deadline)
+        del server
+
+    def _serve_until_goodbye(self) -> None:
+        if self._store.available:
+            self._stay_until(done_key("goodbye"), math.inf)
+
+    def _stay_until(self, key: str, deadline: float) -> None:
+        """Keeps a store reachable for the other ranks until a key appears, or all members are lost:
+        heartbeats continue, so that it does not wait for members whose hosts have died.
+        """
+        while not self._store.appeared(key, self._plan.interval):
+            if not self._store.available or self._clock.now() >= deadline:
+                return
+            current = self._store.perform(self._store.membership.current())
+            if current is not None:
+                self._page.iteration = current
+                if self._page.member < 0:
+                    self._page.member = _OBSERVER
+            self._ring.beat()
+            if self._ring.watched is None and self._all_lost():
+                return
+
+    def _all_lost(self) -> bool:
+        view = self._store.view(self._page.iteration)
+        lost = self._store.lost_members()
+        return view is not None and lost is not None and view.expected <= lost
 
 
 def _sink(plan: MonitorPlan) -> Sink:

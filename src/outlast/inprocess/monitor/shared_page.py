@@ -13,6 +13,9 @@ import os
 
 from outlast.metrics import progress_page
 
+NOTICE_AFTER_S = 10.0
+"""A rank that has made no progress for so long is named, in one line."""
+
 
 class Activity(enum.IntEnum):
     """The activity of the main process, as far as the timeouts are concerned."""

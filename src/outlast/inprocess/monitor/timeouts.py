@@ -23,9 +23,8 @@ from typing import NamedTuple
 import psutil
 
 from outlast.clock import Clock
-from outlast.inprocess.monitor.heartbeat_thread import AFTER_S
 from outlast.inprocess.monitor.reports import FaultReports, MonitorPlan, StoreAccess, write_for
-from outlast.inprocess.monitor.shared_page import Activity, Blocked, SharedPage
+from outlast.inprocess.monitor.shared_page import NOTICE_AFTER_S, Activity, Blocked, SharedPage
 from outlast.system.processes import send_signal
 
 # The hard timeout under an adaptive soft timeout: this many soft timeouts, and at least this long.
@@ -334,7 +333,7 @@ class FrozenNotice:
         heartbeat = page.heartbeat or page.progress
         idle = self._clock.now() - heartbeat
         timed = page.activity == Activity.FUNCTION and page.long_limit == 0
-        if not timed or heartbeat == self._told or idle < AFTER_S:
+        if not timed or heartbeat == self._told or idle < NOTICE_AFTER_S:
             return
         self._told = heartbeat
         hard = timeouts_in_force(self._plan, page, Activity.FUNCTION).hard

@@ -2,16 +2,70 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
+from outlast.clock import Clock
 from outlast.events import Emitter, MonitorRestarted
 from outlast.inprocess.interruption.interrupter import Interrupter
-from outlast.inprocess.monitor.heartbeat_thread import HeartbeatThread, ProgressNotice
+from outlast.inprocess.monitor.heartbeat_thread import HeartbeatThread
 from outlast.inprocess.monitor.reports import MonitorPlan
-from outlast.inprocess.monitor.shared_page import Activity, SharedPage
+from outlast.inprocess.monitor.shared_page import NOTICE_AFTER_S, Activity, SharedPage
 from outlast.inprocess.monitor.start import start_monitor
 from outlast.inprocess.timeouts import Timeouts
 from outlast.system.arguments import seconds
+
+log = logging.getLogger("outlast.inprocess")
+
+
+class ProgressNotice:
+    """One line for a rank that makes no progress, long before its timeout.
+
+    The rank that hangs names its place. Ranks that wait for others in torch are silent, except rank
+    0: its line is the only one if all ranks wait. A process that cannot run Python code at all
+    writes nothing; its monitor process does (`FrozenNotice`). `soft_timeout` is in seconds.
+    """
+
+    def __init__(
+        self,
+        page: SharedPage,
+        interrupter: Interrupter,
+        clock: Clock,
+        host: str,
+        soft_timeout: float,
+        write: Callable[[str], None] = log.warning,
+    ) -> None:
+        self._page, self._interrupter, self._clock = page, interrupter, clock
+        self._host, self._soft_timeout, self._write = host, soft_timeout, write
+        self._after = NOTICE_AFTER_S
+        self._told: float | None = None  # the progress after which the line was written
+
+    def check(self) -> None:
+        """Writes one line for each hang. After a step that took long and ended, only a longer one
+        is worth a line.
+        """
+        page = self._page
+        progress = page.progress
+        if self._told is not None and progress != self._told:
+            self._after = max(self._after, 2 * (progress - self._told))
+            self._told = None
+        idle = self._clock.now() - progress
+        declared = page.long_limit != 0
+        if page.activity != Activity.FUNCTION or declared or idle < self._after:
+            return
+        if self._told is not None:
+            return
+        self._told = progress
+        where = self._interrupter.user_place() or "an unknown place"
+        who = f"rank {page.rank} on {self._host}"
+        if not self._interrupter.waits_for_others():
+            limit = page.soft_limit or self._soft_timeout
+            idle_s = f"{idle:.0f} s"
+            self._write(
+                f"{who}: no progress for {idle_s}, at {where}; all ranks restart after {limit:g} s"
+            )
+        elif page.rank == 0:
+            self._write(f"{who} has waited for other ranks for {idle:.0f} s, at {where}")
 
 
 class MonitorSupervisor:
