@@ -58,10 +58,8 @@ def decision_key(iteration: int, number: int) -> str:
 
 class Decisions:
     """Reads the facts in the store, and decides what follows from them; see the module.
-
-    Args:
-        world_size: the number of members at the start of the job.
-        rules: those of this process; `None` if it only knows those in the store.
+    `world_size` is the number of members at the start of the job; `rules` are those of this
+    process, `None` if it only knows those in the store.
     """
 
     def __init__(self, link: Link, world_size: int, rules: Rules | None = None) -> None:

@@ -235,10 +235,8 @@ def next_record(
     facts: Facts, rules: Rules, last: Held | None = None, expired: Held | None = None
 ) -> Decision | Held:
     """The decision that follows from `facts`, or a note that it waits.
-
-    Args:
-        last: the note before, if there is one. A restart waits for the launchers first.
-        expired: the note whose wait has lasted too long.
+    `last` is the note before, if there is one: a restart waits for the launchers first. `expired`
+    is the note whose wait has lasted too long.
     """
     k, before = facts.before.view.iteration, facts.before
     joiners = facts.joiners if rules.grow else []

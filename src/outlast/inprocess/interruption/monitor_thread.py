@@ -78,20 +78,13 @@ def _collectives() -> int:
 
 
 class IterationWatch:
-    """The monitor thread's watch over one iteration.
-
-    Attributes:
-        ending: set once this rank knows that the iteration ends in a restart.
-        left: set by the function's thread when it has left the function.
-        sample: the function's thread at the end of the iteration, if it was in user code.
-        outcome: a future with the iteration's outcome; a `StoreError` if the store is lost.
-    """
+    """The monitor thread's watch over one iteration."""
 
     def __init__(self) -> None:
-        self.ending = threading.Event()
-        self.left = threading.Event()
-        self.sample: StackSample | None = None
-        self.outcome: Future[bytes] = Future()
+        self.ending = threading.Event()  # this rank knows that the iteration ends in a restart
+        self.left = threading.Event()  # the function's thread has left the function
+        self.sample: StackSample | None = None  # of the end, if that thread was in user code
+        self.outcome: Future[bytes] = Future()  # a `StoreError` if the store is lost
 
     def wait(self, timeout: float | None) -> bytes:
         """Waits for the end of the iteration; a `KeyTimeout` after `timeout` seconds."""
@@ -102,13 +95,9 @@ class IterationWatch:
 
 
 class MonitorThread:
-    """The thread.
-
-    Args:
-        atomic_section, interrupter, page: of the function's thread.
-        abort: ends in-flight work. The argument is `False` the first time, and `True` for each
-            repetition until the function has been left, since new work may have started.
-        retry: pause before an interrupt is repeated, in seconds.
+    """The thread. It ends in-flight work by `abort(False)`, and by `abort(True)` for each
+    repetition until the function has been left, since new work may have started.
+    `retry` is the pause before an interrupt is repeated, in seconds.
     """
 
     def __init__(

@@ -32,12 +32,9 @@ _TIMED = (Activity.USER, Activity.FUNCTION)
 class HeartbeatThread:
     """Watches the thread that creates it.
 
-    Args:
-        interval: between two timestamps, in seconds.
-        monitor: the socket to the monitor process.
-        on_monitor_end: called once, in the heartbeat thread, when the monitor process has ended.
-        blocked_in: where the watched thread is, if it runs no Python code.
-        every_interval: called once per interval, in the heartbeat thread.
+    It calls `on_monitor_end` once, when the monitor process at the other end of the socket
+    `monitor` has ended; `blocked_in`, to note where the watched thread is while it runs no Python
+    code; and `every_interval`, once every `interval` seconds.
     """
 
     def __init__(

@@ -164,11 +164,8 @@ class MonitorLoop:
     def _replace_iteration_store(self, dying: int | None) -> None:
         """Takes over the port of the iteration's store, which ended with the main process, until
         all ranks have left the iteration. Ranks that are just connecting to it retry forever, in
-        C++, where no interrupt reaches them; so a server must answer there.
-
-        Args:
-            dying: pidfd of a main process that may not have ended completely: one of its threads
-                has, but the port becomes free only when the process has ended.
+        C++, where no interrupt reaches them; so a server must answer there. `dying` is the pidfd of
+        a main process of which one thread has ended: the port becomes free when all have.
         """
         port, deadline = self._page.store_port, self._clock.now() + self._plan.patience
         if not port or not self._store.available:

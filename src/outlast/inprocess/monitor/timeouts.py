@@ -41,16 +41,11 @@ _TICKS_S = os.sysconf("SC_CLK_TCK")
 
 
 class Limits(NamedTuple):
-    """Seconds in the current activity.
+    """Seconds in the current activity."""
 
-    Attributes:
-        soft, hard: without progress, until the soft and the hard timeout.
-        ping: between two pings, whatever the rank does, until the soft timeout.
-    """
-
-    soft: float
-    hard: float
-    ping: float
+    soft: float  # without progress, until the soft timeout
+    hard: float  # the same, until the hard timeout
+    ping: float  # between two pings, whatever the rank does, until the soft timeout
 
 
 def timeouts_in_force(plan: MonitorPlan, page: SharedPage, activity: int) -> Limits:
@@ -79,10 +74,7 @@ class IdleRanks:
     nothing: so each rank that waits reads the number again once in every soft timeout. A rank that
     goes on is known to do so only a little later, by its heartbeat thread, then by its monitor
     process: so the number is read a second time before it is believed.
-
-    Args:
-        confirm: the time until a number that is complete is read again, in seconds.
-        again: the same for a number that is not.
+    A number that is complete is read again after `confirm` seconds, another one after `again`.
     """
 
     def __init__(
@@ -132,11 +124,8 @@ class CpuTime:
         self.progress = 0.0  # when CPU time was last seen to be used
 
     def sample(self, thread: int, *, own: bool, children: bool) -> None:
-        """Call it regularly while no Python code runs.
-
-        Args:
-            thread: the ID of the function's thread.
-            own, children: whether the time of the thread, and that of other processes, counts.
+        """Call it regularly while no Python code runs; `thread` is the ID of the function's thread.
+        `own` and `children` say whether its time, and that of other processes, counts.
         """
         now, what = self._clock.now(), (thread, own, children)
         if what == self._what and now - self._at < _SAMPLE_S:

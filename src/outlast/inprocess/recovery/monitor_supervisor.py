@@ -69,16 +69,9 @@ class ProgressNotice:
 
 
 class MonitorSupervisor:
-    """The supervisor for one wrapped call. Starts the monitor process at once.
-
-    Args:
-        plan: makes a monitor process's plan; its argument says whether the process serves the
-            store.
-        serves: whether the first monitor process does.
-
-    Attributes:
-        endpoint: host and port of the store that the monitor process has reached, or serves.
-        serves: whether the current monitor process serves the store of the job.
+    """The supervisor for one wrapped call. Starts the monitor process at once, with the plan that
+    `plan` makes; its argument says whether the process serves the store of the job, as the first
+    one does if it `serves`. `endpoint` is where the store is.
     """
 
     _report_loss: Callable[[str], None]
@@ -104,11 +97,9 @@ class MonitorSupervisor:
         return self._handle.pid
 
     def watch(self, monitor_thread: int, report_loss: Callable[[str], None]) -> None:
-        """Begins to watch the monitor process, which watches this package's threads in return.
-
-        Args:
-            monitor_thread: ID of the monitor thread.
-            report_loss: called in the heartbeat thread with the cause when the process has ended.
+        """Begins to watch the monitor process, which watches this package's threads in return: the
+        one with the ID `monitor_thread`, and the heartbeat thread, which calls `report_loss` with
+        the cause when the process has ended.
         """
         self._page.thread_2, self._report_loss = monitor_thread, report_loss
         self._start_heartbeat()

@@ -32,12 +32,8 @@ async def exchange_values(
 ) -> None:
     """Passes what each member publishes to the assignment, the same on all: a barrier collects it,
     so that no member waits for one whose loss is known.
-
-    Args:
-        state: of `member`, in the iteration before.
-
-    Raises:
-        RankTimeout: naming the ranks whose members did not publish within the barrier timeout.
+    `state` is that of the iteration before. A `RankTimeout` names the ranks whose members did not
+    publish within the barrier timeout.
     """
     slots = record.slots()
     joiners = {joiner.member for joiner in record.joiners}

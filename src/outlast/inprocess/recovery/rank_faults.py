@@ -38,29 +38,22 @@ _TRACEBACK_CHARS = 8_000  # it goes through the store, to every rank
 
 
 class RankFaults:
-    """Makes the fault records of this rank: the part of `RankHost` that is about faults.
-
-    Attributes:
-        state: the state of this rank in the current iteration.
-        sample: the function's thread when the last iteration ended.
-        pings: those in the function, in this iteration.
-        notice: tells the launcher that the job is aborted; set by the session.
-        reported_cause: whether this rank has shown the user why the job ends.
-        torch_log: silent while connections are expected to fail.
+    """Makes the fault records of this rank: the part of `RankHost` that is about faults. `state` is
+    that of the current iteration.
     """
 
-    notice: LauncherNotice
+    notice: LauncherNotice  # set by the session
 
     def __init__(self, running: RunningCall, emitter: Emitter, timeouts: Timeouts) -> None:
         self.running, self.page, self.emitter = running, running.page, emitter
         self.state = running.state
-        self.sample: StackSample | None = None
-        self.pings = 0
+        self.sample: StackSample | None = None  # when the last iteration ended
+        self.pings = 0  # in the function, in this iteration
         self._ping_timeout = seconds(timeouts.ping_timeout)
         # Half of the shortest timeout that any rank can have: how long a hung one made no progress.
         self._least_hang = min(seconds(timeouts.least_soft), self._ping_timeout) / 2
-        self.reported_cause = False
-        self.torch_log = QuietTorchLog()
+        self.reported_cause = False  # this rank has shown the user why the job ends
+        self.torch_log = QuietTorchLog()  # silent while connections are expected to fail
         self._shown = ""
 
     def fault(self, iteration: int, interruption: Interruption, cause: str) -> FaultRecord:

@@ -65,15 +65,9 @@ log = logging.getLogger("outlast.inprocess")
 
 
 class RankHost(RankFaults):
-    """The `Host` of a real rank.
+    """The `Host` of a real rank."""
 
-    Attributes:
-        monitor_thread, monitor, policy_store: set by the session.
-        watch: the current iteration's watch; `None` between two iterations.
-        error: the exception that the function, or initialize, raised in this iteration.
-        joining: whether this process has asked to join, but has not been admitted yet.
-    """
-
+    # Set by the session.
     monitor_thread: MonitorThread
     monitor: MonitorSupervisor
     policy_store: LazyStore
@@ -102,9 +96,9 @@ class RankHost(RankFaults):
         self.limits = settings.limits(launch)
         self.cause: FaultRecord | None = None
         self.releaser, self.torch_modes = Releaser(), TorchModes()
-        self.watch: IterationWatch | None = None
-        self.error: BaseException | None = None
-        self.joining = False
+        self.watch: IterationWatch | None = None  # of the current iteration
+        self.error: BaseException | None = None  # that the function, or initialize, raised in it
+        self.joining = False  # this process has asked to join, and is not admitted yet
 
     def at(self, state: RecoveryState, iteration: int, member: int) -> None:
         self.page.iteration, self.page.member = iteration, member
