@@ -32,7 +32,7 @@ from outlast.async_checkpoint.save.saves import Saves
 from outlast.async_checkpoint.snapshot.overlapped_copy import optimizers_of
 from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.directory import CheckpointInfo
-from outlast.coordination import MemoryStore, restarts
+from outlast.coordination import MemoryStore
 from outlast.coordination.agreement import Agreement
 from outlast.coordination.call_ledger import CallLedger, connect_ledger
 from outlast.coordination.training_step import report_step, restart_count
