@@ -182,11 +182,7 @@ def _open_kinds(directory: str, stack: ExitStack) -> list[Storage]:
 
 
 def _refuse_unrelated_folder(storage: Storage) -> None:
-    """Accepts an empty folder; one with other contents was probably named by mistake.
-
-    Raises:
-        CheckpointError: describing the folder, and the expected argument.
-    """
+    """Accepts an empty folder; one with other contents was probably named by mistake."""
     from outlast.async_checkpoint.named_files import MANIFEST, LocalStorage
 
     if not isinstance(storage, LocalStorage):
