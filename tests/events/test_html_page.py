@@ -23,7 +23,7 @@ from outlast.events.report import build, render_html
 from outlast.events.report.model import Span
 from outlast.events.report.page import thin_marks, thin_spans
 from outlast.events.report.report import Mark
-from outlast.events.report.words import PARTS, cause_text, parts_of, share
+from outlast.events.report.sentences import PARTS, cause_text, parts_of, share
 from outlast.launch.cli import app
 
 

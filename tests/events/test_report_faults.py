@@ -26,8 +26,7 @@ from outlast.events import (
     WorkerStarted,
 )
 from outlast.events.report import build, render_report
-from outlast.events.report.sentences import describe
-from outlast.events.report.words import cause_text
+from outlast.events.report.sentences import cause_text, describe
 
 LOST = {"host_id": "c-1", "name": "c", "address": "10.0.0.3", "reason": "no heartbeat for 3.6 s"}
 

@@ -39,8 +39,7 @@ from outlast.events import (
 )
 from outlast.events.report import build, render_html, render_report, to_json
 from outlast.events.report.builder import distribution
-from outlast.events.report.sentences import describe, describe_goodput, headline_host
-from outlast.events.report.words import parts_of
+from outlast.events.report.sentences import describe, describe_goodput, headline_host, parts_of
 
 
 def test_the_parts_of_a_restart_follow_each_other() -> None:

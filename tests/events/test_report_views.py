@@ -18,7 +18,7 @@ from events.test_report_build import run_with_an_exception
 from outlast.events import BarrierPassed, Event, JsonlSink, LauncherStarted, Note, WorkerExited
 from outlast.events.report import build, load, render, render_html, to_json, to_trace
 from outlast.events.report.model import SCHEMA
-from outlast.events.report.words import one_line, plural, share
+from outlast.events.report.sentences import one_line, plural, share
 from outlast.launch.cli import app
 from outlast.system.units import duration_text
 

@@ -69,7 +69,7 @@ def event_from_dict(values: dict[str, Any]) -> Event:
     version can be read.
 
     Raises:
-        EventLogError: if the kind is missing or unknown, or a value has another type than its field.
+        EventLogError: if the kind is missing or unknown, or the type of a value is wrong.
     """
     kind = values.get("kind")
     if not isinstance(kind, str) or kind not in EVENT_TYPES:

@@ -28,10 +28,15 @@ from outlast.events.report.model import (
 )
 from outlast.events.report.page import render_html
 from outlast.events.report.report import Report, Saves
-from outlast.events.report.sentences import describe_cause, headline_host, lost_time
-from outlast.events.report.text import render, render_report, to_json
-from outlast.events.report.trace import to_trace
-from outlast.events.report.words import PARTS, parts_of, printable
+from outlast.events.report.sentences import (
+    PARTS,
+    describe_cause,
+    headline_host,
+    lost_time,
+    parts_of,
+    printable,
+)
+from outlast.events.report.text import render, render_report, to_json, to_trace
 from outlast.events.run_folders import load, load_run
 
 __all__ = [

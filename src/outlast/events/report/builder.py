@@ -25,8 +25,8 @@ from outlast.events.report.report import (
     Straggler,
 )
 from outlast.events.report.run import Run, record
+from outlast.events.report.sentences import what_happened
 from outlast.events.report.timeline import timeline_of
-from outlast.events.report.words import what_happened
 from outlast.events.restart_causes import RestartCount, describe_restarts
 from outlast.system.error_text import exit_summary
 
