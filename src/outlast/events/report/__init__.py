@@ -6,8 +6,8 @@
     render(Path("build/demo"), Console())
 
 `build` is pure: the same events make the same report, in any order of files. `run` reads them in
-one pass; `calls`, `course` and `host_losses` find what happened, `recoveries`, `goodput` and
-`checkpoints` what it took; `model` and `report` hold it; `text`, `page` and `trace` show it.
+one pass; `calls` and `course` find what happened, `recoveries`, `goodput` and `checkpoints` what it
+took; `model` and `report` hold it; `text` and `page` show it.
 
 Two rules hold. Times of different hosts are never compared: detection and the total of a restart
 are measured on the host of the fault. And a fault that looks like the consequence of another is
