@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from outlast.coordination.records import process_name
 from outlast.errors import NO_RESTART
 from outlast.events import WorkerFailed
-from outlast.events.restart_causes import DIED, RestartCount, what_failed
+from outlast.events.restart_causes import DIED, RestartCount, split_exception, what_failed
 from outlast.launch.agent.decisions import Decision, JobRecord, JobState
 from outlast.system.error_text import exit_summary, exit_text
 from outlast.system.user_frames import place_in_user_code
@@ -26,8 +26,6 @@ _START = "Traceback (most recent call last):"
 _FRAME = re.compile(r'  File "(.+)", line (\d+)(?:, in (.+))?$')
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Abort)\b")
 """The line of an exception that has no traceback: a script that cannot be parsed, C++ code."""
-_TYPE = re.compile(r"(initialize: |health_check: |)(?:\w+\.)*([A-Za-z_]\w*)(?=: |$)")
-"""What stands before the message of an exception: the hook that raised it, and its type."""
 _CHAINED = ("During handling of the above exc", "The above exception was the direct cause")
 """What Python writes, between two empty lines, above a traceback with a context or a cause."""
 _BY_PDB = ("BdbQuit", "bdb.BdbQuit")
@@ -48,10 +46,10 @@ class Raised:
         """`KeyError at train.py:16 (rank 1): 'x'`, with ` (rank 1)` as `of`. The message is last,
         because it may be long, or several sentences.
         """
-        found = _TYPE.match(self.error)
+        found = split_exception(self.error)
         kind, message = self.error, ""  # of a rank that hangs, for example
         if found is not None:
-            kind, message = f"{found[1]}{found[2]}", self.error[found.end() :]
+            kind, message = found[0] + found[1].rpartition(".")[2], found[2]
         return f"{kind}{f' at {self.place}' if self.place else ''}{of}{message}"
 
     def repeats(self, other: Raised) -> bool:
