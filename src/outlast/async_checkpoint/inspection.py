@@ -7,13 +7,15 @@ runs the writer process with another storage (`run_writer`). Nothing here import
 from __future__ import annotations
 
 import contextlib
+import io
 import math
-from collections.abc import Callable, Collection
-from typing import Any
+import os
+from typing import Any, BinaryIO, cast
 
 from outlast.async_checkpoint.restore.verified_read import (
     Piece,
-    check_sizes,
+    Source,
+    address_of,
     read_verified,
     storage_source,
 )
@@ -43,31 +45,72 @@ __all__ = [
     "candidates",
     "checksum",
     "delete",
+    "open_bytes",
     "open_storage",
-    "read_bytes",
     "run_writer",
     "survey",
     "tensor_checksums",
     "verify",
+    "verify_folder",
 ]
 
 
-def read_bytes(
-    storage: Storage,
-    folder: str,
-    allocate: Callable[[str, int], tuple[int, Any]],
-    names: Collection[str] | None = None,
-) -> None:
-    """Reads tensors of bytes, each of one part, and verifies every byte.
-
-    Args:
-        storage: the folder of checkpoints.
-        folder: the name of the checkpoint's directory.
-        allocate: returns the address of memory for the tensor of this name and size, and its owner.
-        names: of the tensors; those that the checkpoint lacks are ignored. All by default.
+class VerifiedBytes(io.RawIOBase):
+    """Bytes of a checkpoint, as a file. Each chunk is verified when it is read.
 
     Raises:
-        CheckpointError: if something is missing or not what was written; names the file.
+        CheckpointError: by a read, if a chunk is missing or not what was written; names the file.
+        CheckpointReadError: by a read, if it cannot be read now.
+    """
+
+    def __init__(self, source: Source, file: str, at: int, size_bytes: int) -> None:
+        super().__init__()
+        self._source, self._file = source, file
+        self._begin, self._size_bytes = at, size_bytes
+        self._position = 0
+        self._chunk = memoryview(bytearray(min(size_bytes, source.chunk_bytes)))
+        self._held = range(0)  # the positions of what is in the chunk
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size_bytes}
+        self._position = max(0, start[whence] + offset)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        if self._position >= self._size_bytes or not view:
+            return 0
+        if self._position not in self._held:
+            self._read()
+        found = self._chunk[self._position - self._held.start :][: len(view)]
+        found = found[: self._held.stop - self._position]
+        view[: len(found)] = found
+        self._position += len(found)
+        return len(found)
+
+    def _read(self) -> None:
+        """Reads the part of the file's chunk, at the position, that belongs to these bytes."""
+        length = self._source.chunk_bytes
+        first = (self._begin + self._position) // length * length - self._begin
+        self._held = range(0)
+        wanted = range(max(first, 0), min(first + length, self._size_bytes))
+        address = address_of(self._chunk)
+        piece = Piece(self._file, self._begin + wanted.start, len(wanted), address, self._chunk)
+        read_verified(self._source, [piece], threads=1)
+        self._held = wanted
+
+
+def open_bytes(storage: Storage, folder: str) -> dict[str, BinaryIO]:
+    """Opens the tensors of bytes, each of one part, in a checkpoint; by name.
+
+    Raises:
+        CheckpointError: if the manifest is missing, damaged or of a later format.
         CheckpointReadError: if it cannot be read now.
     """
     manifest = read_manifest(storage, folder)
@@ -77,14 +120,11 @@ def read_bytes(
             found[name] = (shard.file, shard.at, math.prod(shard.sizes))
     if not found:  # the first format of `outlast.elastic`: each state is a file
         found = {name: (name, 0, file.size_bytes) for name, file in manifest.files.items()}
-    if names is not None:
-        found = {name: place for name, place in found.items() if name in names}
     source = storage_source(storage, folder, manifest)
-    check_sizes(source, {file for file, _, _ in found.values()})  # before memory is allocated
-    pieces = [
-        Piece(file, at, size, *allocate(name, size)) for name, (file, at, size) in found.items()
-    ]
-    read_verified(source, pieces)
+    return {
+        name: cast(BinaryIO, io.BufferedReader(VerifiedBytes(source, *place)))
+        for name, place in found.items()
+    }
 
 
 def tensor_checksums(storage: Storage, folder: str) -> dict[str, str]:

@@ -216,7 +216,7 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert load_state(b)
     assert (a.text, b.text) == ("old", "old")
     assert "passed over" in caplog.text
-    assert f"{DATA} is damaged between bytes 0 and " in caplog.text
+    assert f"{DATA}: damaged between bytes 0 and " in caplog.text
 
 
 @pytest.mark.parametrize("how", ["cut", "longer", "gone", "manifest", "manifest cut", "a folder"])
@@ -269,7 +269,7 @@ def test_damage_after_the_choice_is_an_error_and_then_chosen_anew(
     save_all_states()
     assert load_state(a)
     damage(folder / "states" / "step-00000002" / DATA)
-    with pytest.raises(CheckpointError, match=r"reading of .* is damaged"):
+    with pytest.raises(CheckpointError, match=r"state 'b' .* is damaged"):
         load_state(b)
     assert load_all_states() == ["a", "b"]
     assert (a.text, b.text) == ("old", "old")

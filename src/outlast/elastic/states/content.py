@@ -27,7 +27,6 @@ _SUFFIX = ".state"
 _LONGEST = 200  # file systems allow 255 bytes
 _KEPT = 100
 _EMPTY = "%"  # no quoted name is equal to this
-_OPENED = "/proc/self/fd/"
 
 
 def file_name(name: str) -> str:
@@ -48,14 +47,13 @@ def file_name(name: str) -> str:
 class MemoryFile:
     """A file in memory, which ends with this object and with what is open or mapped of it."""
 
-    def __init__(self, size_bytes: int = 0) -> None:
+    def __init__(self) -> None:
         self._descriptor = os.memfd_create("outlast-state", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self._descriptor)
-        os.ftruncate(self._descriptor, size_bytes)
 
     def open(self) -> BinaryIO:
         """Opens it, to read and to write."""
-        return cast(BinaryIO, open(f"{_OPENED}{self._descriptor}", "r+b"))
+        return cast(BinaryIO, open(f"/proc/self/fd/{self._descriptor}", "r+b"))
 
     def tensor(self) -> torch.Tensor:
         """Its bytes, in the same memory."""
@@ -80,19 +78,13 @@ def dump(kind: str, value: Any, fileobj: BinaryIO) -> None:
     torch.save({"format": _FORMAT, "kind": kind, "value": plain}, fileobj)
 
 
-def parse(kind: str, fileobj: BinaryIO, device: str = "cpu", *, mapped: bool = False) -> Any:
+def parse(kind: str, fileobj: BinaryIO, device: str = "cpu") -> Any:
     """Reads a value that `dump` wrote, with its tensors on `device`: `meta` reads only shapes.
-
-    Args:
-        mapped: whether tensors may be the memory of `fileobj` itself, for a caller that copies
-            them: a write would copy them too.
 
     Raises:
         ValueError: if it is of another kind, or has a later format.
     """
-    path = _path_in_memory(fileobj) if mapped else None
-    source: Any = path or fileobj
-    content = torch.load(source, map_location=device, weights_only=True, mmap=path is not None)
+    content = torch.load(fileobj, map_location=device, weights_only=True)
     if not isinstance(content, dict) or not isinstance(content.get("format"), int):
         raise ValueError("it was saved by another class of state")
     if content["format"] > _FORMAT:
@@ -103,15 +95,6 @@ def parse(kind: str, fileobj: BinaryIO, device: str = "cpu", *, mapped: bool = F
     if content["kind"] != kind:
         raise ValueError(f"{content['kind']!r} was saved, this is {kind!r}")
     return decode(content["value"])
-
-
-def _path_in_memory(file: BinaryIO) -> str | None:
-    """A path at which a `MemoryFile` can be opened again; `None` for any other file."""
-    try:
-        path = f"{_OPENED}{file.fileno()}"
-    except (AttributeError, OSError):  # not a file of the operating system
-        return None
-    return path if os.readlink(path).startswith("/memfd:") else None
 
 
 def check_module(own: Mapping[str, Any], saved: Any) -> None:

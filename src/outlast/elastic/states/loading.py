@@ -8,16 +8,16 @@ group, and other programs, may read while a job saves.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import BinaryIO, TypeVar
 
-from outlast.async_checkpoint.inspection import LocalStorage, candidates, read_bytes
+from outlast.async_checkpoint.inspection import LocalStorage, candidates, open_bytes, verify_folder
 from outlast.elastic import environment, ray_trial
 from outlast.elastic.states import pending_save
-from outlast.elastic.states.content import MemoryFile, file_name
+from outlast.elastic.states.content import file_name
 from outlast.elastic.states.replicas import TIMEOUT, Replicas, current
 from outlast.elastic.states.state import State, name_of, registered
 from outlast.elastic.states.storage import folder_of, of_first_format
@@ -30,7 +30,6 @@ __all__ = ["load_all_states", "load_state"]
 log = logging.getLogger("outlast.elastic")
 
 T = TypeVar("T")
-Contents = dict[str, MemoryFile]
 
 
 def load_state(state: State, *, timeout: Duration = TIMEOUT) -> bool:
@@ -77,22 +76,20 @@ def _load(states: Mapping[str, State], timeout: Duration) -> list[str]:
         if path is None:
             return []
         replicas = current(limit)
-        contents: Contents = {}
         found = replicas.gather(
-            f"the choice of a checkpoint in {path}", None, lambda _: _choose(path, contents)
+            f"the choice of a checkpoint in {path}", None, partial(_choose, path)
         )
         if found is None:
             return []
         where, folder = found
-        names = [file_name(name) for name in states]
         try:
-            contents = replicas.together(
-                f"the reading of {where}/{folder}", lambda: contents or _read(where, folder, names)
+            files = replicas.together(
+                f"the opening of {where}/{folder}", lambda: open_bytes(LocalStorage(where), folder)
             )
-            known = {name: state for name, state in states.items() if file_name(name) in contents}
+            known = {name: state for name, state in states.items() if file_name(name) in files}
             for name in states.keys() - known.keys():
                 log.info("the state %r is not in %s/%s", name, where, folder)
-            _load_together(replicas, f"{where}/{folder}", contents, known)
+            _load_together(replicas, f"{where}/{folder}", files, known)
         except CheckpointError:
             _verified.clear()  # a checkpoint that has become unreadable is verified again
             raise
@@ -105,19 +102,17 @@ def _from_environment() -> Iterator[str | None]:
 
 
 def _load_together(
-    replicas: Replicas, where: str, contents: Contents, states: Mapping[str, State]
+    replicas: Replicas, where: str, files: Mapping[str, BinaryIO], states: Mapping[str, State]
 ) -> None:
     """Prepares all states on all replicas, then applies them."""
     what = {name: f"the load of state {name!r} from {where}" for name in states}
     prepared = {}
-    with contextlib.ExitStack() as opened:
-        for name, state in states.items():
-            file = opened.enter_context(contents.pop(file_name(name)).open())
-            prepare = functools.partial(_named, name, functools.partial(state.prepare, file))
-            prepared[name] = replicas.together(what[name], prepare, collective=True)
-        for name in states:
-            apply = functools.partial(_named, name, prepared.pop(name))
-            replicas.together(what[name], apply, collective=True)
+    for name, state in states.items():
+        prepare = partial(_named, name, partial(state.prepare, files[file_name(name)]))
+        prepared[name] = replicas.together(what[name], prepare, collective=True)
+    for name in states:
+        apply = partial(_named, name, prepared.pop(name))
+        replicas.together(what[name], apply, collective=True)
 
 
 def _named(name: str, work: Callable[[], T]) -> T:
@@ -128,27 +123,14 @@ def _named(name: str, work: Callable[[], T]) -> T:
         raise CheckpointError(f"the state {name!r} could not be loaded: {describe(e)}") from e
 
 
-def _read(where: str, folder: str, names: Collection[str] | None) -> Contents:
-    """The contents of states, by the names of their files; of all by default."""
-    contents: Contents = {}
-
-    def allocate(name: str, size_bytes: int) -> tuple[int, Any]:
-        contents[name] = MemoryFile(size_bytes)
-        tensor = contents[name].tensor()
-        return tensor.data_ptr(), tensor
-
-    read_bytes(LocalStorage(where), folder, allocate, names)
-    return contents
-
-
 # On rank 0, by path: the checkpoints there, and the one chosen and verified. So states loaded one
 # by one come from the same checkpoint, which is verified once.
 _verified: dict[str, tuple[list[tuple[str, str]], tuple[str, str]]] = {}
 
 
-def _choose(path: str, contents: Contents) -> tuple[str, str] | None:
+def _choose(path: str, _: list[object]) -> tuple[str, str] | None:
     """The newest valid checkpoint: the folder of checkpoints, and the name of its directory. On
-    rank 0. `contents` gets what was read to verify it.
+    rank 0.
 
     Raises:
         CheckpointError: if none is valid (names what is wrong with each), or if one has a later
@@ -164,12 +146,12 @@ def _choose(path: str, contents: Contents) -> tuple[str, str] | None:
     wrong = []
     for where, folder in there:
         try:
-            contents.update(_read(where, folder, None))
+            verify_folder(LocalStorage(where), folder)
         except (CheckpointMismatch, CheckpointReadError):
             raise  # it may be intact
         except CheckpointError as e:
             wrong.append(str(e))
-            log.warning("passed over a checkpoint: %s", wrong[-1])  # `e` refers to the contents
+            log.warning("passed over a checkpoint: %s", e)
         else:
             _verified[path] = there, (where, folder)
             return where, folder

@@ -64,9 +64,8 @@ class StateDictState(PreparedState):
         dump(self.kind, self.source.state_dict(), fileobj)
 
     def prepare(self, fileobj: BinaryIO) -> Callable[[], None]:
-        is_module = isinstance(self.source, nn.Module)
-        saved = parse(self.kind, fileobj, mapped=is_module)  # a module copies them
-        if not is_module:
+        saved = parse(self.kind, fileobj)
+        if not isinstance(self.source, nn.Module):
             return lambda: self._replace(saved)
         check_module(self.source.state_dict(), saved)
         return lambda: self.source.load_state_dict(saved)
