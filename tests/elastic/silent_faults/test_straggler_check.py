@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from outlast.elastic.silent_faults import waits
-from outlast.elastic.silent_faults.slow_ranks import SlowRanks
+from outlast.elastic.silent_faults.straggler_check import SlowRanks
 from outlast.events import StragglerFound
 from outlast.events.report import load
 from procs import Job

@@ -9,7 +9,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+Key = TypeVar("Key")  # of a digest: the number of a piece, or the name of a buffer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,48 +79,41 @@ class Difference:
 
 def compare(records: Sequence[Record]) -> list[Difference]:
     """The differences in one cycle; `records` are in the order of the ranks."""
-    found = [_compare_replicas(records, ranks) for ranks in _alike(records).values()]
-    return [difference for difference in found if difference is not None]
-
-
-def _compare_replicas(records: Sequence[Record], replicas: list[int]) -> Difference | None:
-    wrong: set[int] = set()
-    pieces: list[int] = []
-    majority = True
-    for piece in range(len(records[replicas[0]].digests)):
+    found = []
+    for replicas in _alike(records).values():
+        pieces = range(len(records[replicas[0]].digests))
         held = {
-            rank: digest
-            for rank in replicas
-            if (digest := records[rank].digests[piece]) is not None
+            piece: {r: d for r in replicas if (d := records[r].digests[piece]) is not None}
+            for piece in pieces
         }
-        outvoted, agreed = _outvoted(held)
-        if outvoted:
-            pieces.append(piece)
-            wrong.update(outvoted)
-            majority = majority and agreed
-    if not pieces:
-        return None
-    # A rank that a majority calls wrong is named, unless other pieces leave open who is.
-    ranks = sorted(wrong)
-    return Difference(
-        replicas=replicas,
-        ranks=ranks,
-        hosts=[records[rank].host for rank in ranks],
-        majority=majority,
-        pieces=pieces,
-        step=records[ranks[0]].step_of(pieces[0]),
-    )
+        wrong, differing, majority = _outvoted(held)
+        if differing:
+            # A rank that a majority calls wrong is named, unless other pieces leave open who is.
+            hosts = [records[rank].host for rank in wrong]
+            step = records[wrong[0]].step_of(differing[0])
+            found.append(Difference(replicas, wrong, hosts, majority, differing, step))
+    return found
 
 
-def _outvoted(held: dict[int, str]) -> tuple[set[int], bool]:
-    """The ranks that differ from the majority; all, without one; and whether there is one."""
-    counts = Counter(held.values())
-    if len(counts) < 2:
-        return set(), True
-    most, count = counts.most_common(1)[0]
-    if 2 * count > len(held):
-        return {rank for rank, digest in held.items() if digest != most}, True
-    return set(held), False
+def _outvoted(held: Mapping[Key, Mapping[int, str]]) -> tuple[list[int], list[Key], bool]:
+    """The ranks that differ from the majority, or all where there is none; the keys whose digests
+    differ; and whether each of these has a majority. `held` are the digests by key and rank.
+    """
+    wrong: set[int] = set()
+    differing: list[Key] = []
+    majority = True
+    for key, digests in held.items():
+        counts = Counter(digests.values())
+        if len(counts) < 2:
+            continue
+        differing.append(key)
+        digest_of_most, count = counts.most_common(1)[0]
+        if 2 * count > len(digests):
+            wrong.update(rank for rank, digest in digests.items() if digest != digest_of_most)
+        else:
+            wrong.update(digests)
+            majority = False
+    return sorted(wrong), differing, majority
 
 
 class _Buffers:
@@ -130,27 +126,17 @@ class _Buffers:
     def __call__(self, records: Sequence[Record]) -> list[Difference]:
         found = []
         for signature, replicas in _alike(records).items():
-            wrong: set[int] = set()
-            differing: list[str] = []
-            majority = True
+            held: dict[str, dict[int, str]] = {}
             for name in sorted({name for rank in replicas for name in records[rank].buffers}):
-                held = {
-                    rank: records[rank].buffers[name]
-                    for rank in replicas
-                    if name in records[rank].buffers
-                }
-                if not self._must_be_equal((signature, name), set(held.values())):
-                    continue
-                outvoted, agreed = _outvoted(held)
-                if outvoted:
-                    differing.append(name)
-                    wrong.update(outvoted)
-                    majority = majority and agreed
-            if differing:
-                ranks = sorted(wrong)
-                hosts = [records[rank].host for rank in ranks]
-                step = records[ranks[0]].first
-                found.append(Difference(replicas, ranks, hosts, majority, [], step, differing))
+                buffers = {rank: records[rank].buffers for rank in replicas}
+                digests = {rank: own[name] for rank, own in buffers.items() if name in own}
+                if self._must_be_equal((signature, name), set(digests.values())):
+                    held[name] = digests
+            wrong, names, majority = _outvoted(held)
+            if names:
+                hosts = [records[rank].host for rank in wrong]
+                step = records[wrong[0]].first
+                found.append(Difference(replicas, wrong, hosts, majority, [], step, names))
         return found
 
     def _must_be_equal(self, key: tuple[str, str], digests: set[str]) -> bool:

@@ -38,9 +38,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from outlast.coordination.call_ledger import CallLedger, connect_ledger
-from outlast.elastic.silent_faults.buffers import Buffers
 from outlast.elastic.silent_faults.comparison import Difference, Judge, Record, Result
-from outlast.elastic.silent_faults.digests import Digest, SideStream, cpu_digest
+from outlast.elastic.silent_faults.digests import Buffers, Digest, SideStream, cpu_digest
 from outlast.elastic.silent_faults.exchange import Exchange
 from outlast.elastic.silent_faults.layout import Layout, local_tensor
 from outlast.errors import RankExcluded, ReplicasDiffer
