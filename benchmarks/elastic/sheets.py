@@ -122,8 +122,8 @@ def _registry(found: dict[str, Any]) -> Sheet:
         f"The registry of states, {_mib(found['size_bytes'])}",
         ("what", "ms", "x torch's"),
         _beside(found["seconds"], pairs),
-        "The same content as states. `save_all_states` returns when the checkpoint is durable, "
-        "read back for its checksums, and committed; the asynchronous one when it is in memory. "
+        "The same content as states. `save_all_states` returns when the checkpoint is durable "
+        "and committed; the asynchronous one when it is in memory. "
         "`load_all_states` reads the whole newest checkpoint to choose it, and reads and verifies "
         "again what it loads. Both read from the page cache.",
     )
