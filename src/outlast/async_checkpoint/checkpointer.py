@@ -115,7 +115,7 @@ class Checkpointer:
         optimizers, not_hooked = optimizers_of(overlap)
         timeout_s = as_timedelta("timeout", timeout, allow_zero=True).total_seconds()
         linger_s = as_timedelta("linger", linger, allow_zero=True).total_seconds()
-        alone = group == "alone"
+        self._alone = alone = group == "alone"
         grouped = not alone and dist.is_available() and dist.is_initialized()
         if ranks() > 1 and not (grouped or alone):
             raise ValueError(
@@ -214,7 +214,8 @@ class Checkpointer:
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a dict, not a {type(state_dict).__name__}")
         handle = self._saves.save(step, state_dict, metric, finite)
-        report_step(step)
+        if not self._alone:  # its steps are none of the training: see `elastic.states`
+            report_step(step)
         return handle
 
     # --------------------------------------------------------------------------- restoring

@@ -29,6 +29,7 @@ from outlast.async_checkpoint.storage.manifest import (
     decode,
     encode,
 )
+from outlast.coordination.training_step import observed_steps
 from outlast.elastic import State, load_all_states, load_state, save_all_states, save_state
 from outlast.elastic.states import storage
 from outlast.elastic.states.content import file_name
@@ -63,6 +64,14 @@ def test_what_is_saved_is_loaded(folder: Path) -> None:
     assert load_state(state)
     assert state.text == "first"
     assert state.calls == ["sync", "save", "load"]
+
+
+def test_the_number_of_a_save_is_no_training_step(folder: Path) -> None:
+    state, steps = Text("a", "1"), []
+    with observed_steps(lambda step, completed: steps.append(step)):
+        save_all_states()
+    assert state.text == "1"
+    assert steps == []
 
 
 def test_without_a_path_nothing_is_saved_or_loaded() -> None:
