@@ -22,8 +22,8 @@ PLAN = RoundPlan(seed=1, number=1, ranks=2, steps=8)
 
 def run(tmp_path: Path, script: str, plan: RoundPlan = PLAN, stall_s: float = 60) -> CampaignResult:
     with pytest.MonkeyPatch.context() as patch:
-        stand_in.use(patch, script)
-        running, _ = stand_in.campaign(out=tmp_path, stall_s=stall_s, linger_s=1)
+        stand_in.use(patch, script, stall_s=stall_s)
+        running, _ = stand_in.campaign(tmp_path)
         return running.replay(plan)
 
 
@@ -78,7 +78,7 @@ def test_rounds_run_side_by_side_and_an_error_ends_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
     """An error in one of them, or in the main thread."""
-    running, _ = stand_in.campaign(out=tmp_path, jobs=2)
+    running, _ = stand_in.campaign(tmp_path, jobs=2)
     both = threading.Barrier(2)
     now, most, ended = [], [], []
 

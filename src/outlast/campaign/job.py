@@ -20,6 +20,8 @@ from outlast.campaign.network import Network
 from outlast.campaign.notes import Progress
 from outlast.campaign.plan import Action, LauncherFault, RoundPlan
 
+LINGER_S = 15.0
+"""How long after the end of the launchers other processes may end."""
 _LOOK_S = 0.05
 _DUMP_S = 5.0
 _TAIL_LINES = 15
@@ -55,7 +57,6 @@ class Job:
         fired: where the job records which faults have fired.
         temporary: the folder of its temporary files.
         logs: the folder of its output.
-        linger_s: how long after the end of the launchers other processes may end.
 
     Attributes:
         taken: the actions that were carried out. On this machine at most one, which ends the job.
@@ -74,7 +75,6 @@ class Job:
         fired: Path,
         temporary: Path,
         logs: Path,
-        linger_s: float,
     ) -> None:
         self._plan = plan
         self._number = number
@@ -84,7 +84,6 @@ class Job:
         self._fired = fired
         self._temporary = temporary
         self._logs = logs
-        self._linger_s = linger_s
         self._mark = uuid.uuid4().hex
         self._launchers: dict[str, subprocess.Popen[bytes]] = {}
         self._network: Network | None = None
@@ -111,7 +110,7 @@ class Job:
             if kind is None or self._network is None:
                 for launcher in self._launchers.values():
                     launcher.kill()
-                self.orphans = reap_orphans(self._mark, self._linger_s)
+                self.orphans = reap_orphans(self._mark, LINGER_S)
         finally:
             if self._network is not None:
                 self._network.close()

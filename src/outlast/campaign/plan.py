@@ -105,11 +105,7 @@ class RoundPlan:
 
     @classmethod
     def load(cls, path: Path) -> RoundPlan:
-        """Reads the plan of a round.
-
-        Raises:
-            ChaosError: if it cannot be read or is invalid; names the file and the field.
-        """
+        """Reads the plan of a round; a `ChaosError` names the file and the field."""
         names = [field.name for field in dataclasses.fields(cls)]
         values = load_json(path)
         if not isinstance(values, dict) or sorted(values) != sorted(names):

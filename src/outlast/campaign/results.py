@@ -110,7 +110,7 @@ class CampaignResult:
 
     seed: int
     ranks: int
-    command: tuple[str, ...] = ()
+    command: Sequence[str] = ()
     jobs: int = 1
     rounds: Sequence[RoundResult]
     failures: Sequence[Failure] = ()
@@ -194,14 +194,14 @@ class CampaignResult:
 class Display:
     """Shows a campaign on a terminal: its state on one line; elsewhere, a line per round.
 
-    Args:
+    Attributes:
         faults: how many faults are to be fired; `None` if that is not known.
     """
 
-    def __init__(self, console: Console, status: Status, faults: int | None) -> None:
+    def __init__(self, console: Console, status: Status) -> None:
         self._console = console
         self._status = status
-        self._all = "" if faults is None else f" of {faults}"
+        self.faults: int | None = None
         self._fired = 0
         self._failed = 0
 
@@ -209,7 +209,7 @@ class Display:
         """These jobs are running, and each has come to this step."""
         failed = f", {self._failed} rounds failed" if self._failed else ""
         jobs = "".join(f"; {what}: step {step}" for what, step in steps.items())
-        self._status.update(f"{self._fired}{self._all} faults{failed}{jobs}")
+        self._status.update(f"{self._so_far()}{failed}{jobs}")
 
     def ended(self, result: RoundResult) -> None:
         """A round has ended. One that failed is shortened after that."""
@@ -220,7 +220,7 @@ class Display:
         # One that is planned for a moment that never comes does not fire.
         faults = f"{count} faults" if count == planned else f"{count} of {planned} planned faults"
         fired = f"{faults} in {result.seconds:.0f} s, {'FAILED' if wrong else 'identical'}"
-        self.line(f"round {result.plan.number}: {fired}; {self._fired}{self._all} faults")
+        self.line(f"round {result.plan.number}: {fired}; {self._so_far()}")
         for problem in wrong:
             self.line(f"  {problem}")
 
@@ -245,6 +245,9 @@ class Display:
             replay = f"outlast chaos campaign --replay {shlex.quote(failure.folder)}/shortened.json"
             script = f" -- {shlex.join(result.command)}" if result.command else ""
             self.line(f"Run it again: {replay}{script}")
+
+    def _so_far(self) -> str:
+        return f"{self._fired}{'' if self.faults is None else f' of {self.faults}'} faults"
 
     def line(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)

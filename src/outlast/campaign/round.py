@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import field
 from pathlib import Path
 
 from outlast.campaign import checks, figures
-from outlast.campaign.generate import Card, parse_kinds
 from outlast.campaign.job import Job, host_options
 from outlast.campaign.plan import Action, RoundPlan
 from outlast.campaign.programs import Program, Reference
@@ -26,54 +23,18 @@ TRAINING = Path(__file__).with_name("training.py")
 STOPPED = 143
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """The options of a campaign.
-
-    Attributes:
-        out: the folder of the results; failed rounds stay in it, others are removed.
-        faults: how many faults to fire; `None` without limit.
-        seconds: start no further round that would end later than this; `None` without limit.
-        seed: of the plans and of the training.
-        ranks: of each job.
-        kinds: all by default.
-        per_round: the number of faults in a round.
-        jobs: how many rounds run at the same time.
-        standby: how many standby processes each job has.
-        keep: whether to keep the folders of all rounds.
-        shrink: whether to shorten the plans of failed rounds.
-        command: the user's script and its arguments, instead of the campaign's own training.
-        stall_s: a job in which no rank completes a step for this long has failed.
-        linger_s: how long after the end of a launcher its job's other processes may end.
-    """
-
-    out: Path
-    faults: int | None = 1000
-    seconds: float | None = None
-    seed: int = 0
-    ranks: int = 4
-    kinds: tuple[Card, ...] = field(default_factory=parse_kinds)
-    per_round: int = 40
-    jobs: int = 1
-    standby: int = 2
-    keep: bool = False
-    shrink: bool = True
-    command: tuple[str, ...] = ()
-    stall_s: float = 150.0
-    linger_s: float = 15.0
-
-
 def run_round(
     plan: RoundPlan,
     folder: Path,
     program: Program,
-    options: Options,
+    standby: int,
     reference: Reference | None,
     tell: Callable[[int], None],
 ) -> RoundResult:
     """Runs a round in `folder`, which must not exist yet.
 
     Args:
+        standby: how many standby processes its job has.
         reference: the result to compare with; `None` for the run that makes it.
         tell: called with the highest completed step, several times a second.
     """
@@ -89,7 +50,7 @@ def run_round(
     result = RoundResult(plan=plan)
     try:
         result.problems["differences"] += _run_jobs(
-            result, folder, temporary, program, options, tell
+            result, folder, temporary, program, standby, tell
         )
         if reference is not None:
             result.problems["differences"] += program.differences(reference, folder, plan)
@@ -105,7 +66,7 @@ def _run_jobs(
     folder: Path,
     temporary: Path,
     program: Program,
-    options: Options,
+    standby: int,
     tell: Callable[[int], None],
 ) -> list[str]:
     """Runs launchers until the training has ended; returns why it did not, if so."""
@@ -122,7 +83,7 @@ def _run_jobs(
             faults=plan.launcher[taken:],
             command=[
                 *LAUNCHER,
-                *host_options(plan, options.standby if plan.all_faults else 0),
+                *host_options(plan, standby if plan.all_faults else 0),
                 "--max-restarts=100000",
                 "--backoff=0",
                 f"--events-dir={folder / 'events'}",
@@ -133,10 +94,9 @@ def _run_jobs(
             fired=folder / "fired",
             temporary=temporary,
             logs=folder,
-            linger_s=options.linger_s,
         )
         with job:
-            stalled = job.follow(progress, options.stall_s, tell)
+            stalled = job.follow(progress, program.stall_s, tell)
         result.exit_codes += job.exit_codes
         result.fired += [Fired(kind=one.action.value, step=one.step) for one in job.taken]
         taken += len(job.taken)

@@ -54,11 +54,7 @@ def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
 
 
 def create(params: RendezvousParameters) -> RendezvousHandler:
-    """The rendezvous of a torchrun agent.
-
-    Raises:
-        RendezvousConnectionError: naming the endpoint, and what is wrong with it.
-    """
+    """The rendezvous of a torchrun agent; errors name the endpoint, and what is wrong with it."""
     with contextlib.ExitStack() as stack:
         try:
             client = _connect(params)

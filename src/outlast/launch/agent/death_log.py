@@ -156,15 +156,10 @@ def restart_counts(deaths: Sequence[Death], job: JobRecord) -> tuple[RestartCoun
 
 
 def failure_times(ended: Sequence[tuple[int, float | None]], now: float) -> list[float]:
-    """The failure times of workers whose ends were seen together, at `now`.
-
-    The time in an error file is exact. A process ends later than it fails, so one without such a
+    """The failure times of workers whose ends were seen together, at `now`, by exit code and time
+    of the error file. That time is exact. A process ends later than it fails, so one without such a
     file failed no later than `now`. But a worker killed by a signal did not fail because of a peer,
     while a peer may well have failed because of that worker: it counts as the first.
-
-    Args:
-        ended: exit code, and time of the error file if there is one.
-        now: the time at which the ends were seen.
     """
     times = [now if written is None else min(written, now) for _, written in ended]
     return [

@@ -64,10 +64,9 @@ class JobRecord:
 
     @classmethod
     def parse(cls, value: bytes | None) -> JobRecord:
-        """Parse the value in the store; a value that cannot be parsed counts as a running call.
-
-        An unknown record may be that of another version of `Wrapper`: keeping the survivors is
-        then safer than ending them.
+        """Parse the value in the store. One that cannot be parsed counts as a running call: it may
+        be that of another version of `Wrapper`, and keeping the survivors is safer than ending
+        them.
         """
         if value is None:
             return cls()

@@ -22,17 +22,9 @@ _RESTARTS = 3
 
 
 class MetricsProcess:
-    """Exports the metrics of a run from its start until `close`.
-
-    Args:
-        spec: which exports.
-        folder: the logs of the run.
-        run: its name.
-        host: this host's name in its events.
-
-    Raises:
-        LaunchError: if the port cannot be used: the user would look for metrics in vain.
-        OSError: if the system cannot start another process.
+    """Exports the metrics of a run, whose logs are in `folder`, until `close`; `host` is this
+    host's name in its events. A `LaunchError` says that the port cannot be used: the user would
+    look for metrics in vain.
     """
 
     def __init__(

@@ -34,10 +34,8 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def job_from_options(options: RunOptions, token: str = "") -> JobSpec:
-    """Check the options, and `token`, which is `OUTLAST_TOKEN`; make the job specification.
-
-    Raises:
-        ValueError: if an option has a wrong value or conflicts with another; names the option.
+    """Check the options, and `token`, which is `OUTLAST_TOKEN`; make the job specification. A
+    `ValueError` names the option.
     """
     if not (math.isfinite(options.grace) and math.isfinite(options.backoff)):
         raise ValueError("--grace and --backoff must be finite numbers of seconds")
@@ -211,11 +209,7 @@ def _std(option: str, text: str | None, nproc: int) -> dict[int, Std]:
 
 
 def parse_std(text: str, nproc: int) -> dict[int, Std]:
-    """Parse the streams of each local rank: `3` for all ranks, or `0:1,1:2` (others: none).
-
-    Raises:
-        ValueError: if `text` is neither, or names a local rank that does not exist.
-    """
+    """Parse the streams of each local rank: `3` for all ranks, or `0:1,1:2` (others: none)."""
     text = text.removeprefix("=")  # argparse, and so torchrun, accepts `-r=3`
     if ":" not in text:
         return dict.fromkeys(range(nproc), _one_std(text, text))
@@ -250,11 +244,7 @@ def _metrics(options: RunOptions) -> MetricsSpec | None:
 
 
 def require_exporters(port_option: str, port: int | None, opentelemetry: bool) -> None:
-    """Checks that the optional packages are installed that serve and send metrics.
-
-    Raises:
-        ValueError: if one is not; says how to install it.
-    """
+    """Checks that the optional packages that serve and send metrics are installed."""
     packages = []
     if port is not None:
         packages.append(("prometheus_client", port_option, "prometheus"))

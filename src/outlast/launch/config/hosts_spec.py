@@ -66,11 +66,7 @@ class HostsSpec:
 
 
 def hosts_from_options(options: RunOptions) -> HostsSpec | None:
-    """The hosts of the job; `None` for a job on one host.
-
-    Raises:
-        ValueError: if an option has a wrong value or conflicts with another; names the option.
-    """
+    """The hosts of the job; `None` for one host. A `ValueError` names the option."""
     minimum, maximum = _nnodes(options.nnodes or "1")
     if options.standalone:
         minimum, maximum = 1, 1

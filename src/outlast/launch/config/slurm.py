@@ -48,10 +48,8 @@ class SlurmStep:
 
 
 def slurm_step(variables: Mapping[str, str]) -> SlurmStep | None:
-    """The step in which this process runs; `None` outside of a step, or if it has one node.
-
-    Raises:
-        ValueError: if the step starts several tasks on a node: every task would be a launcher.
+    """The step in which this process runs; `None` outside of a step, or if it has one node. A
+    `ValueError` says that several tasks run on a node: every task would be a launcher.
     """
     nodelist = variables.get("SLURM_STEP_NODELIST", "")
     # Without a task: a batch script, or a shell in an allocation, which runs on one node only.
@@ -72,12 +70,8 @@ def slurm_step(variables: Mapping[str, str]) -> SlurmStep | None:
 
 
 def host_names(nodelist: str) -> Iterator[str]:
-    """The names in Slurm's notation: `gpu[001-003,7],login` is gpu001 to gpu003, gpu7 and login.
-
-    The same as `scontrol show hostnames`, which need not be installed in a container.
-
-    Raises:
-        ValueError: if the notation is not Slurm's.
+    """The names in Slurm's notation: `gpu[001-003,7],login` is gpu001 to gpu003, gpu7 and login; as
+    `scontrol show hostnames`, which need not be installed in a container.
     """
     # Commas inside of brackets do not separate names.
     for expression in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", nodelist):

@@ -140,10 +140,8 @@ class Capture:
         self._loop.watch(fd, selectors.EVENT_READ, self._on_readable)
 
     def drain(self) -> None:
-        """Read the pipe's current contents, including a last line that has no newline.
-
-        For a worker that has ended. Its children may keep the pipe open; their output is still
-        shown.
+        """Read the pipe's contents, including a last line that has no newline: for a worker that
+        has ended. Its children may keep the pipe open; their output is still shown.
         """
         for _ in range(DRAIN_READS):
             if not self._open or not self._read():

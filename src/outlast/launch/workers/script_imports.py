@@ -38,11 +38,7 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Pass)
 
 @dataclasses.dataclass(frozen=True)
 class Import:
-    """One import: the arguments of `__import__`.
-
-    Attributes:
-        optional: whether the script handles its failure (`try: import ...`).
-    """
+    """One import: the arguments of `__import__`. `optional`: the script handles its failure."""
 
     name: str
     names: tuple[str, ...] = ()
@@ -80,11 +76,7 @@ class Beginning:
 
 
 def beginning(source: str | bytes) -> Beginning:
-    """Find the imports at the beginning of a script.
-
-    Raises:
-        SyntaxError: if the source cannot be parsed.
-    """
+    """Find the imports at the beginning of a script."""
     module = ast.parse(source)
     steps: list[Import | SetVariable] = []
     for index, statement in enumerate(module.body):

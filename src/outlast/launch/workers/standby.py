@@ -40,11 +40,8 @@ class Standby:
     ready: bool = False
 
     def become(self, worker: dict[str, str], descriptors: Sequence[int]) -> bool:
-        """Make it a worker; returns whether it was told to.
-
-        Args:
-            worker: the environment of the worker.
-            descriptors: its stdout and stderr.
+        """Make it a worker with this environment, stdout and stderr; returns whether it was told
+        to.
         """
         changes = {k: v for k, v in worker.items() if self.environment.get(k) != v}
         message = json.dumps({"environment": changes}).encode()

@@ -119,10 +119,8 @@ def run(settings: Settings) -> None:
 
 
 def prepare(settings: Settings) -> int:
-    """Import what the program imports first; returns the line at which this ends, or 0.
-
-    Raises:
-        ImportLeft: if the result would not be that of a worker.
+    """Import what the program imports first; returns the line at which this ends, or 0. Raises
+    `ImportLeft` if the result would not be that of a worker.
     """
     imports = importlib.import_module("outlast.launch.workers.script_imports")
     if settings.chaos:
