@@ -6,16 +6,16 @@ import dataclasses
 import functools
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from campaign import launchers, stand_in
-from outlast.campaign import campaign
 from outlast.campaign.campaign import CampaignError
 from outlast.campaign.plan import Action, LauncherFault, RoundPlan
-from outlast.campaign.results import CampaignResult
+from outlast.campaign.results import CampaignResult, RoundResult
+from outlast.campaign.round import Round
 
 PLAN = RoundPlan(seed=1, number=1, ranks=2, steps=8)
 
@@ -88,8 +88,7 @@ def test_rounds_run_side_by_side_and_an_error_ends_them(
         both.wait(60)  # passes only with two at a time
         now.pop()
 
-    def endless(*_: Any) -> Any:
-        tell = _[-1]
+    def endless(_: Round, reference: None, tell: Callable[[int], None]) -> RoundResult:
         both.wait(60)
         try:
             while True:
@@ -106,7 +105,7 @@ def test_rounds_run_side_by_side_and_an_error_ends_them(
         if error is KeyboardInterrupt and not tasks:
             raise error
 
-    monkeypatch.setattr(campaign, "run_round", endless)
+    monkeypatch.setattr(Round, "run", endless)
     monkeypatch.setattr(running, "_show", look)
     one = functools.partial(running._run_one, PLAN, tmp_path, "a round", None)
     tasks = [fails, one, short, short, short, short]

@@ -29,7 +29,6 @@ from outlast.campaign.options import Options
 from outlast.campaign.plan import OF_HOSTS, Fault, RoundPlan, hosts_for
 from outlast.campaign.programs import CampaignError, Program, Reference
 from outlast.campaign.results import CampaignResult, Display, Failure, RoundResult
-from outlast.campaign.round import run_round
 from outlast.chaos import Kind
 
 _LOOK_S = 0.1
@@ -243,7 +242,8 @@ class Campaign:
             self._steps[what] = step
 
         try:
-            return run_round(plan, folder, self._program, self._options.standby, reference, tell)
+            round_ = rounds.Round(plan, folder, self._program, self._options.standby)
+            return round_.run(reference, tell)
         finally:
             self._steps.pop(what, None)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from outlast.errors import LaunchError
 from outlast.launch.config.job_spec import MetricsSpec
-from outlast.launch.workers.console import Console
+from outlast.launch.workers.output import Console
 from outlast.metrics.main import Order
 from outlast.metrics.prometheus import listen, url
 from outlast.system.background_process import BackgroundProcess, start_process

@@ -28,8 +28,8 @@ from outlast.launch.agent import orphan_killer
 from outlast.launch.agent.coordinator import Actions, Coordinator, OpenCoordinator
 from outlast.launch.config.job_spec import JobSpec
 from outlast.launch.event_loop import EventLoop
-from outlast.launch.workers.console import Console
 from outlast.launch.workers.descendants import reap
+from outlast.launch.workers.output import Console
 from outlast.launch.workers.worker_group import WorkerGroup
 from outlast.system.processes import become_subreaper
 

@@ -14,8 +14,8 @@ from outlast.launch import environment
 from outlast.launch.config.job_spec import JobSpec
 from outlast.launch.event_loop import EventLoop, Timer
 from outlast.launch.workers import exec_shim
-from outlast.launch.workers.console import Console
 from outlast.launch.workers.descendants import kill_group
+from outlast.launch.workers.output import Console
 from outlast.launch.workers.standby_process import PACKET, Settings
 
 _PROGRAM = str(Path(__file__).with_name("standby_process.py"))

@@ -19,8 +19,7 @@ from outlast.launch import environment
 from outlast.launch.config.job_spec import JobSpec, Placement, Std
 from outlast.launch.event_loop import EventLoop
 from outlast.launch.workers import exec_shim
-from outlast.launch.workers.console import Console
-from outlast.launch.workers.output import KEPT_LINES, Capture, readable
+from outlast.launch.workers.output import KEPT_LINES, Capture, Console, readable
 from outlast.launch.workers.standby import StandbyPool
 
 _TAIL_BYTES = 16 * 1024
