@@ -69,8 +69,8 @@ def test_an_undisturbed_run_that_fails_ends_the_campaign(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_job_without_progress_is_ended(tmp_path: Path) -> None:
-    with pytest.raises(CampaignError, match="no rank completed a step for 0 s, after step 1"):
-        run(tmp_path, "stalls", stall_s=0.3)
+    with pytest.raises(CampaignError, match="no rank completed a step for 5 s, after step 1"):
+        run(tmp_path, "stalls", stall_s=5)
 
 
 @pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
@@ -119,10 +119,10 @@ def test_a_failed_round_leaves_its_plan_and_the_shortened_one(tmp_path: Path) ->
     faults = tuple(LauncherFault(Action.STOP, 100 + number) for number in range(3))
     plan = dataclasses.replace(PLAN, launcher=faults)
     result = run(tmp_path, "wrong_loss", plan)
-    failure = result.failures[0]
-    assert failure.repeated
-    assert len(failure.shortened.all_faults) == 1
-    folder = Path(failure.folder)
+    ((failed, shortened),) = result.failures
+    assert failed.repeated
+    assert len(shortened.all_faults) == 1
+    folder = Path(failed.folder)
     assert RoundPlan.load(folder / "plan.json") == plan
-    assert RoundPlan.load(folder / "shortened.json") == failure.shortened
+    assert RoundPlan.load(folder / "shortened.json") == shortened
     assert json.loads(result.to_json())["failures"][0]["problems"] == result.rounds[0].wrong()

@@ -28,7 +28,7 @@ from outlast.campaign.network import unavailable
 from outlast.campaign.options import Options
 from outlast.campaign.plan import OF_HOSTS, Fault, RoundPlan, hosts_for
 from outlast.campaign.programs import CampaignError, Program, Reference
-from outlast.campaign.results import CampaignResult, Display, Failure, RoundResult
+from outlast.campaign.results import CampaignResult, Display, RoundResult
 from outlast.chaos import Kind
 
 _LOOK_S = 0.1
@@ -71,7 +71,6 @@ class Campaign:
         self._lock = threading.Lock()
         # Written by the threads of the rounds:
         self._rounds: list[RoundResult] = []
-        self._failures: dict[int, Failure] = {}  # by the number of the round
         self._steps: dict[str, int] = {}
         self._ended: deque[RoundResult] = deque()
         self._faults = 0  # of the rounds that have ended, and planned for those that run
@@ -106,7 +105,6 @@ class Campaign:
                 command=self._options.command or (),
                 jobs=self._jobs,
                 rounds=sorted(self._rounds, key=lambda one: one.plan.number),
-                failures=[failure for _, failure in sorted(self._failures.items())],
                 seconds=time.monotonic() - self._since,
             )
 
@@ -213,11 +211,8 @@ class Campaign:
 
         def note(shortened: RoundPlan, repeated: bool) -> None:
             (folder / "shortened.json").write_text(shortened.to_json())
-            failure = Failure(
-                result=result, shortened=shortened, repeated=repeated, folder=str(folder)
-            )
             with self._lock:
-                self._failures[plan.number] = failure
+                result.shortened, result.repeated, result.folder = shortened, repeated, str(folder)
 
         note(plan, repeated=False)  # the campaign may be stopped before the plan is shortened
         numbers = itertools.count(1)

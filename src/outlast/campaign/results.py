@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markdown import Markdown
@@ -34,6 +35,7 @@ PROBLEMS = ("differences", "orphans", "leaks", "leftovers", "believed")
 """
 
 _BEGIN, _END = "<!-- campaign: begin -->", "<!-- campaign: end -->"
+_OF_FAILURES = ("shortened", "repeated", "folder")
 _NOTE = "Seen, back: median and maximum, in seconds from the fault."
 
 
@@ -69,6 +71,9 @@ class RoundResult:
         exit_codes: of its launchers, in order.
         wall_seconds, productive_seconds: of the job, as its report says.
         seconds: of the whole round, with its starts and checks.
+        shortened: of a failed round, the shortest plan found that still has problems.
+        repeated: whether it failed again with the whole plan.
+        folder: of a failed round, with its plans, logs and events.
     """
 
     plan: RoundPlan
@@ -78,24 +83,17 @@ class RoundResult:
     wall_seconds: float = 0.0
     productive_seconds: float = 0.0
     seconds: float = 0.0
+    shortened: RoundPlan | None = None
+    repeated: bool = False
+    folder: str = ""
 
     def wrong(self) -> list[str]:
         return [f"{kind}: {text}" for kind, texts in self.problems.items() for text in texts]
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Failure:
-    """A round with problems, and the shortest plan found that still has some.
-
-    Attributes:
-        repeated: whether the round failed again with the whole plan.
-        folder: where the plans, logs and events are.
-    """
-
-    result: RoundResult
-    shortened: RoundPlan
-    repeated: bool
-    folder: str
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain values; `CampaignResult.to_json` lists the failures apart."""
+        values = {**dataclasses.asdict(self), "plan": self.plan.to_dict()}
+        return {name: values[name] for name in values if name not in _OF_FAILURES}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,12 +111,16 @@ class CampaignResult:
     command: Sequence[str] = ()
     jobs: int = 1
     rounds: Sequence[RoundResult]
-    failures: Sequence[Failure] = ()
     seconds: float
 
     @property
     def fired(self) -> list[Fired]:
         return [fault for one in self.rounds for fault in one.fired]
+
+    @property
+    def failures(self) -> list[tuple[RoundResult, RoundPlan]]:
+        """The rounds that have failed, with the shortened plan of each."""
+        return [(one, one.shortened) for one in self.rounds if one.shortened is not None]
 
     @property
     def goodput(self) -> float | None:
@@ -174,18 +176,16 @@ class CampaignResult:
             "seconds": self.seconds,
             "goodput": self.goodput,
             "faults": len(self.fired),
-            "rounds": [
-                {**dataclasses.asdict(one), "plan": one.plan.to_dict()} for one in self.rounds
-            ],
+            "rounds": [one.to_dict() for one in self.rounds],
             "failures": [
                 {
-                    "round": one.result.plan.number,
-                    "problems": one.result.wrong(),
+                    "round": one.plan.number,
+                    "problems": one.wrong(),
                     "repeated": one.repeated,
-                    "shortened": one.shortened.to_dict(),
+                    "shortened": shortened.to_dict(),
                     "folder": one.folder,
                 }
-                for one in self.failures
+                for one, shortened in self.failures
             ],
         }
         return json.dumps(values, indent=2)
@@ -228,21 +228,20 @@ class Display:
         self.line(f"Campaign with seed {result.seed}, {result.ranks} ranks")
         self._console.print(Markdown(result.table()))
         self.line(", ".join(f"{name}: {value}" for name, value in result.totals().items()))
-        for failure in result.failures:
-            plan = failure.shortened
+        for failed, plan in result.failures:
             self.line(
                 f"Round {plan.number} of seed {result.seed} failed. Its logs and events: "
-                f"{failure.folder}"
+                f"{failed.folder}"
             )
-            before, after = len(failure.result.plan.all_faults), len(plan.all_faults)
-            if failure.repeated:
+            before, after = len(failed.plan.all_faults), len(plan.all_faults)
+            if failed.repeated:
                 self.line(f"Shortened from {before} to {after} faults:")
             else:
                 self.line(
                     "It was not shortened: it did not fail again, or was not run again. The plan:"
                 )
             self.line(plan.to_json())
-            replay = f"outlast chaos campaign --replay {shlex.quote(failure.folder)}/shortened.json"
+            replay = f"outlast chaos campaign --replay {shlex.quote(failed.folder)}/shortened.json"
             script = f" -- {shlex.join(result.command)}" if result.command else ""
             self.line(f"Run it again: {replay}{script}")
 

@@ -17,9 +17,7 @@ from outlast.errors import ChaosError
 from outlast.launch.config.hosts_spec import NO_RUN_ID, hosts_from_options, settings
 from outlast.launch.config.job_spec import (
     DEFAULT_HOST,
-    BackOff,
     JobSpec,
-    MetricsSpec,
     Program,
     Routes,
     Std,
@@ -39,6 +37,7 @@ def job_from_options(options: RunOptions, token: str = "") -> JobSpec:
     """
     if not (math.isfinite(options.grace) and math.isfinite(options.backoff)):
         raise ValueError("--grace and --backoff must be finite numbers of seconds")
+    require_exporters("--metrics-port", options.metrics_port, options.opentelemetry)
     nproc = _nproc(options.nproc_per_node)
     program = _program(options)
     hosts = hosts_from_options(options)
@@ -60,11 +59,13 @@ def job_from_options(options: RunOptions, token: str = "") -> JobSpec:
         events_dir=_absolute(options.events_dir),
         chaos=_chaos(options),
         grace_s=options.grace,
-        backoff=BackOff(first_s=options.backoff),
+        backoff_s=options.backoff,
         standby=_standby(options, alone=nproc == 1 and hosts is None),
         hosts=hosts,
         settings=() if hosts is None else settings(options, hosts),
-        metrics=_metrics(options),
+        metrics_host=options.metrics_host,
+        metrics_port=options.metrics_port,
+        opentelemetry=options.opentelemetry,
         secret=read_secret(token, options.token_file),
     )
 
@@ -232,15 +233,6 @@ def _one_std(value: str, text: str) -> Std:
 
 def _absolute(path: Path | None) -> Path | None:
     return None if path is None else path.absolute()
-
-
-def _metrics(options: RunOptions) -> MetricsSpec | None:
-    require_exporters("--metrics-port", options.metrics_port, options.opentelemetry)
-    if options.metrics_port is None and not options.opentelemetry:
-        return None
-    return MetricsSpec(
-        host=options.metrics_host, port=options.metrics_port, opentelemetry=options.opentelemetry
-    )
 
 
 def require_exporters(port_option: str, port: int | None, opentelemetry: bool) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import itertools
 import shlex
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from outlast.launch.config.hosts_spec import HostsSpec
@@ -39,32 +38,6 @@ class Program:
         bootstrap = ["-m", "outlast.chaos.bootstrap"] if chaos else []
         module = ["-m"] if self.module else []
         return [interpreter, "-u", *bootstrap, *module, self.name, *self.args]
-
-
-@dataclasses.dataclass(frozen=True)
-class BackOff:
-    """The wait before a rank is replaced, which doubles with each death soon after a start.
-
-    A long-lived process ends the series: its death says nothing about the next process. The first
-    replacement of a series is immediate, so that a single fault costs no wait.
-
-    Attributes:
-        first_s: the first wait that is not zero.
-        limit_s: the longest wait.
-        soon_s: a process with a shorter lifetime than this died soon after its start.
-    """
-
-    first_s: float = 1.0
-    limit_s: float = 60.0
-    soon_s: float = 10.0
-
-    def delay_s(self, lifetimes_s: Sequence[float]) -> float:
-        short_lived = itertools.takewhile(lambda s: s < self.soon_s, reversed(lifetimes_s))
-        deaths = sum(1 for _ in short_lived)
-        if deaths < 2:
-            return 0.0
-        # The exponent is bounded because a float overflows at 2**1024.
-        return float(min(self.first_s * 2.0 ** min(deaths - 2, 64), self.limit_s))
 
 
 class Std(enum.IntFlag):
@@ -103,20 +76,6 @@ class Routes:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MetricsSpec:
-    """The exports of a launcher.
-
-    Attributes:
-        port: where metrics are served for Prometheus, 0 for a free port; `None` if they are not.
-        opentelemetry: whether metrics and traces are sent by OTLP.
-    """
-
-    host: str
-    port: int | None
-    opentelemetry: bool
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class JobSpec:
     """A job.
 
@@ -124,11 +83,15 @@ class JobSpec:
         nproc: number of workers on each host.
         max_restarts: `None` if not given; the default depends on the script, see `decisions`.
         chaos_state: the folder in which the workers keep which faults have fired.
+        backoff_s: see `backoff_s` in `workers`.
         standby: number of standby processes on each host.
         mark: identifies the processes of this job on this host.
         token: identifies the run of a job on many hosts, once they have agreed; else empty.
         hosts: `None` for a job on one host.
         settings: name and value of each setting that must be equal on all hosts.
+        metrics_port: where metrics are served for Prometheus, 0 for a free port; `None` if they are
+            not.
+        opentelemetry: whether metrics and traces are sent by OTLP.
         secret: known to the launchers of all hosts; `None` if the user has given none.
     """
 
@@ -145,13 +108,15 @@ class JobSpec:
     chaos: Path | None = None
     chaos_state: Path | None = None
     grace_s: float = 30.0
-    backoff: BackOff = dataclasses.field(default_factory=BackOff)
+    backoff_s: float = 1.0
     standby: int = 0
     token: str = ""
     mark: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     hosts: HostsSpec | None = None
     settings: tuple[tuple[str, str], ...] = ()
-    metrics: MetricsSpec | None = None
+    metrics_host: str = DEFAULT_HOST
+    metrics_port: int | None = None
+    opentelemetry: bool = False
     secret: Secret | None = None
 
 

@@ -39,20 +39,6 @@ class Standby:
     answered: bool = False
     ready: bool = False
 
-    def become(self, worker: dict[str, str], descriptors: Sequence[int]) -> bool:
-        """Make it a worker with this environment, stdout and stderr; returns whether it was told
-        to.
-        """
-        changes = {k: v for k, v in worker.items() if self.environment.get(k) != v}
-        message = json.dumps({"environment": changes}).encode()
-        if len(message) > PACKET:
-            return False
-        try:
-            socket.send_fds(self.channel, [message], descriptors)
-        except OSError:
-            return False  # it has just died, and is not reaped yet
-        return True
-
 
 class StandbyPool:
     """Keeps `size` standby processes, once `fill` has been called, until `close`.
@@ -108,7 +94,7 @@ class StandbyPool:
         ready. It is the caller's from then on.
         """
         for pid, standby in list(self._standbys.items()):
-            if standby.ready and standby.become(worker, descriptors):
+            if standby.ready and self._tell(standby, worker, descriptors):
                 del self._standbys[pid]
                 self._loop.unwatch(standby.channel.fileno())
                 standby.channel.close()
@@ -116,6 +102,18 @@ class StandbyPool:
                 self.fill_later(_AFTER_USE_S)
                 return standby
         return None
+
+    def _tell(self, standby: Standby, worker: dict[str, str], descriptors: Sequence[int]) -> bool:
+        """Make it a worker; returns whether it was told to."""
+        changes = {k: v for k, v in worker.items() if standby.environment.get(k) != v}
+        message = json.dumps({"environment": changes}).encode()
+        if len(message) > PACKET:
+            return False
+        try:
+            socket.send_fds(standby.channel, [message], descriptors)
+        except OSError:
+            return False  # it has just died, and is not reaped yet
+        return True
 
     def ended(self, pid: int, exit_code: int) -> bool:
         """Note the end of a reaped process; returns whether it was a standby."""

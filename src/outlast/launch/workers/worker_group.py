@@ -5,11 +5,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,6 +24,9 @@ from outlast.launch.workers.output import KEPT_LINES, Capture, Console, readable
 from outlast.launch.workers.standby import StandbyPool
 
 _TAIL_BYTES = 16 * 1024
+LONGEST_BACKOFF_S = 60.0
+SOON_S = 10.0
+"""A process with a shorter lifetime than this died soon after its start."""
 
 
 @dataclasses.dataclass
@@ -80,6 +84,22 @@ class Worker:
             capture.close()
 
 
+def backoff_s(first_s: float, lifetimes_s: Sequence[float]) -> float:
+    """The wait before the next process of a rank, given the lifetimes of the earlier ones. It
+    doubles with each death soon after a start.
+
+    A long-lived process ends the series: its death says nothing about the next process. The first
+    replacement of a series is immediate, so that a single fault costs no wait; the next one waits
+    for `first_s`.
+    """
+    short_lived = itertools.takewhile(lambda s: s < SOON_S, reversed(lifetimes_s))
+    deaths = sum(1 for _ in short_lived)
+    if deaths < 2:
+        return 0.0
+    # The exponent is bounded because a float overflows at 2**1024.
+    return float(min(first_s * 2.0 ** min(deaths - 2, 64), LONGEST_BACKOFF_S))
+
+
 class WorkerGroup:
     """The running workers of this host, and the earlier processes of each local rank.
 
@@ -131,7 +151,7 @@ class WorkerGroup:
 
     def delay_s(self, local_rank: int) -> float:
         """How long to wait before a worker that just died is replaced."""
-        return self._job.backoff.delay_s(self._lifetimes_s[local_rank])
+        return backoff_s(self._job.backoff_s, self._lifetimes_s[local_rank])
 
     def remove(self, worker: Worker, exit_code: int) -> None:
         del self._running[worker.pid]
