@@ -41,51 +41,36 @@ _NOTE = "Seen, back: median and maximum, in seconds from the fault."
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fired:
-    """A fault that has fired.
+    """A fault that has fired."""
 
-    Attributes:
-        kind: of a fault plan, or the action on the launcher.
-        phase: where in the training it fired.
-        rank: the rank; -1 for the launcher.
-        seen: seconds until the last survivor had seen it; `None` if it caused no restart.
-        back: seconds until the last survivor was in the training function again.
-        redone: how many steps were trained again; `None` if it is not known.
-    """
-
-    kind: str
-    phase: str = "step"
-    rank: int = -1
+    kind: str  # of a fault plan, or the action on the launcher
+    phase: str = "step"  # where in the training it fired
+    rank: int = -1  # the rank; -1 for the launcher
     step: int = -1
+    # seconds until the last survivor had seen it; `None` if it caused no restart
     seen: float | None = None
-    back: float | None = None
-    redone: int | None = None
+    back: float | None = None  # seconds until the last survivor was in the training function again
+    redone: int | None = None  # how many steps were trained again; `None` if it is not known
 
 
 @dataclasses.dataclass(kw_only=True)
 class RoundResult:
-    """The result of a round.
-
-    Attributes:
-        fired: the faults that have fired; a planned one may come too late.
-        problems: what was wrong, by kind, in words.
-        exit_codes: of its launchers, in order.
-        wall_seconds, productive_seconds: of the job, as its report says.
-        seconds: of the whole round, with its starts and checks.
-        shortened: of a failed round, the shortest plan found that still has problems.
-        repeated: whether it failed again with the whole plan.
-        folder: of a failed round, with its plans, logs and events.
-    """
+    """The result of a round."""
 
     plan: RoundPlan
+    # the faults that have fired; a planned one may come too late
     fired: list[Fired] = field(default_factory=list)
+    # what was wrong, by kind, in words
     problems: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in PROBLEMS})
-    exit_codes: list[int] = field(default_factory=list)
+    exit_codes: list[int] = field(default_factory=list)  # of its launchers, in order
+    # of the job, as its report says
     wall_seconds: float = 0.0
     productive_seconds: float = 0.0
-    seconds: float = 0.0
+    seconds: float = 0.0  # of the whole round, with its starts and checks
+    # of a failed round, the shortest plan found that still has problems
     shortened: RoundPlan | None = None
-    repeated: bool = False
-    folder: str = ""
+    repeated: bool = False  # whether it failed again with the whole plan
+    folder: str = ""  # of a failed round, with its plans, logs and events
 
     def wrong(self) -> list[str]:
         return [f"{kind}: {text}" for kind, texts in self.problems.items() for text in texts]
@@ -98,20 +83,15 @@ class RoundResult:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CampaignResult:
-    """The result of a campaign.
-
-    Attributes:
-        command: the user's script and its arguments; empty for the training of the campaign.
-        jobs: how many rounds ran at the same time.
-        seconds: of the whole campaign.
-    """
+    """The result of a campaign."""
 
     seed: int
     ranks: int
+    # the user's script and its arguments; empty for the training of the campaign
     command: Sequence[str] = ()
-    jobs: int = 1
+    jobs: int = 1  # how many rounds ran at the same time
     rounds: Sequence[RoundResult]
-    seconds: float
+    seconds: float  # of the whole campaign
 
     @property
     def fired(self) -> list[Fired]:

@@ -65,34 +65,21 @@ class Raised:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Death:
-    """The end of a worker that was not told to end.
-
-    Attributes:
-        exit_code: negative for a signal.
-        when: time of the failure: of its error file if it wrote one, else of its end.
-        decision: the launcher's decision.
-        last_output: the worker's traceback, or its last lines on stderr.
-        source: the kind of `last_output`: `traceback` or `stderr`; empty for neither.
-        shown: whether the launcher has passed on what it wrote on stderr.
-        killer: who has killed it, as far as that is known.
-        early: whether it had not reached the wrapped function, in a script that has one.
-        host: name of its host; empty for this one.
-        host_id: of its host in the job; empty if the job has one host.
-    """
+    """The end of a worker that was not told to end."""
 
     rank: int
     pid: int
-    exit_code: int
-    when: float
-    decision: Decision
+    exit_code: int  # negative for a signal
+    when: float  # time of the failure: of its error file if it wrote one, else of its end
+    decision: Decision  # the launcher's decision
     local_rank: int = 0
-    last_output: str = ""
-    source: str = ""
-    shown: bool = False
-    killer: str = ""
-    early: bool = False
-    host: str = ""
-    host_id: str = ""
+    last_output: str = ""  # the worker's traceback, or its last lines on stderr
+    source: str = ""  # the kind of `last_output`: `traceback` or `stderr`; empty for neither
+    shown: bool = False  # whether the launcher has passed on what it wrote on stderr
+    killer: str = ""  # who has killed it, as far as that is known
+    early: bool = False  # whether it had not reached the wrapped function, in a script that has one
+    host: str = ""  # name of its host; empty for this one
+    host_id: str = ""  # of its host in the job; empty if the job has one host
 
     @property
     def process(self) -> str:

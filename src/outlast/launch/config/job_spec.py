@@ -51,17 +51,12 @@ class Std(enum.IntFlag):
 
 @dataclasses.dataclass(frozen=True)
 class Routes:
-    """The destinations of each local rank's output.
+    """The destinations of each local rank's output."""
 
-    Attributes:
-        redirects: streams that go to files only.
-        tee: streams that go to files and to the console; takes precedence over `redirects`.
-        shown: the local ranks that the console shows.
-    """
-
-    redirects: dict[int, Std]
+    redirects: dict[int, Std]  # streams that go to files only
+    # streams that go to files and to the console; takes precedence over `redirects`
     tee: dict[int, Std]
-    shown: frozenset[int]
+    shown: frozenset[int]  # the local ranks that the console shows
 
     @property
     def any_file(self) -> bool:
@@ -77,28 +72,13 @@ class Routes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """A job.
-
-    Attributes:
-        nproc: number of workers on each host.
-        max_restarts: `None` if not given; the default depends on the script, see `decisions`.
-        chaos_state: the folder in which the workers keep which faults have fired.
-        backoff_s: see `backoff_s` in `workers`.
-        standby: number of standby processes on each host.
-        mark: identifies the processes of this job on this host.
-        token: identifies the run of a job on many hosts, once they have agreed; else empty.
-        hosts: `None` for a job on one host.
-        settings: name and value of each setting that must be equal on all hosts.
-        metrics_port: where metrics are served for Prometheus, 0 for a free port; `None` if they are
-            not.
-        opentelemetry: whether metrics and traces are sent by OTLP.
-        secret: known to the launchers of all hosts; `None` if the user has given none.
-    """
+    """A job."""
 
     program: Program
-    nproc: int
+    nproc: int  # number of workers on each host
     routes: Routes
     run_id: str
+    # `None` if not given; the default depends on the script, see `decisions`
     max_restarts: int | None = None
     role: str = "default"
     master_addr: str = DEFAULT_HOST
@@ -106,39 +86,36 @@ class JobSpec:
     log_dir: Path | None = None
     events_dir: Path | None = None
     chaos: Path | None = None
-    chaos_state: Path | None = None
+    chaos_state: Path | None = None  # the folder in which the workers keep which faults have fired
     grace_s: float = 30.0
-    backoff_s: float = 1.0
-    standby: int = 0
-    token: str = ""
+    backoff_s: float = 1.0  # see `backoff_s` in `workers`
+    standby: int = 0  # number of standby processes on each host
+    token: str = ""  # identifies the run of a job on many hosts, once they have agreed; else empty
+    # identifies the processes of this job on this host
     mark: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
-    hosts: HostsSpec | None = None
+    hosts: HostsSpec | None = None  # `None` for a job on one host
+    # name and value of each setting that must be equal on all hosts
     settings: tuple[tuple[str, str], ...] = ()
     metrics_host: str = DEFAULT_HOST
+    # where metrics are served for Prometheus, 0 for a free port; `None` if they are not
     metrics_port: int | None = None
-    opentelemetry: bool = False
+    opentelemetry: bool = False  # whether metrics and traces are sent by OTLP
+    # known to the launchers of all hosts; `None` if the user has given none
     secret: Secret | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
-    """The place of a host in one attempt. The ranks of one host are consecutive.
+    """The place of a host in one attempt. The ranks of one host are consecutive."""
 
-    Attributes:
-        store: host and port of the store: `MASTER_ADDR` and `MASTER_PORT`.
-        place: of this host, from 0.
-        places: the number of places at the start of the attempt, which gives `WORLD_SIZE`.
-        attempt: number of restarts of all workers so far.
-        taken_over: how many hosts had this place before in this attempt. If not 0, the workers are
-            replacements, and join the running call.
-        variables: further environment variables of the workers.
-    """
-
-    store: tuple[str, int]
-    place: int = 0
-    places: int = 1
-    attempt: int = 0
+    store: tuple[str, int]  # host and port of the store: `MASTER_ADDR` and `MASTER_PORT`
+    place: int = 0  # of this host, from 0
+    places: int = 1  # the number of places at the start of the attempt, which gives `WORLD_SIZE`
+    attempt: int = 0  # number of restarts of all workers so far
+    # how many hosts had this place before in this attempt. If not 0, the workers are replacements,
+    # and join the running call.
     taken_over: int = 0
+    # further environment variables of the workers
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def ranks(self, nproc: int) -> range:

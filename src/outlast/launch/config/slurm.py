@@ -25,17 +25,11 @@ _FIRST_PORT, _PORTS = 15000, 15000
 
 @dataclasses.dataclass(frozen=True)
 class SlurmStep:
-    """A job step with several nodes, and one task on each.
+    """A job step with several nodes, and one task on each."""
 
-    Attributes:
-        nodes: their names, in Slurm's order.
-        run_id: the same on all nodes, and for no other step: `JOB.STEP`.
-        node: the name of this node.
-    """
-
-    nodes: tuple[str, ...]
-    run_id: str
-    node: str
+    nodes: tuple[str, ...]  # their names, in Slurm's order
+    run_id: str  # the same on all nodes, and for no other step: `JOB.STEP`
+    node: str  # the name of this node
 
     @property
     def nnodes(self) -> str:

@@ -61,18 +61,13 @@ class SetVariable:
 
 @dataclasses.dataclass(frozen=True)
 class Beginning:
-    """What a script does first.
+    """What a script does first."""
 
-    Attributes:
-        steps: in the order of the script.
-        ends_at: the line of the first statement that may influence a later import; 0 if no import
-            follows any such statement.
-        changes_environment: whether the rest of the script assigns environment variables.
-    """
-
-    steps: tuple[Import | SetVariable, ...]
+    steps: tuple[Import | SetVariable, ...]  # in the order of the script
+    # the line of the first statement that may influence a later import; 0 if no import follows any
+    # such statement
     ends_at: int
-    changes_environment: bool
+    changes_environment: bool  # whether the rest of the script assigns environment variables
 
 
 def beginning(source: str | bytes) -> Beginning:

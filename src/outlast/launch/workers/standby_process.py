@@ -50,21 +50,14 @@ _READS = "reads %s when it is imported: read it in a function, or move the impor
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a standby is told at its start.
+    """What a standby is told at its start."""
 
-    Attributes:
-        descriptor: the socket to the launcher.
-        target: the path of the script, or the name of the module.
-        arguments: the rest of `sys.argv`.
-        limit: import no more than this number of modules of the script.
-    """
-
-    descriptor: int
-    target: str
-    arguments: list[str]
+    descriptor: int  # the socket to the launcher
+    target: str  # the path of the script, or the name of the module
+    arguments: list[str]  # the rest of `sys.argv`
     as_module: bool
     chaos: bool
-    limit: int
+    limit: int  # import no more than this number of modules of the script
 
 
 class ImportLeft(Exception):

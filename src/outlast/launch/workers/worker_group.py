@@ -31,17 +31,11 @@ SOON_S = 10.0
 
 @dataclasses.dataclass
 class Worker:
-    """A worker process with its pipes and files.
+    """A worker process with its pipes and files."""
 
-    Attributes:
-        rank: in the whole job.
-        start: number of earlier processes of this local rank, in all attempts.
-        shown: whether the console shows its stderr.
-    """
-
-    rank: int
+    rank: int  # in the whole job
     local_rank: int
-    start: int
+    start: int  # number of earlier processes of this local rank, in all attempts
     process: subprocess.Popen[bytes]
     was_standby: bool
     started: float
@@ -49,7 +43,7 @@ class Worker:
     captures: list[Capture]
     stderr: Capture | None
     stderr_file: tuple[Path, int] | None
-    shown: bool
+    shown: bool  # whether the console shows its stderr
 
     @property
     def pid(self) -> int:
