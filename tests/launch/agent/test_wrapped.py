@@ -45,7 +45,9 @@ from outlast import inprocess
 @inprocess.Wrapper()
 def train():
     dist.init_process_group("gloo")
-    with outlast.Job("checkpoints", model=torch.nn.Linear(1, 1)) as job:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    with outlast.Job("checkpoints", model=model, optimizer=optimizer) as job:
         job.restore()
         if os.environ["RANK"] == "1":
             os._exit(0)
