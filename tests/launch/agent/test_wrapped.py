@@ -45,6 +45,7 @@ from outlast import inprocess
 @inprocess.Wrapper()
 def train():
     dist.init_process_group("gloo")
+    torch.manual_seed(0)
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
     with outlast.Job("checkpoints", model=model, optimizer=optimizer) as job:
