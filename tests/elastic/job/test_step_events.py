@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fake_clock import FakeClock
-from outlast.elastic.job.step_events import StepEvents
+from outlast.elastic.job.counters import StepEvents
 from outlast.events import Emitter, MemorySink, StepsDone
 
 

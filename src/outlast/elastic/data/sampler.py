@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
-from outlast.elastic.data.permutation import Permutation
+from outlast.elastic.data.seeds import mix64
 from outlast.system.arguments import as_int
 
+_ROUNDS = 6  # of a permutation
 _LOOKAHEAD = 4096  # samples of a replica whose indices are computed together
 
 
@@ -223,3 +224,48 @@ def _cuts(size: int, parts: int) -> list[int]:
 def bounds(size: int, rank: int, replicas: int) -> tuple[int, int]:
     """The bounds of one replica's part of `size` elements."""
     return rank * size // replicas, (rank + 1) * size // replicas
+
+
+class Permutation:
+    """A random permutation of the numbers below `size`, selected by the integer `key`. It needs no
+    memory: each element is computed on demand.
+
+    A Feistel network turns a key into a permutation of the numbers of k bits (Luby and Rackoff,
+    "How to construct pseudorandom permutations from pseudorandom functions", 1988). Outputs of
+    `size` or more are passed through it again until they are below it ("cycle walking": Black and
+    Rogaway, "Ciphers with arbitrary finite domains", 2002). As 2^k is below twice the size, that
+    takes less than two passes on average. So the order of 100 million samples is available at once,
+    from any position.
+    """
+
+    def __init__(self, size: int, key: int) -> None:
+        if size < 0:
+            raise ValueError(f"size={size} is negative")
+        self.size = size
+        bits = max(size - 1, 1).bit_length()
+        # The halves are swapped after each round; the number of rounds is even.
+        self._left_bits, self._right_bits = bits // 2, bits - bits // 2
+        self._keys = [mix64(key * _ROUNDS + i) >> 1 for i in range(_ROUNDS)]
+
+    def __call__(self, positions: torch.Tensor) -> torch.Tensor:
+        """The elements at these positions: int64, below `size`, of any shape."""
+        values = self._encrypt(positions.to(torch.int64))
+        flat = values.view(-1)
+        while len(outside := (flat >= self.size).nonzero().view(-1)):
+            flat[outside] = self._encrypt(flat[outside])
+        return values
+
+    def _encrypt(self, values: torch.Tensor) -> torch.Tensor:
+        bits, others = self._left_bits, self._right_bits
+        left, right = values >> others, values & ((1 << others) - 1)
+        for key in self._keys:
+            left, right = right, left ^ (_hash(right + key) & ((1 << bits) - 1))
+            bits, others = others, bits
+        return (left << others) | right
+
+
+def _hash(values: torch.Tensor) -> torch.Tensor:
+    """A hash of each value. Products wrap around; a shift that keeps the sign is as good."""
+    values = (values ^ (values >> 33)) * -0x00AE502812AA7333  # murmur3's 64-bit finalizer
+    values = (values ^ (values >> 33)) * -0x3B314601E57A13AD
+    return values ^ (values >> 33)

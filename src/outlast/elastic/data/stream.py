@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import default_collate
 
-from outlast.elastic.data.batch_size_change import warn_if_changed
-from outlast.elastic.data.loader import rank_and_replicas
+from outlast.elastic.data.loader import rank_and_replicas, warn_if_changed
 from outlast.system.arguments import as_int
 
 

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
+from outlast.elastic.job.parts import Part
 from outlast.elastic.wrapped_modules import load_plain, plain_state_dict, unwrapped
 from outlast.errors import CheckpointMismatch
 
@@ -25,33 +27,38 @@ _CONTAINERS = (dict, list, tuple, set, OrderedDict, Counter)
 _VALUES = (str, bytes, int, float, complex, bool, type(None))
 
 
-class AttachedState:
-    """Saves and loads one object in `states=`."""
+class AttachedState(Part):
+    """One object in `states=`. A module is saved with the plain names of its parameters."""
 
     def __init__(self, source: Any) -> None:
-        self._source = unwrapped(source) if isinstance(source, nn.Module) else source
+        super().__init__(unwrapped(source) if isinstance(source, nn.Module) else source)
 
     def save(self) -> Any:
-        """The object's state as a checkpoint stores it."""
-        return pack(self.state())
+        return pack(self.shared())
 
-    def state(self) -> Any:
-        """The object's state."""
+    def target(self, saved: Any) -> Any:
+        if not isinstance(saved, Mapping):
+            return saved
+        if all(is_plain_tensor(t) for t in tree_leaves(saved) if isinstance(t, torch.Tensor)):
+            return {}  # filled with the saved keys, whatever they are
+        # In place: a DTensor is resharded into the current one, and a GPU need not hold both.
+        return {**saved, _KEY: None}
+
+    def load(self, state: Any, steps: int) -> None:
+        """Does nothing if the checkpoint has no state for this object."""
+        found = unpack(state)
+        if found is not None and isinstance(self._source, nn.Module):
+            load_plain(self._source, found)
+        elif found is not None:
+            self._source.load_state_dict(found)
+
+    def shared(self) -> Any:
         if isinstance(self._source, nn.Module):
             return plain_state_dict(self._source)
         return self._source.state_dict()
 
-    def load_target(self, packed: Any) -> Any:
-        """The nested state that a checkpoint is loaded into, made from the result of `save`."""
-        return load_target(packed)
-
-    def load(self, loaded: Any, *, started: bool) -> None:
-        """Loads the filled target; does nothing if the checkpoint has no state for this object."""
-        state = unpack(loaded)
-        if state is not None and isinstance(self._source, nn.Module):
-            load_plain(self._source, state)
-        elif state is not None:
-            self._source.load_state_dict(state)
+    def live(self, shared: Any, own: Any, trusted: bool) -> Any:
+        return pack(shared)
 
 
 def pack(state: Any) -> Any:
@@ -60,16 +67,6 @@ def pack(state: Any) -> Any:
         return state
     skeleton = (_skeleton(state),)  # checkpoints store a tuple as one value
     return {_KEY: skeleton} if _is_small(state) else {**state, _KEY: skeleton}
-
-
-def load_target(packed: Any) -> Any:
-    """The target into which a checkpoint's state is loaded, given the packed current state."""
-    if not isinstance(packed, Mapping):
-        return packed
-    if all(map(is_plain_tensor, _tensors(packed))):
-        return {}  # filled with the saved keys, whatever they are
-    # In place: a DTensor is resharded into the current one, and a GPU need not hold both copies.
-    return {**packed, _KEY: None}
 
 
 def unpack(loaded: Any) -> Any:
@@ -124,11 +121,3 @@ def _is_small(value: Any) -> bool:
         inner = [*value.keys(), *value.values()] if isinstance(value, dict) else value
         return all(map(_is_small, inner))
     return type(value) in _VALUES and value != _MARK
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return [found for each in value for found in _tensors(each)] if isinstance(value, list) else []

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from outlast.elastic.job.live.encoding import load_shapes
-from outlast.elastic.job.live.point import Frozen
+from outlast.elastic.job.encoding import load_shapes
+from outlast.elastic.job.live.frozen import Frozen
 
 _PARCEL_BYTES = 8 << 20
 _MOST_SOURCES = 4  # of one receiver: its network is busy then

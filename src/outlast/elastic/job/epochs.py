@@ -13,12 +13,12 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from outlast.elastic import random_generators as generators
 from outlast.elastic.data.loader import ElasticLoader
-from outlast.elastic.data.permutation import mix64
+from outlast.elastic.data.seeds import mix64
 from outlast.elastic.data.stream import ShardedStream
-from outlast.elastic.job.epochs.passes import Pass, length_of
-from outlast.elastic.job.epochs.resumed_iteration import samplers_of
-from outlast.elastic.numerics import generators
+from outlast.elastic.job.parts import Part
+from outlast.elastic.job.passes import Pass, length_of, samplers_of
 from outlast.errors import CheckpointMismatch
 from outlast.system.arguments import as_int
 
@@ -28,7 +28,7 @@ _SHARED = "shared"
 _has_told = False  # this process, that what follows a step is not repeated
 
 
-class Epochs:
+class Epochs(Part):
     """The epochs of one job, on one rank.
 
     Args:
@@ -215,15 +215,22 @@ class Epochs:
     # ---------------------------------------------------------------------------- the state
 
     @property
-    def place(self) -> tuple[int | None, int | None, int]:
+    def progress(self) -> tuple[int | None, int | None, int]:
         """The epoch, that of the loader, and whether the loop was left: what a state of the same
         step may differ in.
         """
         return self._number, None if self._own is None else self._own.epoch, self._left
 
-    def shared_state(self) -> dict[str, Any]:
-        """What is the same on all ranks: empty if the program does not use `Job.epochs`. Tuples,
-        which a checkpoint stores as one value.
+    def save(self) -> dict[str, Any]:
+        shared = self.shared()
+        return {**shared, str(self._rank): self.own() or ()} if shared else {}
+
+    def target(self, saved: Any) -> dict[str, Any]:
+        return {}  # filled with the saved ones
+
+    def shared(self) -> dict[str, Any]:
+        """Empty if the program does not use `Job.epochs`. Tuples, which a checkpoint stores as one
+        value.
         """
         if self._number is None:
             return {}
@@ -232,18 +239,15 @@ class Epochs:
         first_step = self.steps if self._first_step is None else self._first_step
         return {_SHARED: (self._number, first_step, self._world_size, passes, at_end, self._left)}
 
-    def own_state(self) -> tuple[Any, ...]:
-        """What differs between ranks: the order of the passes."""
-        return tuple(each.noted for each in self._passes)
+    def own(self) -> tuple[Any, ...] | None:
+        """The order of the passes."""
+        return tuple(each.noted for each in self._passes) or None
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state for a checkpoint."""
-        shared = self.shared_state()
-        return {**shared, str(self._rank): self.own_state()} if shared else {}
+    def live(self, shared: Any, own: Any, trusted: bool) -> dict[str, Any]:
+        return shared if own is None else {**shared, str(self._rank): own}
 
-    def load_state_dict(self, state: Mapping[str, Any], steps: int) -> None:
-        """Continues from a saved state, after `steps` steps of the job. Call it after the loader
-        was loaded.
+    def load(self, state: Mapping[str, Any], steps: int) -> None:
+        """Continues from a saved state. Call it after the loader was loaded.
 
         Raises:
             CheckpointMismatch: if it was saved at another world size within a pass of which only

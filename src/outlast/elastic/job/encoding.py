@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import xxhash
+from torch.distributed.tensor import DTensor
 from torch.serialization import safe_globals
 
 _SIZE = struct.Struct("<Q")
@@ -62,6 +64,33 @@ def load_plain(pickled: bytes) -> Any:
         return _Plain(io.BytesIO(pickled)).load()
     except pickle.UnpicklingError as e:
         raise ValueError(str(e)) from e
+
+
+def packed(tensor: torch.Tensor) -> tuple[str, list[int], bytes]:
+    """A tensor as plain values."""
+    content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return str(tensor.dtype).removeprefix("torch."), list(tensor.shape), content.numpy().tobytes()
+
+
+def unpacked(value: tuple[str, list[int], bytes]) -> torch.Tensor:
+    """The tensor that `packed` was given."""
+    name, shape, content = value
+    dtype = getattr(torch, name)
+    if not content:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its gradient; of a DTensor, the part of this rank."""
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Of the tensor's contents."""
+    content = local(tensor).cpu().contiguous().flatten().view(torch.uint8)
+    return xxhash.xxh3_64_hexdigest(content.numpy().data)
 
 
 class _Plain(pickle.Unpickler):

@@ -1,4 +1,4 @@
-"""Random numbers in the worker processes of a `DataLoader`, the same after a restore.
+"""Seeds that follow from a position in the data: also for a `DataLoader`'s workers.
 
 torch seeds a worker when an iteration begins. What the worker draws for a batch, to augment its
 samples, then depends on the batches that it has loaded before: a job that continues within an
@@ -16,7 +16,17 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
-from outlast.elastic.data.permutation import mix64
+_MASK = (1 << 64) - 1
+
+
+def mix64(value: int) -> int:
+    """A 64-bit hash of an integer: the finalizer of splitmix64 (Steele, Lea and Flood, "Fast
+    splittable pseudorandom number generators", 2014).
+    """
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
 
 
 def has_worker_processes(options: Mapping[str, Any]) -> bool:
