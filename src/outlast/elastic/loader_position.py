@@ -10,8 +10,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from outlast.elastic.data.seeds import mix64
 from outlast.elastic.job.passes import Pass, length_of
+from outlast.elastic.random_generators import mix64
 from outlast.errors import CheckpointMismatch
 
 

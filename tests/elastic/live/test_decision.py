@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
 import msgspec
 import pytest
 
 from outlast.elastic.job.live.choice import Choice, Offer, choose
-from outlast.elastic.job.live.frozen import StateId
+from outlast.elastic.job.live.frozen import Held
 from outlast.elastic.job.live.own_state import Record, Slots, read
 from outlast.elastic.job.live.transfer import rounds
 
@@ -20,11 +21,13 @@ def record(rank: int, step: int, *, final: bool = True, size: int = 2, passes: i
     return Record("000000001-a", step, final, rank, size, passes)
 
 
-def offer(rank: int, step: int | None, *records: Record, size: int = 2, **more: object) -> Offer:
+def offer(rank: int, step: int | None, *records: Record, size: int = 2, **held: Any) -> Offer:
     """A rank whose tensors are at `step`; `None` if they are at none."""
-    at = None if step is None else StateId("000000001-a", step, rank, size)
-    found = Offer(list(records), "model", True, 1, at, True, 1, "model", "layout")
-    return dataclasses.replace(found, **more)  # type: ignore[arg-type]
+    found = None
+    if step is not None:
+        found = Held(record(rank, step, size=size), True, 1, "model", "layout")
+        found = dataclasses.replace(found, **held)
+    return Offer(list(records), held.get("signature", "model"), True, 1, found)
 
 
 def test_all_ranks_at_the_same_step_keep_their_own_state() -> None:
@@ -44,10 +47,13 @@ def test_the_newest_step_is_used_if_each_rank_has_its_own_part_of_it() -> None:
 
 
 @pytest.mark.parametrize("more", [{"settled": False}, {"passes": 2}])
-def test_a_state_that_was_noted_early_must_have_been_the_last(more: dict[str, object]) -> None:
+def test_a_state_that_was_noted_early_must_have_been_the_last(more: dict[str, Any]) -> None:
     early = record(1, 6, final=False, passes=1)
-    ahead = offer(0, 6, record(0, 5), record(0, 6), **more)
-    assert choose([ahead, offer(1, None, record(1, 5), early, why="in step 6")], NEXT) == (
+    ahead, torn = (
+        offer(0, 6, record(0, 5), record(0, 6), **more),
+        offer(1, None, record(1, 5), early),
+    )
+    assert choose([ahead, dataclasses.replace(torn, why="in step 6")], NEXT) == (
         "step 6 lacks the random generators and other states of rank 1 alone; rank 1: in step 6"
     )
     # The other one is still at the step before: rank 0 goes back to it.
@@ -57,7 +63,10 @@ def test_a_state_that_was_noted_early_must_have_been_the_last(more: dict[str, ob
 
 
 def test_a_fault_that_came_back_may_be_due_to_the_state() -> None:
-    offers = [offer(0, 5, record(0, 5)), offer(1, 5, record(1, 5), came_back=True)]
+    offers = [
+        offer(0, 5, record(0, 5)),
+        dataclasses.replace(offer(1, 5, record(1, 5)), came_back=True),
+    ]
     assert "the same fault came back" in str(choose(offers, NEXT))
 
 
@@ -66,7 +75,7 @@ def test_no_state_is_missed_at_the_start_of_a_job() -> None:
 
 
 def test_ranks_without_a_state_say_why() -> None:
-    torn = [offer(rank, None, why="step 61 had begun") for rank in range(2)]
+    torn = [dataclasses.replace(offer(rank, None), why="step 61 had begun") for rank in range(2)]
     assert (
         choose([*torn, offer(2, None)], NEXT)
         == "ranks 0, 1: step 61 had begun; rank 2: a new process"
@@ -74,9 +83,9 @@ def test_ranks_without_a_state_say_why() -> None:
 
 
 def test_shards_without_a_copy_need_all_ranks() -> None:
-    shards = [offer(r, 5, record(r, 5), signature=f"{r}", held=f"{r}") for r in range(2)]
+    shards = [offer(r, 5, record(r, 5), signature=f"{r}") for r in range(2)]
     assert isinstance(choose(shards, NEXT), Choice)
-    assert choose([shards[0], dataclasses.replace(shards[1], at=None)], NEXT) == (
+    assert choose([shards[0], dataclasses.replace(shards[1], held=None)], NEXT) == (
         "step 5 lacks the tensors of rank 1; rank 1: a new process"
     )
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from outlast.elastic.job.live.frozen import StateId
-from outlast.elastic.job.live.own_state import read
+from outlast.elastic.job.live.own_state import Record, read
 from outlast.elastic.job.live.recorder import Recorder
 from outlast.elastic.job.training_state import TrainingState
 from outlast.system.shared_memory import SharedMemory
@@ -57,7 +56,7 @@ class Training:
 
     def record(self) -> Recorder:
         """As after a restore."""
-        restored = StateId(BRANCH, self.steps, 0, 1)
+        restored = Record(BRANCH, self.steps, True, 0, 1)
         return Recorder(self.state, self.kept, restored, BRANCH, {"steps": self.steps})
 
     def backward(self) -> None:
@@ -76,7 +75,7 @@ class Training:
     def offered(self) -> int | None:
         """The step whose state is offered after a fault now."""
         self.recorder.freeze()
-        return None if self.recorder.frozen is None else self.recorder.frozen.id.step
+        return None if self.recorder.frozen is None else self.recorder.frozen.held.record.step
 
 
 @contextlib.contextmanager

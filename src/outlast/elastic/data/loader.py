@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from outlast.elastic import environment
 from outlast.elastic.data.sampler import ElasticSampler, Share
-from outlast.elastic.data.seeds import Seeded, has_worker_processes, mix64
+from outlast.elastic.random_generators import Seeded, has_worker_processes, mix64
 from outlast.system.arguments import as_int, check_options, options_of
 
 log = logging.getLogger("outlast.elastic")

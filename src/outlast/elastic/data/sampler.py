@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from outlast.elastic.data.seeds import mix64
+from outlast.elastic.random_generators import mix64
 from outlast.system.arguments import as_int
 
 _ROUNDS = 6  # of a permutation

@@ -15,7 +15,6 @@ from typing import Any
 
 from outlast.elastic import random_generators as generators
 from outlast.elastic.data.loader import ElasticLoader
-from outlast.elastic.data.seeds import mix64
 from outlast.elastic.data.stream import ShardedStream
 from outlast.elastic.job.parts import Part
 from outlast.elastic.job.passes import Pass, length_of, samplers_of
@@ -174,7 +173,7 @@ class Epochs(Part):
 
     def _pass(self, loader: Iterable[Any], found: Pass, number: int) -> Iterator[Any]:
         passes = self._passes
-        seed = mix64(self.number) + number if self._random else None
+        seed = generators.mix64(self.number) + number if self._random else None
         for batch in found.batches(loader, self._restored, seed):
             if self._passes is not passes:
                 raise ValueError("this loop over job.batches() belongs to an epoch that is over")

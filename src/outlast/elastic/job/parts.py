@@ -17,11 +17,22 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map, tree_map_only
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from outlast.elastic import random_generators as generators
-from outlast.elastic.job.encoding import load_plain, packed, unpacked
+from outlast.elastic.job.encoding import (
+    KEY,
+    is_plain_tensor,
+    load_plain,
+    pack,
+    packed,
+    unpack,
+    unpacked,
+)
 from outlast.elastic.numerics.consistent_ddp import ConsistentDDP
+from outlast.elastic.wrapped_modules import load_plain as load_module
+from outlast.elastic.wrapped_modules import plain_state_dict, unwrapped
 from outlast.errors import CheckpointError, CheckpointMismatch
 
 log = logging.getLogger("outlast.elastic")
@@ -155,6 +166,40 @@ class ThirdPartyLoader(Part):
         loaded = pickle.loads(own) if trusted else load_plain(own)
         # Only this rank's is read. The job has the size with which it was noted.
         return dict.fromkeys(map(str, range(self._world_size)), (loaded,))
+
+
+class AttachedState(Part):
+    """One object in `states=`. A module is saved with the plain names of its parameters."""
+
+    def __init__(self, source: Any) -> None:
+        super().__init__(unwrapped(source) if isinstance(source, nn.Module) else source)
+
+    def save(self) -> Any:
+        return pack(self.shared())
+
+    def target(self, saved: Any) -> Any:
+        if not isinstance(saved, Mapping):
+            return saved
+        if all(is_plain_tensor(t) for t in tree_leaves(saved) if isinstance(t, torch.Tensor)):
+            return {}  # filled with the saved keys, whatever they are
+        # In place: a DTensor is resharded into the current one, and a GPU need not hold both.
+        return {**saved, KEY: None}
+
+    def load(self, state: Any, steps: int) -> None:
+        """Does nothing if the checkpoint has no state for this object."""
+        found = unpack(state)
+        if found is not None and isinstance(self._source, nn.Module):
+            load_module(self._source, found)
+        elif found is not None:
+            self._source.load_state_dict(found)
+
+    def shared(self) -> Any:
+        if isinstance(self._source, nn.Module):
+            return plain_state_dict(self._source)
+        return self._source.state_dict()
+
+    def live(self, shared: Any, own: Any, trusted: bool) -> Any:
+        return pack(shared)
 
 
 class ConsistentParts(Part):

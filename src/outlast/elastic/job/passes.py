@@ -8,7 +8,7 @@ Other data, such as an `IterableDataset`, are read again up to there.
 
 The moment is that of the sampler's first draw, and not that of `iter(loader)`: workers that persist
 draw their seeds only in the first epoch of a process. So what workers draw to augment their samples
-follows from the state at that moment, too, and from the number of the batch (`data.seeds`).
+follows from the state at that moment, too, and from the number of the batch (`Seeded`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from outlast.elastic import random_generators as generators
 from outlast.elastic.data.loader import ElasticLoader
-from outlast.elastic.data.seeds import Seeded, has_worker_processes, mix64
 from outlast.elastic.data.stream import ShardedStream
 
 log = logging.getLogger("outlast.elastic")
@@ -211,7 +210,7 @@ def _resumed(loader: Iterable[Any], beginning: Beginning) -> Iterator[Any]:
     given = getattr(loader, name)
     sampler = _samplers.setdefault(loader, _Sampler(given))
     sampler.seeds = None
-    if beginning.worker_seed is not None and has_worker_processes(vars(loader)):
+    if beginning.worker_seed is not None and generators.has_worker_processes(vars(loader)):
         sampler.seeds = "torch" if loader.generator is None else f"{_OWN}0"  # as torch
     sampler.beginning, sampler.own, sampler.has_begun = beginning, own, False
     if beginning.ends and not loader.persistent_workers:
@@ -264,9 +263,9 @@ class _Sampler:
         assert beginning.noted is not None
         assert beginning.worker_seed is not None
         _, state = beginning.noted[seeds]
-        first = mix64(xxhash.xxh3_64_intdigest(state) + beginning.worker_seed)
+        first = generators.mix64(xxhash.xxh3_64_intdigest(state) + beginning.worker_seed)
         for number, indices in enumerate(found, beginning.dropped or 0):
-            yield Seeded(indices, mix64(first + number))
+            yield generators.Seeded(indices, generators.mix64(first + number))
 
     def __len__(self) -> int:
         return len(self._sampler)

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 from functools import partial
 from typing import Any
 
+import msgspec
+from torch.utils._pytree import tree_leaves
+
 from outlast.async_checkpoint import Checkpointer
+from outlast.async_checkpoint.observers import notify
+from outlast.coordination.agreement import Agreement
 from outlast.coordination.call_ledger import CallLedger
 from outlast.elastic.job.counters import Counters, check_counters
-from outlast.elastic.job.live.choice import Choice, names
-from outlast.elastic.job.live.live_state import LiveState
+from outlast.elastic.job.encoding import load_plain, load_state, unpacked
+from outlast.elastic.job.live.choice import Choice, Offer, choose, names, next_branch
+from outlast.elastic.job.live.frozen import Frozen, Leaf, join, signature
+from outlast.elastic.job.live.own_state import Record, read
+from outlast.elastic.job.live.recorder import NotSupported, Recorder
+from outlast.elastic.job.live.transfer import Exchange, TransferFailed
 from outlast.elastic.job.same_on_all_ranks import first_rank
 from outlast.elastic.job.training_state import TrainingState
-from outlast.elastic.wrapped_modules import with_old_names
+from outlast.elastic.wrapped_modules import plain_state_dict, with_old_names
 from outlast.errors import CheckpointError
 from outlast.inprocess.running_call import RunningCall
 from outlast.system.notices import notice
@@ -26,9 +36,6 @@ log = logging.getLogger("outlast.elastic")
 class Restoring:
     """One rank's part in the restores of a job. With a wrapped `call`, it also notes the state of
     each step, from which the next iteration of the call continues.
-
-    Attributes:
-        from_survivors: whether the last restore was from the ranks that survived a fault.
     """
 
     def __init__(
@@ -40,15 +47,23 @@ class Restoring:
         group: Any,
         call: RunningCall | None,
     ) -> None:
-        self._training, self._counters = training, counters
+        self._training, self._counters, self._call = training, counters, call
         self._checkpointer, self._kept, self._group = checkpointer, checkpointer.kept, group
-        self._live: LiveState | None = None
-        if call is not None:
-            self._live = LiveState(training, self._kept, ledger.child("live"), group, call)
+        self._rank, self._world_size = ledger.rank, ledger.world_size
+        self._ranks = Agreement(ledger.child("live"), self._kept.timeout_s, self._kept.url)
         self._choice: Choice | None = None
+        self._branch = ""
+        self._recorder: Recorder | None = None
+        self._before: Recorder | str = ""  # that of the last iteration, or why there is none
+        self._offered: Frozen | None = None
+        if call is not None:
+            self._before = _recorders_of(call).get(self._kept.url, "")
+            if isinstance(self._before, Recorder):
+                self._before.freeze()
 
     @property
     def from_survivors(self) -> bool:
+        """Whether the last restore was from the ranks that survived a fault."""
         return self._choice is not None
 
     def restore(self, step: int | None) -> int | None:
@@ -64,60 +79,119 @@ class Restoring:
             Exception: as `Job.restore` describes.
         """
         self._choice = None
-        found = "" if self._live is None else self._live.newest()
+        found = self._newest_of_ranks()
         if isinstance(found, Choice):
-            newer = None
-            if step is None:
-                # A checkpoint of a later step exists only if all ranks have completed that step,
-                # and have lost it since. If it turns out to be damaged, an older one is loaded.
-                newer = self._kept.newest(found.step)
+            # A checkpoint of a later step exists only if all ranks have completed that step, and
+            # have lost it since. If it turns out to be damaged, an older one is loaded.
+            newer = self._kept.newest(found.step) if step is None else None
             if step is not None:
                 found = f"the checkpoint of step {step} is required"
             elif newer is not None:
                 found = f"the ranks are at step {found.step}, and a checkpoint at step {newer}"
             else:
-                found = self._from_survivors(found)
+                found = self._load_from_ranks(found)
         if isinstance(found, Choice):
             self._choice = found
             return self._counters.steps
         self._kept.not_live = found
-        if found and self._checkpointer.rank == 0:
+        if found and self._rank == 0:
             log.warning("the state of the surviving ranks is not used: %s", found)
-        return self._from_checkpoint(step)
+        return self._load_checkpoint(step)
 
     def begin(self) -> None:
-        """The job continues from what was restored, or from its initial state. From now on, the
-        state of each step is noted. Collective.
+        """All ranks continue from what was restored, or from the initial state. From now on, the
+        state of each step is noted; what was kept for this restore is released. Collective.
         """
         self._training.buckets.apply()
-        if self._live is not None:
-            self._live.begin(self._choice, self._counters.live_state_dict())
+        if self._call is None:
+            return
+        counters = self._counters.live_state_dict()
+        branch = self._branch if self._choice is None else self._choice.branch
+        restored = Record(branch, self._counters.steps, True, self._rank, self._world_size)
+        self._recorder, missing = None, ""
+        try:
+            self._recorder = Recorder(self._training, self._kept, restored, self._branch, counters)
+        except NotSupported as e:
+            missing = str(e)
+            log.info("after a fault, this job loads a checkpoint: %s", e)
+        self._keep(self._recorder or missing)
 
     def completed(self) -> None:
         """A step is complete: notes the state of the job."""
-        if self._live is not None:
-            self._live.completed(self._counters.steps, self._counters.live_state_dict())
+        if self._recorder is not None:
+            self._recorder.completed(self._counters.steps, self._counters.live_state_dict())
 
     def close(self) -> None:
         """The job has ended without a fault: nothing is kept."""
-        if self._live is not None:
-            self._live.close()
+        self._recorder = None
+        self._keep("")
 
-    def _from_survivors(self, choice: Choice) -> Choice | str:
-        """Loads this state of the ranks; returns why that failed otherwise."""
-        assert self._live is not None
+    def _keep(self, recorder: Recorder | str) -> None:
+        self._before = ""
+        if self._call is not None:
+            recorders = _recorders_of(self._call)
+            before = recorders.get(self._kept.url)
+            recorders[self._kept.url] = recorder
+            if isinstance(before, Recorder):
+                before.release()
+
+    def _newest_of_ranks(self) -> Choice | str:
+        """The newest state of which the ranks still have all parts, or why there is none. Called on
+        all ranks, with the same result.
+        """
+        if self._call is None:
+            return ""
+
+        def work(parts: list[Any]) -> Any:
+            offers = [msgspec.convert(part, Offer) for part in parts]
+            branch = next_branch(offers, uuid.uuid4().hex[:8])
+            return [msgspec.to_builtins(choose(offers, branch)), branch]
+
+        with self._ranks.operation():
+            offer = msgspec.to_builtins(self._offer(self._call))
+            found, self._branch = self._ranks.gather(offer, work)
+        if isinstance(found, str):
+            return found
+        return msgspec.convert(found, Choice, str_keys=True)
+
+    def _offer(self, call: RunningCall) -> Offer:
+        records, before = list(self._records()), self._before
+        frozen = self._offered = None if isinstance(before, str) else before.frozen
+        return Offer(
+            records=records,
+            signature=signature(plain_state_dict(self._training.module, keep_vars=True)),
+            resizable=not any(part.is_of_rank for part in self._training.parts.values()),
+            came_back=call.fault_came_back,
+            branches=max((int(each.branch.partition("-")[0]) for each in records), default=0),
+            held=None if frozen is None else frozen.held,
+            why=before if isinstance(before, str) else before.why,
+        )
+
+    def _records(self) -> dict[Record, bytes]:
+        """The own states that this process has, of its own and of one that was killed."""
+        found = [each for memory in self._kept.memories for each in read(memory)]
+        return dict(reversed(found))  # of several of the same, the one that was written last
+
+    def _load_from_ranks(self, choice: Choice) -> Choice | str:
+        """Loads this state of the ranks; returns why it could not be collected on all ranks."""
         began = time.monotonic()
-        collected = self._live.collect(choice)
-        if isinstance(collected, str):
-            return collected
-        state, received_bytes = collected
+        notify("restoring")
+        state: dict[str, Any] | None = None
+        received_bytes = 0
+        try:
+            state, received_bytes = self._collect(choice)
+        except (TransferFailed, ValueError, TypeError, KeyError) as e:
+            log.warning("the state of the surviving ranks cannot be used: %s", e)
+        failed = first_rank(state is None, self._rank, self._group)
+        if state is None or failed is not None:
+            return f"the state of step {choice.step} could not be collected: see rank {failed}"
         self._load_on_all_ranks(state)
-        source = "replica" if self._checkpointer.rank in choice.sources else "live"
+        source = "replica" if self._rank in choice.sources else "live"
         seconds = time.monotonic() - began
         self._kept.restored(
             self._training.state_dict(), choice.step, source, seconds, received_bytes
         )
-        if self._checkpointer.rank == 0:
+        if self._rank == 0:
             received = sorted(choice.sources)
             how = f"; {names(received)} received it from others" if received else ""
             notice(
@@ -129,13 +203,61 @@ class Restoring:
             )
         return choice
 
-    def _from_checkpoint(self, step: int | None) -> int | None:
+    def _collect(self, choice: Choice) -> tuple[dict[str, Any], int]:
+        """The state to load, and how many bytes of it this rank has received."""
+        frozen, exchange = self._offered, Exchange(self._group, self._rank)
+        here, trusted = self._own_state(choice, exchange)
+        found = exchange.run(choice.sources, frozen)
+        if found is not None:
+            header, leaves = found
+            skeleton, sent = load_state(header, [Leaf])
+        else:
+            assert frozen is not None  # the choice says so
+            skeleton, sent, leaves = frozen.skeleton, frozen.own, list(frozen.leaves)
+        if frozen is not None and frozen.versions.changed:
+            raise ValueError("its tensors were written to during the restore")
+        target: dict[str, Any] = {}
+        if any(isinstance(each, Leaf) and each.sharded for each in tree_leaves(skeleton)):
+            target, _ = self._training.load_target()
+        state: dict[str, Any] = join(skeleton, leaves, target)
+        own = {"buffers": {}, "parts": {}} if here is None else load_plain(here)
+        # Buffers first as on the rank that sent them, then as on this rank.
+        for name, value in {**sent["buffers"], **own["buffers"]}.items():
+            state["model"][name] = unpacked(value)
+        for name, part in self._training.parts.items():
+            value = part.live(state.get(name), own["parts"].get(name), trusted)
+            if value is not None:
+                state[name] = value
+        return state, sum(leaf.nbytes for leaf in leaves) if found is not None else 0
+
+    def _own_state(self, choice: Choice, exchange: Exchange) -> tuple[bytes | None, bool]:
+        """This rank's own state, and whether this process or its predecessor has noted it."""
+        records = self._records()
+        moves = [
+            (each[0], rank, each[1])
+            for rank, each in enumerate(choice.own)
+            if each is not None and each[0] != rank
+        ]
+        if moves:
+            mine = [len(records[record]) for holder, _, record in moves if holder == self._rank]
+            sizes = self._ranks.exchange(mine)
+            sized = [(holder, rank, sizes[holder].pop(0)) for holder, rank, _ in moves]
+            sent = {r: records[record] for holder, r, record in moves if holder == self._rank}
+            moved = exchange.move(sized, sent)
+            if moved is not None:
+                return moved, False
+        chosen = choice.own[self._rank]
+        return (None, False) if chosen is None else (records[chosen[1]], True)
+
+    def _load_checkpoint(self, step: int | None) -> int | None:
         backup, counters = self._training.backup(), self._counters.state_dict()
+        found: int | None = None
         try:
             state, optional = self._training.load_target()
             state["counters"] = dict(counters)
-            read = partial(self._checkpointer.restore, step=step, optional=optional)
-            found = with_old_names(read, state)
+            found = with_old_names(
+                partial(self._checkpointer.restore, step=step, optional=optional), state
+            )
             if found is not None:
                 self._load_on_all_ranks(state)
         except Exception:
@@ -157,8 +279,32 @@ class Restoring:
             self._counters.load_state_dict(state["counters"])
         except Exception as e:  # noqa: BLE001 - raised below, when the other ranks know of it
             error = e
-        first = first_rank(error is not None, self._checkpointer.rank, self._group)
+        first = first_rank(error is not None, self._rank, self._group)
         if error is not None:
             raise error
         if first is not None:
             raise CheckpointError(f"rank {first} could not load its state: see its own error")
+
+
+# By folder, the recorder of a call's present or last iteration, or why there is none. It outlives
+# the iteration: until all ranks have restored a state, or the call ends.
+_recorders: dict[str, Recorder | str] = {}
+_owner: RunningCall | None = None
+
+
+def _recorders_of(call: RunningCall) -> dict[str, Recorder | str]:
+    global _owner
+    if _owner is not call:
+        _release_all()
+        _owner = call
+        call.at_end(_release_all)
+    return _recorders
+
+
+def _release_all() -> None:
+    global _owner
+    for recorder in _recorders.values():
+        if isinstance(recorder, Recorder):
+            recorder.release()
+    _recorders.clear()
+    _owner = None

@@ -17,10 +17,11 @@ from torch.utils.data import DataLoader
 from outlast.async_checkpoint.plain_values import Unsavable, encode
 from outlast.elastic.data.loader import ElasticLoader
 from outlast.elastic.data.stream import ShardedStream
-from outlast.elastic.job.attached_states import AttachedState, is_plain_tensor
+from outlast.elastic.job.encoding import is_plain_tensor
 from outlast.elastic.job.epochs import Epochs
 from outlast.elastic.job.gradient_buckets import GradientBuckets
 from outlast.elastic.job.parts import (
+    AttachedState,
     ConsistentParts,
     NamedParts,
     Part,

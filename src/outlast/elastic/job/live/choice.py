@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from outlast.elastic.job.live.frozen import StateId
+from outlast.elastic.job.live.frozen import Held
 from outlast.elastic.job.live.own_state import Record
 
 
@@ -22,8 +22,7 @@ class Offer:
         resizable: whether it can do without its own state in a job of another size.
         branches: how many branches it knows of.
         came_back: whether the last fault is equal to one before it, without progress in between.
-        at: the state that its tensors hold, if they are at a step; then `settled`, `passes`,
-            `held` (its signature) and `layout` describe them (`Frozen`).
+        held: what its tensors hold, if they are at a step.
         why: why they are at none; empty in a process that has noted no step.
     """
 
@@ -31,11 +30,7 @@ class Offer:
     signature: str
     resizable: bool
     branches: int
-    at: StateId | None = None
-    settled: bool = False
-    passes: int = 0
-    held: str = ""
-    layout: str = ""
+    held: Held | None = None
     came_back: bool = False
     why: str = ""
 
@@ -69,11 +64,11 @@ def choose(offers: Sequence[Offer], branch: str) -> Choice | str:
     no process has noted a step. `offers` are in the order of the ranks; `branch` is that of the
     steps that follow.
     """
-    if not any(offer.at or offer.why or offer.records for offer in offers):
+    if not any(offer.held or offer.why or offer.records for offer in offers):
         return ""
     if any(offer.came_back for offer in offers):
         return "the same fault came back, so the state of the ranks may be its cause"
-    states = {(o.at.step, o.at.branch) for o in offers if o.at is not None}
+    states = {(o.held.record.step, o.held.record.branch) for o in offers if o.held is not None}
     missing: list[str] = []
     for step, made_on in sorted(states, reverse=True):
         found = _complete(offers, step, made_on, branch)
@@ -82,7 +77,7 @@ def choose(offers: Sequence[Offer], branch: str) -> Choice | str:
         missing.append(f"step {step} lacks {found}")
     by_reason: dict[str, list[int]] = {}
     for rank, offer in enumerate(offers):
-        if offer.at is None:
+        if offer.held is None:
             by_reason.setdefault(offer.why or "a new process", []).append(rank)
     return "; ".join([*missing, *(f"{names(ranks)}: {why}" for why, ranks in by_reason.items())])
 
@@ -98,19 +93,20 @@ def _complete(offers: Sequence[Offer], step: int, made_on: str, branch: str) -> 
     """The choice of this state, or what is missing of it."""
     size = len(offers)
     held = {
-        rank: offer.at
+        rank: offer.held
         for rank, offer in enumerate(offers)
-        if offer.at is not None and (offer.at.step, offer.at.branch) == (step, made_on)
+        if offer.held is not None
+        and (offer.held.record.step, offer.held.record.branch) == (step, made_on)
     }
     sources: dict[int, list[int]] = {}
     for rank, offer in enumerate(offers):
-        alike = [each for each in held if offers[each].held == offer.signature]
+        alike = [each for each, found in held.items() if found.signature == offer.signature]
         if rank in alike:
             continue
         if not alike:
             return f"the tensors of rank {rank}"
-        layout = offers[alike[0]].layout
-        sources[rank] = [each for each in alike if offers[each].layout == layout]
+        layout = held[alike[0]].layout
+        sources[rank] = [each for each in alike if held[each].layout == layout]
     records = [
         (holder, record)
         for holder, offer in enumerate(offers)
@@ -118,7 +114,7 @@ def _complete(offers: Sequence[Offer], step: int, made_on: str, branch: str) -> 
         if (record.step, record.branch) == (step, made_on)
     ]
     own: list[tuple[int, Record] | None] = []
-    sizes = {at.world_size for at in held.values()}
+    sizes = {found.record.world_size for found in held.values()}
     if sizes != {size}:
         if not all(offer.resizable for offer in offers):
             return f"a state that fits {size} ranks instead of {min(sizes)}"
@@ -129,8 +125,8 @@ def _complete(offers: Sequence[Offer], step: int, made_on: str, branch: str) -> 
         return Choice(step, made_on, sources, own, branch)
     # What a rank has noted during the step holds only if nothing has changed until its end, and if
     # it was noted in the last backward pass of the step.
-    settled = all(offers[rank].settled for rank in held)
-    passes = {offers[rank].passes for rank in held}
+    settled = all(found.settled for found in held.values())
+    passes = {found.passes for found in held.values()}
     for rank in range(size):
         usable = [
             (holder != rank, not record.final, holder, record)

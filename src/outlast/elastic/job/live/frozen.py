@@ -12,17 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten_with_path, tree_map_only, tree_map_with_path
 
 from outlast.elastic.job.encoding import dump_header, local
+from outlast.elastic.job.live.own_state import Record
 from outlast.elastic.job.live.writes import Versions
-
-
-@dataclasses.dataclass(frozen=True)
-class StateId:
-    """Identifies a state, and the rank that had it. See the package on branches."""
-
-    branch: str
-    step: int
-    rank: int
-    world_size: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,53 +25,64 @@ class Leaf:
 
 
 @dataclasses.dataclass(frozen=True)
+class Held:
+    """Which state the tensors of a rank hold.
+
+    Attributes:
+        record: identifies it, and the rank that had it.
+        settled: whether the rank's own state had been known before the step was completed, after
+            `passes` backward passes.
+        signature: equal on ranks that hold the same parts of the same model.
+        layout: equal for states whose tensors have the same shapes and types, in the same order.
+    """
+
+    record: Record
+    settled: bool
+    passes: int
+    signature: str
+    layout: str
+
+
 class Frozen:
     """A state that no longer changes.
 
     Attributes:
-        settled: whether the rank's own state had been known before the step was completed, after
-            `passes` backward passes.
+        held: describes it.
         skeleton: the nested state, with a `Leaf` in place of each tensor.
         own: the state that belongs to the rank alone.
         leaves: the tensors; of a DTensor, the local part.
         versions: tells whether a tensor was written to since.
-        signature: equal on ranks that hold the same parts of the same model.
     """
 
-    id: StateId
-    settled: bool
-    passes: int
-    skeleton: Any
-    own: dict[str, Any]
-    leaves: Sequence[torch.Tensor]
-    versions: Versions
-    signature: str
-
-    @property
-    def layout(self) -> str:
-        """Equal for states whose tensors have the same shapes and types, in the same order."""
-        return _hash_of([(t.dtype, tuple(t.shape)) for t in self.leaves])
+    def __init__(
+        self,
+        state: Any,
+        own: dict[str, Any],
+        record: Record,
+        settled: bool,
+        passes: int,
+        signature: str,
+    ) -> None:
+        self.leaves: list[torch.Tensor] = []
+        self.own = own
+        self.skeleton = tree_map_only(torch.Tensor, self._leaf, state)
+        self.versions = Versions(self.leaves)
+        layout = _hash_of([(t.dtype, tuple(t.shape)) for t in self.leaves])
+        self.held = Held(record, settled, passes, signature, layout)
 
     def header(self) -> bytes:
         """All but the tensors' contents, for another rank."""
         shapes = [(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in self.leaves]
         return dump_header((self.skeleton, self.own), shapes)
 
-
-def split(state: Any) -> tuple[Any, list[torch.Tensor]]:
-    """The nested state with a `Leaf` in place of each tensor, and the tensors."""
-    leaves: list[torch.Tensor] = []
-
-    def leaf(tensor: torch.Tensor) -> Leaf:
-        leaves.append(local(tensor))
-        return Leaf(len(leaves) - 1, isinstance(tensor, DTensor))
-
-    return tree_map_only(torch.Tensor, leaf, state), leaves
+    def _leaf(self, tensor: torch.Tensor) -> Leaf:
+        self.leaves.append(local(tensor))
+        return Leaf(len(self.leaves) - 1, isinstance(tensor, DTensor))
 
 
 def join(skeleton: Any, leaves: Sequence[torch.Tensor], target: Any) -> Any:
-    """The nested state of which `split` has made `skeleton`. The local part of a DTensor is copied
-    into the DTensor that `target` has in its place.
+    """The nested state of which a `Frozen` has made `skeleton`. The local part of a DTensor is
+    copied into the DTensor that `target` has in its place.
 
     Raises:
         ValueError: if there is none of that shape.

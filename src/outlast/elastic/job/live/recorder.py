@@ -33,9 +33,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from outlast.async_checkpoint.kept_state import KeptState
-from outlast.elastic.job.live.frozen import Frozen, StateId, signature, split
+from outlast.elastic.job.live.frozen import Frozen, signature
 from outlast.elastic.job.live.own_state import Buffers, Record, Slots, read
-from outlast.elastic.job.live.writes import Marks, Snapshot, Versions, Writes
+from outlast.elastic.job.live.writes import Marks, Snapshot, Writes
 from outlast.elastic.job.training_state import TrainingState
 from outlast.elastic.wrapped_modules import plain_state_dict
 from outlast.system.error_text import describe
@@ -49,7 +49,7 @@ class Point:
     that of this rank; `marks` find later writes to the tensors of the model and the optimizer.
     """
 
-    id: StateId
+    record: Record
     settled: bool
     passes: int
     shared: Snapshot
@@ -79,7 +79,7 @@ class Recorder:
         self,
         training: TrainingState,
         kept: KeptState,
-        restored: StateId,
+        restored: Record,
         branch: str,
         counters: dict[str, Any],
     ) -> None:
@@ -101,7 +101,7 @@ class Recorder:
         own = self._own_state(training)
         payload = pickle.dumps(own)
         self._slots: Slots | None = Slots(len(payload))
-        self._slots.write(self._record(restored.branch, restored.step), payload)
+        self._slots.write(restored, payload)
         kept.keep(self._slots.memory)
         marks = self._writes.marks_with_digests()
         shared = self._shared_state(training, counters)
@@ -115,7 +115,9 @@ class Recorder:
         """The state to continue from, once `freeze` was called; `None` if it is not complete."""
         if self._frozen is not None and self._frozen.versions.changed:
             self._frozen = None
-            self.why = f"its state of step {self.point.id.step} was written to during the restore"
+            self.why = (
+                f"its state of step {self.point.record.step} was written to during the restore"
+            )
         return self._frozen
 
     def completed(self, step: int, counters: dict[str, Any]) -> None:
@@ -125,10 +127,10 @@ class Recorder:
         own = self._own_state(self._training)
         early, self._early = self._early, None
         settled = early is not None and early == (step, own)
-        self._write(self._record(self._branch, step), own)
-        at = StateId(self._branch, step, self._rank, self._world_size)
+        record = Record(self._branch, step, True, self._rank, self._world_size)
+        self._write(record, own)
         shared = self._shared_state(self._training, counters)
-        self.point = Point(at, settled, self._passes, shared, own, self._writes.marks())
+        self.point = Point(record, settled, self._passes, shared, own, self._writes.marks())
         self._passes = 0
         # Without an optimizer's step, gradients that are there are still needed.
         has_gradients = any(p.grad is not None for p in self._parameters)
@@ -144,7 +146,7 @@ class Recorder:
             return
         for parameter in self._parameters:
             parameter.grad = None
-        step = self.point.id.step
+        step = self.point.record.step
         try:
             if self._stepped:
                 self.why = f"the optimizer had begun step {step + 1}, which was not completed"
@@ -198,17 +200,8 @@ class Recorder:
             "counters": shared["counters"],
             **shared["parts"],
         }
-        skeleton, leaves = split(state)
-        return Frozen(
-            self.point.id,
-            self.point.settled,
-            self.point.passes,
-            skeleton,
-            self.point.own,
-            leaves,
-            Versions(leaves),
-            self._signature,
-        )
+        point = self.point
+        return Frozen(state, point.own, point.record, point.settled, point.passes, self._signature)
 
     def _written(self, training: TrainingState) -> bool:
         """Whether a tensor of the point was written to since, or replaced."""
@@ -244,7 +237,7 @@ class Recorder:
 
     def _begin_step(self) -> None:
         """An optimizer writes next. If this is interrupted, it does not."""
-        step = self.point.id.step + 1
+        step = self.point.record.step + 1
         if not self._stepped and (self._early is None or self._early[0] != step):
             self._note_early()
         self._stepped = True
@@ -266,9 +259,10 @@ class Recorder:
     def _note_early(self) -> None:
         if self._training is None:
             return
-        step = self.point.id.step + 1
+        step = self.point.record.step + 1
         own = self._own_state(self._training)
-        self._write(self._record(self._branch, step, self._passes), own)
+        place = self._rank, self._world_size
+        self._write(Record(self._branch, step, False, *place, self._passes), own)
         self._early = (step, own)
 
     def _write(self, record: Record, own: dict[str, Any]) -> None:
@@ -286,11 +280,6 @@ class Recorder:
         larger.write(record, payload)
         self._kept.keep(larger.memory)
         self._slots = larger
-
-    def _record(self, branch: str, step: int, passes: int | None = None) -> Record:
-        """The description of a state: a final one, unless `passes` is given."""
-        final = passes is None
-        return Record(branch, step, final, self._rank, self._world_size, passes or 0)
 
 
 class NotSupported(Exception):
