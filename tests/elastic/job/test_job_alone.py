@@ -352,7 +352,7 @@ def test_a_forged_counter_is_named(made: Made, name: str) -> None:
     job = made()
     job.restore()
     before = copy_of(job)
-    counters = {**job._counters.state_dict(), name: "many"}
+    counters = {**job._training.counters.save(), name: "many"}
     job.checkpointer.save(5, {**job._training.state_dict(), "counters": counters}).wait()
     with pytest.raises(CheckpointMismatch, match=f"'counters.{name}' of the state is 'many', and"):
         job.restore()

@@ -49,15 +49,18 @@ class Training:
         self.model = Model()
         self.optimizer = optimizer(self.model.parameters(), lr=0.01)
         self.state = TrainingState(self.model, self.optimizer, None, {}, 0, 1, random=True)
-        self.steps = 0
         kept: Any = Kept()
         self.kept = kept
         self.recorder = self.record()
 
+    @property
+    def steps(self) -> int:
+        return self.state.counters.steps
+
     def record(self) -> Recorder:
         """As after a restore."""
         restored = Record(BRANCH, self.steps, True, 0, 1)
-        return Recorder(self.state, self.kept, restored, BRANCH, {"steps": self.steps})
+        return Recorder(self.state, self.kept, restored, BRANCH)
 
     def backward(self) -> None:
         self.model(torch.randn(4, 8)).square().sum().backward()
@@ -69,8 +72,8 @@ class Training:
         self.completed()
 
     def completed(self) -> None:
-        self.steps += 1
-        self.recorder.completed(self.steps, {"steps": self.steps})
+        self.state.counters.steps += 1
+        self.recorder.completed()
 
     def offered(self) -> int | None:
         """The step whose state is offered after a fault now."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from outlast.elastic.job.parts import Part
 from outlast.errors import CheckpointMismatch
 from outlast.events import Emitter, StepsDone
 from outlast.system.arguments import as_int
@@ -16,7 +17,7 @@ _UNKNOWN = -1  # as saved in a checkpoint
 _EVERY_S = 10.0
 
 
-class Counters:
+class Counters(Part):
     """The counters.
 
     The caller of a step says how many samples it had, or the loader counts: in `trained`, which
@@ -66,37 +67,29 @@ class Counters:
         else:
             self._samples += counted
 
-    def state_dict(self) -> dict[str, Any]:
-        """The present values."""
+    def save(self) -> dict[str, Any]:
         return {
             "steps": self.steps,
             "samples": self._samples,
             "seconds": self.seconds + time.monotonic() - self._since,
         }
 
-    def live_state_dict(self) -> dict[str, Any]:
-        """The values with which the surviving ranks continue: each from its own replica."""
-        return {**self.state_dict(), "clean_step": self.clean_step}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from saved values.
-
-        Raises:
-            CheckpointMismatch: as `check_counters`; nothing has changed then.
-        """
-        check_counters(state)
-        self.steps = int(state["steps"])
-        self.clean_step = int(state.get("clean_step", self.steps))
+    def load(self, state: Mapping[str, Any], steps: int) -> None:
+        self.steps = steps
+        self.clean_step = int(state.get("clean_step", steps))
         self._samples = max(int(state["samples"]), _UNKNOWN)
         self._before = getattr(self._loader, "trained", 0)
         self.seconds, self._since = float(state["seconds"]), time.monotonic()
 
+    def shared(self) -> dict[str, Any]:
+        return {**self.save(), "clean_step": self.clean_step}
 
-def check_counters(state: Mapping[str, Any]) -> None:
-    """Checks saved values, which other programs may have written.
+
+def steps_of(state: Any) -> int:
+    """The number of steps in saved counters, which other programs may have written.
 
     Raises:
-        CheckpointMismatch: naming the first one that is missing or no number.
+        CheckpointMismatch: naming the first counter that is missing or no number.
     """
     for name in ("steps", "samples", "seconds"):
         value = state.get(name)
@@ -105,6 +98,7 @@ def check_counters(state: Mapping[str, Any]) -> None:
                 f"'counters.{name}' of the state is {value!r}, and not a number: it was not saved "
                 "by a Job, or was changed since"
             )
+    return int(state["steps"])
 
 
 class StepEvents:

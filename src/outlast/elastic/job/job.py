@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from outlast.async_checkpoint import Checkpointer, Retention, SaveHandle
 from outlast.coordination.call_ledger import connect_ledger
 from outlast.coordination.training_step import report_step
-from outlast.elastic.job.counters import Counters, StepEvents
+from outlast.elastic.job.counters import StepEvents
 from outlast.elastic.job.restoring import Restoring
 from outlast.elastic.job.same_on_all_ranks import (
     SameParameters,
@@ -137,10 +137,8 @@ class Job:
         )
         self._ledger = connect_ledger("job", self._group)
         self._parameters = SameParameters(self._training, self._ledger, self.checkpointer)
-        self._counters = Counters(loader)
         self._restoring = Restoring(
             self._training,
-            self._counters,
             self.checkpointer,
             self._ledger,
             self._group,
@@ -150,7 +148,6 @@ class Job:
         self._step_events = StepEvents(self.checkpointer.emitter)
         self._saves = Saves(
             self._training,
-            self._counters,
             self.checkpointer,
             self._ledger,
             self._path,
@@ -166,11 +163,11 @@ class Job:
     @property
     def steps(self) -> int:
         """The number of steps since the first run."""
-        return self._counters.steps
+        return self._training.counters.steps
 
     @steps.setter
     def steps(self, steps: int) -> None:
-        self._counters.steps = steps
+        self._training.counters.steps = steps
 
     @property
     def epoch(self) -> int:
@@ -184,7 +181,7 @@ class Job:
     @property
     def seconds(self) -> float:
         """The time that the job has run, up to the state that was restored."""
-        return self._counters.seconds
+        return self._training.counters.seconds
 
     @property
     def restored_from(self) -> str:
@@ -201,7 +198,7 @@ class Job:
         Raises:
             ValueError: if it is unknown: see `step`.
         """
-        return self._counters.samples
+        return self._training.counters.samples
 
     def restore(self, step: int | None = None) -> int:
         """Continues from the newest state: after a restart in place, that of the ranks which have
@@ -241,7 +238,11 @@ class Job:
             self._saves.restored()
         trusted.finish(self.save)
         self._checks.start(
-            self.module, self.checkpointer, self._ledger, self.steps, self._counters.clean_step
+            self.module,
+            self.checkpointer,
+            self._ledger,
+            self.steps,
+            self._training.counters.clean_step,
         )
         if self._restoring.from_survivors:
             self._checks.compare_now(self.checkpointer.kept.timeout_s)  # before DDP copies a flip
@@ -301,11 +302,9 @@ class Job:
             CheckpointError: if an earlier save failed.
         """
         self._check_restored()
-        self._training.stepped(self.steps + 1)
-        self._counters.steps += 1
+        self._training.stepped(samples)
         self._step_events.completed(self.steps)
-        self._counters.add_samples(samples)
-        self._counters.clean_step = self._checks.clean_step(self.steps)
+        self._training.counters.clean_step = self._checks.clean_step(self.steps)
         self._restoring.completed()
         report_step(self.steps, completed=True)
         self._checks.completed(self.steps, loss)

@@ -41,7 +41,7 @@ _TWISTER_BYTES = 2500  # of NumPy's Mersenne Twister: 624 words and the position
 
 
 class Part:
-    """One part; by default, of an object whose state is the same on all ranks.
+    """One part of the state of a job, on one rank.
 
     Attributes:
         is_of_rank: whether each rank has an essential state of its own. It is then known only when
@@ -74,8 +74,8 @@ class Part:
             log.exception("the state %r could not be rolled back", name)
 
     def shared(self) -> Any:
-        """The present state that all ranks share. Not a collective."""
-        return self.save()
+        """The present state that all ranks share, if there is any. Not a collective."""
+        return None
 
     def own(self) -> Any:
         """The present state of this rank alone: plain values, to compare and to pickle."""
@@ -88,13 +88,17 @@ class Part:
         return shared
 
 
+class SamplerPart(Part):
+    """An `ElasticLoader`."""
+
+    def shared(self) -> Any:
+        return self.save()
+
+
 class StreamPart(Part):
     """A `ShardedStream`."""
 
     is_of_rank = True
-
-    def shared(self) -> Any:
-        return None
 
     def own(self) -> Any:
         return self._source.own_state_dict()
@@ -156,9 +160,6 @@ class ThirdPartyLoader(Part):
     def roll_back(self, name: str, state: Any, steps: int) -> None:
         super().roll_back(name, state, 0)  # only this rank's state is there
 
-    def shared(self) -> Any:
-        return None
-
     def own(self) -> bytes:
         return pickle.dumps(self._source.state_dict())
 
@@ -214,9 +215,6 @@ class ConsistentParts(Part):
     def load(self, state: Any, steps: int) -> None:
         self._source.load_parts_state_dict(state)
 
-    def shared(self) -> Any:
-        return None
-
     def own(self) -> Any:
         return tree_map_only(torch.Tensor, packed, self._source.parts_state_dict())
 
@@ -241,9 +239,6 @@ class RandomPart(Part):
 
     def load(self, state: Any, steps: int) -> None:
         generators.set_all(state[self._rank])
-
-    def shared(self) -> Any:
-        return None
 
     def own(self) -> dict[str, Any]:
         python = random.getstate()

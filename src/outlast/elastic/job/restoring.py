@@ -15,7 +15,6 @@ from outlast.async_checkpoint import Checkpointer
 from outlast.async_checkpoint.observers import notify
 from outlast.coordination.agreement import Agreement
 from outlast.coordination.call_ledger import CallLedger
-from outlast.elastic.job.counters import Counters, check_counters
 from outlast.elastic.job.encoding import load_plain, load_state, unpacked
 from outlast.elastic.job.live.choice import Choice, Offer, choose, names, next_branch
 from outlast.elastic.job.live.frozen import Frozen, Leaf, join, signature
@@ -41,13 +40,12 @@ class Restoring:
     def __init__(
         self,
         training: TrainingState,
-        counters: Counters,
         checkpointer: Checkpointer,
         ledger: CallLedger,
         group: Any,
         call: RunningCall | None,
     ) -> None:
-        self._training, self._counters, self._call = training, counters, call
+        self._training, self._call = training, call
         self._checkpointer, self._kept, self._group = checkpointer, checkpointer.kept, group
         self._rank, self._world_size = ledger.rank, ledger.world_size
         self._ranks = Agreement(ledger.child("live"), self._kept.timeout_s, self._kept.url)
@@ -92,7 +90,7 @@ class Restoring:
                 found = self._load_from_ranks(found)
         if isinstance(found, Choice):
             self._choice = found
-            return self._counters.steps
+            return self._training.counters.steps
         self._kept.not_live = found
         if found and self._rank == 0:
             log.warning("the state of the surviving ranks is not used: %s", found)
@@ -105,12 +103,11 @@ class Restoring:
         self._training.buckets.apply()
         if self._call is None:
             return
-        counters = self._counters.live_state_dict()
         branch = self._branch if self._choice is None else self._choice.branch
-        restored = Record(branch, self._counters.steps, True, self._rank, self._world_size)
+        restored = Record(branch, self._training.counters.steps, True, self._rank, self._world_size)
         self._recorder, missing = None, ""
         try:
-            self._recorder = Recorder(self._training, self._kept, restored, self._branch, counters)
+            self._recorder = Recorder(self._training, self._kept, restored, self._branch)
         except NotSupported as e:
             missing = str(e)
             log.info("after a fault, this job loads a checkpoint: %s", e)
@@ -119,7 +116,7 @@ class Restoring:
     def completed(self) -> None:
         """A step is complete: notes the state of the job."""
         if self._recorder is not None:
-            self._recorder.completed(self._counters.steps, self._counters.live_state_dict())
+            self._recorder.completed()
 
     def close(self) -> None:
         """The job has ended without a fault: nothing is kept."""
@@ -250,11 +247,10 @@ class Restoring:
         return (None, False) if chosen is None else (records[chosen[1]], True)
 
     def _load_checkpoint(self, step: int | None) -> int | None:
-        backup, counters = self._training.backup(), self._counters.state_dict()
+        backup = self._training.backup()
         found: int | None = None
         try:
             state, optional = self._training.load_target()
-            state["counters"] = dict(counters)
             found = with_old_names(
                 partial(self._checkpointer.restore, step=step, optional=optional), state
             )
@@ -262,7 +258,6 @@ class Restoring:
                 self._load_on_all_ranks(state)
         except Exception:
             self._training.roll_back(backup)
-            self._counters.load_state_dict(counters)
             raise
         if found is None:
             self._training.roll_back(backup)
@@ -274,9 +269,7 @@ class Restoring:
         """
         error: Exception | None = None
         try:
-            check_counters(state["counters"])
-            self._training.load_state_dict(state, int(state["counters"]["steps"]))
-            self._counters.load_state_dict(state["counters"])
+            self._training.load_state_dict(state)
         except Exception as e:  # noqa: BLE001 - raised below, when the other ranks know of it
             error = e
         first = first_rank(error is not None, self._rank, self._group)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection
 from outlast.async_checkpoint import Checkpointer, SaveHandle
 from outlast.coordination import KeyTimeout
 from outlast.coordination.call_ledger import CallLedger
-from outlast.elastic.job.counters import Counters
 from outlast.elastic.job.training_state import TrainingState
 from outlast.errors import CheckpointError, SaveCancelled, StoreError
 from outlast.inprocess.running_call import long_phase
@@ -40,13 +39,12 @@ class Saves:
     def __init__(
         self,
         training: TrainingState,
-        counters: Counters,
         checkpointer: Checkpointer,
         ledger: CallLedger,
         path: str,
         finite: Callable[[], Collection[str]],
     ) -> None:
-        self._training, self._counters, self._finite = training, counters, finite
+        self._training, self._finite = training, finite
         self._checkpointer, self._ledger, self._path = checkpointer, ledger, path
         self._handle: SaveHandle | None = None
         self._saved: Progress | None = None
@@ -54,7 +52,7 @@ class Saves:
 
     @property
     def _progress(self) -> Progress:
-        return self._counters.steps, self._training.epochs.progress
+        return self._training.counters.steps, self._training.epochs.progress
 
     def restored(self) -> None:
         """The present state was restored."""
@@ -62,12 +60,12 @@ class Saves:
 
     def save(self, metric: float | None = None) -> SaveHandle:
         """Begins a save."""
-        step = self._counters.steps
+        step = self._training.counters.steps
         if self._handle is not None and self._handle.step == step:
             self._checkpointer.wait()  # `Job.step` has just saved: this save replaces that one
         if self._training.consistent_ddp is not None:
             self._training.consistent_ddp.average_statistics()
-        state = {**self._training.state_dict(), "counters": self._counters.state_dict()}
+        state = self._training.state_dict()
         self._handle = self._checkpointer.save(step, state, metric=metric, finite=self._finite())
         self._saved = self._progress
         return self._handle
@@ -84,7 +82,7 @@ class Saves:
             return True
         if self._restored != self._progress:
             return False
-        step = self._counters.steps
+        step = self._training.counters.steps
         committed = any(info.step == step for info in self._checkpointer.checkpoints())
         return self._ledger.agree(f"committed/{step}", str(committed)) == str(True)
 
@@ -144,7 +142,7 @@ class Saves:
         return None
 
     def _what_is_where(self, attempts: int, cause: str) -> str:
-        step = self._counters.steps
+        step = self._training.counters.steps
         try:
             steps = [info.step for info in self._checkpointer.checkpoints()]
             newest = f"step {steps[-1]}" if steps else "none"

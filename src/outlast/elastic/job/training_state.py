@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader
 from outlast.async_checkpoint.plain_values import Unsavable, encode
 from outlast.elastic.data.loader import ElasticLoader
 from outlast.elastic.data.stream import ShardedStream
-from outlast.elastic.job.encoding import is_plain_tensor
+from outlast.elastic.job.counters import Counters, steps_of
+from outlast.elastic.job.encoding import is_plain_tensor, local
 from outlast.elastic.job.epochs import Epochs
 from outlast.elastic.job.gradient_buckets import GradientBuckets
 from outlast.elastic.job.parts import (
@@ -26,6 +27,7 @@ from outlast.elastic.job.parts import (
     NamedParts,
     Part,
     RandomPart,
+    SamplerPart,
     StreamPart,
     ThirdPartyLoader,
 )
@@ -62,38 +64,41 @@ class TrainingState:
     ) -> None:
         self.module, self.optimizer = unwrapped(model), optimizer
         self.consistent_ddp = consistent_ddp(model)
-        self._states = states
-        self.epochs = Epochs(loader, states, rank=rank, world_size=world_size, random=random)
+        self.counters = Counters(loader)
+        self.epochs = Epochs(loader, states, rank, world_size, random=random)
         self.buckets = GradientBuckets([model, *states.values()])
         self._optimizer_part = OptimizerPart(optimizer, self.module)
         self.parts: dict[str, Part] = {
+            "counters": self.counters,
             "model": ModelPart(self.module),
             "optimizer": self._optimizer_part,
         }
         if isinstance(loader, ShardedStream):
             self.parts["loader"] = StreamPart(loader)
         elif isinstance(loader, ElasticLoader):
-            self.parts["loader"] = Part(loader)
+            self.parts["loader"] = SamplerPart(loader)
         elif loader is not None:
             self.parts["loader"] = ThirdPartyLoader(loader, rank, world_size, required=True)
-        attached: dict[str, Part] = {}
-        for name, each in states.items():
-            if isinstance(each, DataLoader):
-                attached[name] = ThirdPartyLoader(each, rank, world_size, required=False)
-            else:
-                attached[name] = AttachedState(each)
-        if attached:
-            self.parts["states"] = NamedParts(attached)
+        self._attached: dict[str, Part] = {
+            name: ThirdPartyLoader(each, rank, world_size, required=False)
+            if isinstance(each, DataLoader)
+            else AttachedState(each)
+            for name, each in states.items()
+        }
+        if states:
+            self.parts["states"] = NamedParts(self._attached)
         self.parts["epochs"], self.parts["buckets"] = self.epochs, self.buckets
         if self.consistent_ddp is not None:
             self.parts["parts"] = ConsistentParts(self.consistent_ddp)
         if random:
             self.parts["random"] = RandomPart(rank)
 
-    def stepped(self, steps: int) -> None:
-        """A step was made: the job has made `steps`."""
-        self.epochs.stepped(steps)
+    def stepped(self, samples: int | None) -> None:
+        """A step was made; `samples` as for `Job.step`."""
+        self.epochs.stepped(self.counters.steps + 1)
         self.buckets.note()
+        self.counters.steps += 1
+        self.counters.add_samples(samples)
 
     def state_dict(self) -> dict[str, Any]:
         """The state to save: the tensors themselves, not copies."""
@@ -111,13 +116,14 @@ class TrainingState:
             return target, (*_OPTIONAL, "optimizer.state.")
         return target, _OPTIONAL
 
-    def load_state_dict(self, state: Mapping[str, Any], steps: int) -> None:
-        """Loads the target, filled from a checkpoint that was made after `steps` steps.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads the target, filled from a checkpoint, or a live state.
 
         Raises:
             CheckpointMismatch: if a part does not fit the job.
             CheckpointError: naming the object of `states` that could not be loaded.
         """
+        steps = steps_of(state["counters"])
         for name, part in self.parts.items():
             part.load(state.get(name, {}), steps)
 
@@ -127,11 +133,9 @@ class TrainingState:
         Raises:
             ValueError: naming the object and the value that would not.
         """
-        for name, source in self._states.items():
-            if isinstance(source, DataLoader):
-                continue
+        for name, part in self._attached.items():
             try:
-                encode(AttachedState(source).shared())
+                encode(part.shared())
             except Unsavable as e:
                 raise ValueError(f"{f'states.{name}{e.where}'!r} cannot be saved: {e}") from None
 
@@ -140,13 +144,13 @@ class TrainingState:
         state = self.state_dict()
         replaced = self._optimizer_part.replaces_moments
         not_copied = state["optimizer"]["state"] if replaced else None
-        return Backup(state, self.epochs.steps, not_copied)
+        return Backup(state, not_copied)
 
     def roll_back(self, backup: Backup) -> None:
         """Undoes a load, however far it got."""
         state = backup.roll_back()
         for name, part in self.parts.items():
-            part.roll_back(name, state.get(name, {}), backup.steps)
+            part.roll_back(name, state.get(name, {}), state["counters"]["steps"])
 
 
 class ModelPart(Part):
@@ -157,9 +161,6 @@ class ModelPart(Part):
 
     def load(self, state: Any, steps: int) -> None:
         load_plain(self._source, state)
-
-    def shared(self) -> Any:
-        return None
 
 
 class OptimizerPart(Part):
@@ -183,9 +184,6 @@ class OptimizerPart(Part):
             self._match_strides()
         else:
             self._source.state.clear()
-
-    def shared(self) -> Any:
-        return None
 
     def create_sharded_moments(self) -> None:
         """Creates the moments, since a DTensor can only be loaded into an existing one. torch does
@@ -227,8 +225,7 @@ class Backup:
     `not_copied`, a part to which a load does not write.
     """
 
-    def __init__(self, state: Any, steps: int, not_copied: Any) -> None:
-        self.steps = steps
+    def __init__(self, state: Any, not_copied: Any) -> None:
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def copied(value: Any) -> Any:
@@ -236,10 +233,8 @@ class Backup:
                 return value
             if not isinstance(value, torch.Tensor):
                 return copy.deepcopy(value)
-            detached = value.detach()
-            local = detached.to_local() if isinstance(detached, DTensor) else detached
-            local = _each_once(local)
-            self._tensors.append((local, local.to("cpu", copy=True)))
+            tensor = _each_once(local(value))
+            self._tensors.append((tensor, tensor.to("cpu", copy=True)))
             return value
 
         self._state = tree_map(copied, state, is_leaf=lambda value: value is not_copied)

@@ -65,7 +65,6 @@ class Recorder:
         kept: where the rank's own state survives a kill.
         restored: the state that was restored.
         branch: the branch of the steps that follow.
-        counters: the counters of the job in the restored state.
 
     Attributes:
         point: the present one.
@@ -81,7 +80,6 @@ class Recorder:
         kept: KeptState,
         restored: Record,
         branch: str,
-        counters: dict[str, Any],
     ) -> None:
         entries = plain_state_dict(training.module, keep_vars=True)
         self._training: TrainingState | None = training
@@ -104,7 +102,7 @@ class Recorder:
         self._slots.write(restored, payload)
         kept.keep(self._slots.memory)
         marks = self._writes.marks_with_digests()
-        shared = self._shared_state(training, counters)
+        shared = self._shared_state(training)
         self.point = Point(restored, False, 0, shared, own, marks)
         self._removables = [register_optimizer_step_pre_hook(self._before_step)]
         if not any(part.is_of_rank for part in training.parts.values()):
@@ -120,16 +118,17 @@ class Recorder:
             )
         return self._frozen
 
-    def completed(self, step: int, counters: dict[str, Any]) -> None:
-        """Notes that `step` is complete, with all that belongs to it."""
+    def completed(self) -> None:
+        """Notes that a step is complete, with all that belongs to it."""
         assert self._training is not None
         assert self._writes is not None
+        step = self._training.counters.steps
         own = self._own_state(self._training)
         early, self._early = self._early, None
         settled = early is not None and early == (step, own)
         record = Record(self._branch, step, True, self._rank, self._world_size)
         self._write(record, own)
-        shared = self._shared_state(self._training, counters)
+        shared = self._shared_state(self._training)
         self.point = Point(record, settled, self._passes, shared, own, self._writes.marks())
         self._passes = 0
         # Without an optimizer's step, gradients that are there are still needed.
@@ -177,14 +176,14 @@ class Recorder:
         noted = {name: value for name, value in own.items() if value is not None}
         return {"buffers": self._buffers.note(), "parts": noted}
 
-    def _shared_state(self, training: TrainingState, counters: dict[str, Any]) -> Snapshot:
+    def _shared_state(self, training: TrainingState) -> Snapshot:
         groups = [
             {key: value for key, value in group.items() if key != "params"}
             for group in training.optimizer.param_groups
         ]
         shared = {name: part.shared() for name, part in training.parts.items()}
         noted = {name: value for name, value in shared.items() if value is not None}
-        return Snapshot({"counters": counters, "groups": groups, "parts": noted})
+        return Snapshot({"groups": groups, "parts": noted})
 
     def _build(self, training: TrainingState) -> Frozen:
         shared = self.point.shared.read()
@@ -197,7 +196,6 @@ class Recorder:
         state = {
             "model": model | self._buffers.initial,
             "optimizer": {**optimizer, "param_groups": groups},
-            "counters": shared["counters"],
             **shared["parts"],
         }
         point = self.point
