@@ -62,9 +62,10 @@ class LoaderPosition:
         """Stands in for the loader: yields what is left of the present epoch, in the same order,
         and its workers draw the same random numbers.
         """
-        return _Resumed(loader, self._batches)
+        return _Resumed(loader, self)
 
-    def _batches(self, loader: DataLoader[Any]) -> Iterator[Any]:
+    def batches(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """What is left of the present epoch."""
         epoch = self._present_epoch()
         if self._pass is None or self._epoch != epoch:
             self._pass, self._epoch = Pass(length_of(loader), False), epoch
@@ -79,13 +80,11 @@ class LoaderPosition:
 class _Resumed:
     """Has all attributes of the loader."""
 
-    def __init__(
-        self, loader: DataLoader[Any], batches: Callable[[DataLoader[Any]], Iterator[Any]]
-    ) -> None:
-        self._loader, self._batches = loader, batches
+    def __init__(self, loader: DataLoader[Any], position: LoaderPosition) -> None:
+        self._loader, self._position = loader, position
 
     def __iter__(self) -> Iterator[Any]:
-        return self._batches(self._loader)
+        return self._position.batches(self._loader)
 
     def __len__(self) -> int:
         return len(self._loader)

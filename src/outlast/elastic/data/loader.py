@@ -239,8 +239,9 @@ class ElasticLoader:
         """Continues from a saved position; see `ElasticSampler.load_state_dict`. Logs a warning on
         rank 0 if it was saved with another global batch size.
         """
-        self.sampler.load_state_dict(state)
         sampler = self.sampler
+        sampler.load_state_dict(state)
+        self._go_to(sampler.epoch, sampler.position)
         warn_if_changed(
             sampler.global_batch_size,
             int(state.get("global_batch_size", sampler.global_batch_size)),
@@ -248,5 +249,3 @@ class ElasticLoader:
             place=f"sample {sampler.position} of {sampler.epoch_length} of epoch {sampler.epoch}, "
             f"with {len(sampler)} steps left in it",
         )
-        self._handed_out = 0
-        self._iteration += 1  # an iteration in progress has fetched from another position

@@ -122,11 +122,11 @@ class ElasticSampler:
             )
         order = Permutation(self.length, self.seed * 0x1_0000_0001 + self.epoch)
         end, batch = self.epoch_length, self.global_batch_size
-        lookahead = max(1, _LOOKAHEAD * replicas // batch)
-        for first in range(self.position, end, lookahead * batch):
-            begins = range(first, min(first + lookahead * batch, end), batch)
+        lookahead = max(1, _LOOKAHEAD * replicas // batch) * batch
+        for first in range(self.position, end, lookahead):
             plans = [
-                _Plan(self, begin, min(batch, end - begin), rank, replicas) for begin in begins
+                _Plan(self, begin, min(batch, end - begin), rank, replicas)
+                for begin in range(first, min(first + lookahead, end), batch)
             ]
             positions = torch.cat([plan.positions() for plan in plans])
             indices = (order(positions) if self.shuffle else positions).tolist()
