@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader
 
-import outlast
+from elastic.small_jobs import job
 from outlast.elastic.job.parts import ThirdPartyLoader
 from outlast.errors import CheckpointError
 from procs import Job
@@ -41,12 +40,6 @@ class Loader(Buffering, DataLoader[Any]):
 
 IN_AN_EPOCH = {"at": {"shard": 3}, "ahead": [5, torch.ones(2), (1, 2)], "inner": {"empty": []}}
 ELSEWHERE = {"at": None, "ahead": [1], "more": {"x": 1}}
-
-
-def job(path: Path, **options: Any) -> outlast.Job:
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return outlast.Job(path, model=model, optimizer=optimizer, every=None, **options)
 
 
 @pytest.mark.parametrize("given_as", ["loader", "states"])

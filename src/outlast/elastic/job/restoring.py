@@ -16,12 +16,12 @@ from outlast.async_checkpoint.observers import notify
 from outlast.coordination.agreement import Agreement
 from outlast.coordination.call_ledger import CallLedger
 from outlast.elastic.job.encoding import load_plain, load_state, unpacked
-from outlast.elastic.job.live.choice import Choice, Offer, choose, names, next_branch
+from outlast.elastic.job.live.choice import Choice, Offer, choose, next_branch
 from outlast.elastic.job.live.frozen import Frozen, Leaf, join, signature
 from outlast.elastic.job.live.own_state import Record, read
 from outlast.elastic.job.live.recorder import NotSupported, Recorder
 from outlast.elastic.job.live.transfer import Exchange, TransferFailed
-from outlast.elastic.job.same_on_all_ranks import first_rank
+from outlast.elastic.job.same_on_all_ranks import first_rank, names_of
 from outlast.elastic.job.training_state import TrainingState
 from outlast.elastic.wrapped_modules import plain_state_dict, with_old_names
 from outlast.errors import CheckpointError
@@ -190,7 +190,7 @@ class Restoring:
         )
         if self._rank == 0:
             received = sorted(choice.sources)
-            how = f"; {names(received)} received it from others" if received else ""
+            how = f"; {names_of(received)} received it from others" if received else ""
             notice(
                 log,
                 "continuing after step %d with the state of the surviving ranks%s (%s)",

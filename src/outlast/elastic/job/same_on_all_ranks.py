@@ -32,6 +32,12 @@ def first_rank(holds: bool, rank: int, group: Any) -> int | None:
     return None if first == _NO_RANK else first
 
 
+def names_of(ranks: Sequence[int]) -> str:
+    """The ranks, as a text."""
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{more}"
+
+
 def check_equal_models(module: nn.Module, ledger: CallLedger, group: Any) -> None:
     """Compares the tensors that several ranks hold under one name. Collective.
 
@@ -153,10 +159,10 @@ def difference(digests: Sequence[str], kinds: Sequence[Described | None]) -> str
         (n for n, pair in enumerate(zip(first, other, strict=False)) if pair[0] != pair[1]),
         min(len(first), len(other)),
     )
-    found = [
-        f"{_parameter(kind, number)} on {_ranks(digests, kinds.index(kind))}"
-        for kind in (first, other)
-    ]
+    found = []
+    for kind in (first, other):
+        alike = [r for r, each in enumerate(digests) if each == digests[kinds.index(kind)]]
+        found.append(f"{_parameter(kind, number)} on {names_of(alike)}")
     return (
         "the optimizer has different parameters on different ranks, but its state is saved by "
         f"their numbers: parameter {number} is {found[0]}, and {found[1]}. Save pipeline stages "
@@ -169,10 +175,3 @@ def _parameter(described: Described, number: int) -> str:
         return "missing"
     name, shape = described[number]
     return f"{name!r} of shape {tuple(shape)}"
-
-
-def _ranks(digests: Sequence[str], rank: int) -> str:
-    """All ranks with the parameters of `rank`."""
-    alike = [str(r) for r, digest in enumerate(digests) if digest == digests[rank]]
-    shown = ", ".join(alike[:8]) + (f" and {len(alike) - 8} more" if len(alike) > 8 else "")
-    return f"rank{'s' * (len(alike) > 1)} {shown}"

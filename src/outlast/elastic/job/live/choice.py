@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from outlast.elastic.job.live.frozen import Held
 from outlast.elastic.job.live.own_state import Record
+from outlast.elastic.job.same_on_all_ranks import names_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,14 +80,7 @@ def choose(offers: Sequence[Offer], branch: str) -> Choice | str:
     for rank, offer in enumerate(offers):
         if offer.held is None:
             by_reason.setdefault(offer.why or "a new process", []).append(rank)
-    return "; ".join([*missing, *(f"{names(ranks)}: {why}" for why, ranks in by_reason.items())])
-
-
-def names(ranks: Sequence[int]) -> str:
-    """The ranks, as a text."""
-    if len(ranks) > 8:
-        return f"{len(ranks)} ranks"
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return "; ".join([*missing, *(f"{names_of(ranks)}: {why}" for why, ranks in by_reason.items())])
 
 
 def _complete(offers: Sequence[Offer], step: int, made_on: str, branch: str) -> Choice | str:
