@@ -230,21 +230,17 @@ class Restoring:
     def _own_state(self, choice: Choice, exchange: Exchange) -> tuple[bytes | None, bool]:
         """This rank's own state, and whether this process or its predecessor has noted it."""
         records = self._records()
-        moves = [
-            (each[0], rank, each[1])
-            for rank, each in enumerate(choice.own)
-            if each is not None and each[0] != rank
-        ]
-        if moves:
-            mine = [len(records[record]) for holder, _, record in moves if holder == self._rank]
-            sizes = self._ranks.exchange(mine)
-            sized = [(holder, rank, sizes[holder].pop(0)) for holder, rank, _ in moves]
-            sent = {r: records[record] for holder, r, record in moves if holder == self._rank}
-            moved = exchange.move(sized, sent)
-            if moved is not None:
-                return moved, False
-        chosen = choice.own[self._rank]
-        return (None, False) if chosen is None else (records[chosen[1]], True)
+        moved = exchange.move(
+            [
+                (holder, rank, records[record] if holder == self._rank else None)
+                for rank, (holder, record) in enumerate(choice.own)
+                if record is not None and holder != rank
+            ]
+        )
+        if moved is not None:
+            return moved, False
+        _, mine = choice.own[self._rank]
+        return (None, False) if mine is None else (records[mine], True)
 
     def _load_checkpoint(self, step: int | None) -> int | None:
         backup = self._training.backup()

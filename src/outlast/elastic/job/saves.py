@@ -55,7 +55,6 @@ class Saves:
         return self._training.counters.steps, self._training.epochs.progress
 
     def restored(self) -> None:
-        """The present state was restored."""
         self._handle, self._saved, self._restored = None, None, self._progress
 
     def save(self, metric: float | None = None) -> SaveHandle:

@@ -43,7 +43,7 @@ class Choice:
     Attributes:
         step, branch: identify it.
         sources: by each rank that receives the tensors, the ranks that have them.
-        own: for each rank, the rank whose process has its own state, and of which rank it is, or
+        own: for each rank, the rank whose process has its own state, and which state that is;
             `None` if it goes without.
         next_branch: that of the steps that follow.
     """
@@ -51,7 +51,7 @@ class Choice:
     step: int
     branch: str
     sources: dict[int, list[int]]
-    own: list[tuple[int, Record] | None]
+    own: list[tuple[int, Record | None]]
     next_branch: str
 
 
@@ -107,15 +107,15 @@ def _complete(offers: Sequence[Offer], step: int, made_on: str, branch: str) -> 
         for record in offer.records
         if (record.step, record.branch) == (step, made_on)
     ]
-    own: list[tuple[int, Record] | None] = []
+    own: list[tuple[int, Record | None]] = []
     sizes = {found.record.world_size for found in held.values()}
     if sizes != {size}:
         if not all(offer.resizable for offer in offers):
             return f"a state that fits {size} ranks instead of {min(sizes)}"
         # Each process keeps its own state, if it has one.
         for rank in range(size):
-            final = [each for each in records if each[0] == rank and each[1].final]
-            own.append(final[0] if final else None)
+            final = [record for holder, record in records if holder == rank and record.final]
+            own.append((rank, final[0] if final else None))
         return Choice(step, made_on, sources, own, branch)
     # What a rank has noted during the step holds only if nothing has changed until its end, and if
     # it was noted in the last backward pass of the step.
