@@ -1,7 +1,7 @@
 """A pass over a loader in one epoch: how much of it is done, and how it continues at any batch.
 
 A loader draws the order of its batches from random generators when an iteration begins: from a
-generator of its own, or from the global one. Their states at that moment are noted (`Beginning`).
+generator of its own, or from the global one. Their states at that moment are noted.
 To continue, the order is drawn again from the noted states, and the first batches are dropped:
 their indices, where torch's `DataLoader` has a sampler, so that no sample is loaded for nothing.
 Other data, such as an `IterableDataset`, are read again up to there.
@@ -50,6 +50,8 @@ class Pass:
         is_over: whether the loop has come to its end, or has left it.
         taken: how many batches it has yielded.
         is_open: whether the loop is in it.
+        worker_seed: a number of this pass, for the seeds of a loader's workers; `None` if torch
+            seeds them.
     """
 
     length: int
@@ -59,9 +61,14 @@ class Pass:
     is_exhausted: bool = False
     taken: int = 0
     is_open: bool = False
+    worker_seed: int | None = None
     _has_ended: bool = False
     _noted: Noted | None = None
-    _beginning: Beginning | None = None
+    # Of the present iteration: how many batches to drop (`None`: all), whether to yield nothing
+    # after that, and the states that the global generators have then.
+    _dropped: int | None = 0
+    _ends: bool = False
+    _present: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def restored(cls, saved: Any, noted: Noted | None = None) -> Pass:
@@ -82,7 +89,7 @@ class Pass:
         """The random generators of this rank when it began, if the order may depend on them."""
         if self.is_over and not self.done:
             return None
-        return self._noted if self._beginning is None else self._beginning.noted
+        return self._noted
 
     @property
     def is_complete(self) -> bool:
@@ -99,11 +106,15 @@ class Pass:
         self, loader: Iterable[Any], present: generators.Generators | None, worker_seed: int | None
     ) -> Iterator[Any]:
         """The batches that are left. `present` are the states of the global generators with which a
-        pass continues; those that they have by default. `worker_seed` as for `Beginning`.
+        pass continues; those that they have by default.
+
+        Raises:
+            ValueError: if the loader's persistent workers were started by another iteration.
         """
+        self.worker_seed = worker_seed
         self.is_open, is_over = True, self.is_over
         try:
-            for batch in self._left_of(loader, present, worker_seed):
+            for batch in self._left_of(loader, present):
                 if is_over:
                     break
                 self.taken += 1
@@ -117,24 +128,86 @@ class Pass:
             self.is_open, self.is_over, self._has_ended = False, True, True
 
     def _left_of(
-        self,
-        loader: Iterable[Any],
-        present: generators.Generators | None,
-        worker_seed: int | None,
+        self, loader: Iterable[Any], present: generators.Generators | None
     ) -> Iterator[Any]:
         if not self.done:
             if self.has_position:
                 return iter(loader)
-            self._beginning = Beginning(worker_seed=worker_seed)
-            return _resumed(loader, self._beginning)
+            self._noted, self._dropped, self._ends, self._present = None, 0, False, {}
+            return self._resumed(loader)
         present = generators.capture() if present is None else present
         if self.has_position or self._noted is None:  # without: by another number of ranks
             found = iter(loader if self.has_position else ())
             _set(present)
             return found
-        dropped = None if self.is_complete else self.done
-        self._beginning = Beginning(dropped, self.is_over, self._noted, present, worker_seed)
-        return _resumed(loader, self._beginning)
+        self._dropped, self._ends = None if self.is_complete else self.done, self.is_over
+        self._present = present
+        return self._resumed(loader)
+
+    def _resumed(self, loader: Iterable[Any]) -> Iterator[Any]:
+        found = [getattr(each, "generator", None) for each in samplers_of(loader)]
+        own = list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+            if self._dropped:
+                kind = type(loader).__name__
+                log.info("reading the first %d batches of a %s again", self._dropped, kind)
+            yield from self._begin([] if self._ends else loader, own)
+            return
+        name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
+        given = getattr(loader, name)
+        sampler = _samplers.setdefault(loader, _Sampler(given))
+        seeds = None
+        if self.worker_seed is not None and generators.has_worker_processes(vars(loader)):
+            seeds = "torch" if loader.generator is None else f"{_OWN}0"  # as torch
+        sampler.prepare(self, own, seeds)
+        if self._ends and not loader.persistent_workers:
+            yield from sampler
+            return
+        # The iterator of a `DataLoader` takes its sampler when it is made; some subclasses make it
+        # when the first batch is asked for. torch's own check forbids to replace a sampler.
+        object.__setattr__(loader, name, sampler)
+        try:
+            batches = iter(loader)
+            first = next(batches, _END)
+        finally:
+            object.__setattr__(loader, name, given)
+        if not sampler.has_begun:
+            raise ValueError(
+                "the persistent workers of this DataLoader were started outside of job.batches(), "
+                "so the order of its batches cannot be noted: iterate it with job.batches() only"
+            )
+        if first is not _END:
+            yield first
+            yield from batches
+
+    def _begin(self, source: Iterable[Any], own: Sequence[torch.Generator]) -> Iterator[Any]:
+        """The rest of an iteration of `source`, which may draw from the generators `own`."""
+        if self._noted is None:
+            self._noted = _note(own)
+            return iter(source)
+        _set(self._noted, own)
+        iterator = iter(source)
+        for _ in islice(iterator, self._dropped):
+            pass
+        _set(self._present)
+        return iter(()) if self._ends else iterator
+
+    def numbered(
+        self, source: Iterable[Any], own: Sequence[torch.Generator], seeds: str | None
+    ) -> Iterator[Any]:
+        """As `_begin`, for the sampler of a loader: with the seeds of its workers, which follow
+        from the noted state of the generator `seeds`, if they get any.
+        """
+        dropped, found = self._dropped or 0, self._begin(source, own)
+        if seeds is None:
+            yield from found
+            return
+        assert self._noted is not None
+        assert self.worker_seed is not None
+        _, state = self._noted[seeds]
+        first = generators.mix64(xxhash.xxh3_64_intdigest(state) + self.worker_seed)
+        for number, indices in enumerate(found, dropped):
+            yield generators.Seeded(indices, generators.mix64(first + number))
 
 
 def length_of(loader: Any) -> int:
@@ -160,112 +233,23 @@ def samplers_of(loader: Any) -> list[Any]:
     return list({id(each): each for each in found if each is not None}.values())
 
 
-@dataclasses.dataclass
-class Beginning:
-    """The beginning of one iteration.
-
-    Attributes:
-        dropped: how many batches to drop; `None` for all.
-        ends: whether to yield nothing after that.
-        noted: the states of the generators at the beginning; `None` until it begins.
-        present: the states that the global generators have after a beginning that is repeated.
-        worker_seed: a number of this iteration, for the seeds of a loader's workers; `None` if
-            torch seeds them.
-    """
-
-    dropped: int | None = 0
-    ends: bool = False
-    noted: Noted | None = None
-    present: generators.Generators = dataclasses.field(default_factory=dict)
-    worker_seed: int | None = None
-
-    def of(self, source: Iterable[Any], own: Sequence[torch.Generator]) -> Iterator[Any]:
-        """The rest of an iteration of `source`, which may draw from the generators `own`."""
-        if self.noted is None:
-            self.noted = _note(own)
-            return iter(source)
-        _set(self.noted, own)
-        iterator = iter(source)
-        for _ in islice(iterator, self.dropped):
-            pass
-        _set(self.present)
-        return iter(()) if self.ends else iterator
-
-
-def _resumed(loader: Iterable[Any], beginning: Beginning) -> Iterator[Any]:
-    """The batches that are left of an iteration of `loader` with this beginning.
-
-    Raises:
-        ValueError: if the loader's persistent workers were started by another iteration.
-    """
-    found = [getattr(each, "generator", None) for each in samplers_of(loader)]
-    own = list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        if beginning.dropped:
-            kind = type(loader).__name__
-            log.info("reading the first %d batches of a %s again", beginning.dropped, kind)
-        yield from beginning.of([] if beginning.ends else loader, own)
-        return
-    name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
-    given = getattr(loader, name)
-    sampler = _samplers.setdefault(loader, _Sampler(given))
-    sampler.seeds = None
-    if beginning.worker_seed is not None and generators.has_worker_processes(vars(loader)):
-        sampler.seeds = "torch" if loader.generator is None else f"{_OWN}0"  # as torch
-    sampler.beginning, sampler.own, sampler.has_begun = beginning, own, False
-    if beginning.ends and not loader.persistent_workers:
-        yield from sampler
-        return
-    # The iterator of a `DataLoader` takes its sampler when it is made; some subclasses make it when
-    # the first batch is asked for. torch's own check forbids to replace a sampler.
-    object.__setattr__(loader, name, sampler)
-    try:
-        batches = iter(loader)
-        first = next(batches, _END)
-    finally:
-        object.__setattr__(loader, name, given)
-    if not sampler.has_begun:
-        raise ValueError(
-            "the persistent workers of this DataLoader were started outside of job.batches(), so "
-            "the order of its batches cannot be noted: iterate it with job.batches() only"
-        )
-    if first is not _END:
-        yield first
-        yield from batches
-
-
 class _Sampler:
     """Stands in for a loader's sampler. Persistent workers keep the sampler that they were started
     with, so there is one for each loader.
-
-    Attributes:
-        beginning: that of the next iteration.
-        own: the generators that the loader was given.
-        seeds: the generator from whose state the seeds of the workers follow, if they get any.
-        has_begun: whether the iteration has begun.
     """
 
-    beginning: Beginning
-    own: Sequence[torch.Generator] = ()
-    seeds: str | None = None
     has_begun = False
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
 
+    def prepare(self, next_pass: Pass, own: Sequence[torch.Generator], seeds: str | None) -> None:
+        """Sets what the next iteration is; the other arguments are those of `Pass.numbered`."""
+        self._pass, self._own, self._seeds, self.has_begun = next_pass, own, seeds, False
+
     def __iter__(self) -> Iterator[Any]:
-        beginning, seeds = self.beginning, self.seeds
         self.has_begun = True
-        found = beginning.of(self._sampler, self.own)
-        if seeds is None:
-            yield from found
-            return
-        assert beginning.noted is not None
-        assert beginning.worker_seed is not None
-        _, state = beginning.noted[seeds]
-        first = generators.mix64(xxhash.xxh3_64_intdigest(state) + beginning.worker_seed)
-        for number, indices in enumerate(found, beginning.dropped or 0):
-            yield generators.Seeded(indices, generators.mix64(first + number))
+        yield from self._pass.numbered(self._sampler, self._own, self._seeds)
 
     def __len__(self) -> int:
         return len(self._sampler)
