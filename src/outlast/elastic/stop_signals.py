@@ -58,6 +58,9 @@ class StopSignals:
         signals: the signals on which to save and exit. A second SIGINT has its usual effect.
         grace: how long the last save may take.
         exit_code: the exit code of a training that was told to stop.
+
+    Attributes:
+        grace_s: how long the last save may take, in seconds.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class StopSignals:
         grace: Duration = datetime.timedelta(seconds=30),
         exit_code: int = PREEMPTED,
     ) -> None:
-        self._grace = as_timedelta("grace", grace, allow_zero=True)
+        self.grace_s = as_timedelta("grace", grace, allow_zero=True).total_seconds()
         self._checkpointer, self._exit_code = checkpointer, exit_code
         self._call, self._ledger = running_call(), connect_ledger("stop", group)
         self._agreement: StopAgreement | None = None
@@ -77,11 +80,6 @@ class StopSignals:
         self._request = _present_request(self._call)
         self._request.user = self._user = object()
         self._request.install(tuple(signals), exit_code)
-
-    @property
-    def grace_s(self) -> float:
-        """How long the last save may take, in seconds."""
-        return self._grace.total_seconds()
 
     def request(self, reason: str) -> None:
         """Requests a stop. Safe to call from any thread."""
@@ -132,7 +130,7 @@ class StopSignals:
             self._call.saving_for_stop(self.grace_s)
         with long_phase(2 * self.grace_s or None):
             save()
-            self._checkpointer.wait(self._grace)
+            self._checkpointer.wait(self.grace_s)
         furthest, done = self._request.furthest, f"step {step} is saved"
         if furthest > step:
             done += f"; the steps up to {furthest}, done before a fault, are lost"
@@ -172,7 +170,6 @@ class StopRequest:
         self._thread.start()
 
     def install(self, numbers: Iterable[int], exit_code: int) -> None:
-        """Installs handlers for these signals, if this is the main thread."""
         self._exit_code = exit_code
         if threading.current_thread() is not threading.main_thread():
             log.info("signals are ignored: only the main thread can install handlers")
@@ -204,14 +201,13 @@ class StopRequest:
         agreement.close()
 
     def uninstall(self) -> None:
-        """Restores the previous handlers, except where other code has since installed its own."""
+        # Not where other code has since installed its own handler.
         for number, previous in self._previous.items():
             if signal.getsignal(number) == self._handle:
                 _set_handler(number, previous)
         self._previous = {}
 
     def close(self) -> None:
-        """Restores the handlers and ends the thread."""
         self.uninstall()
         self._requests.put(None)
         self._thread.join()

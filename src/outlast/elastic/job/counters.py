@@ -55,7 +55,7 @@ class Counters(Part):
         return self._samples
 
     def add_samples(self, samples: int | None) -> None:
-        """Adds the samples of one step; `None` if the caller did not say how many."""
+        """Adds those of one step; `None` if the caller did not say how many."""
         counted: int | None = self._loader.done() if hasattr(self._loader, "done") else None
         if hasattr(self._loader, "trained"):
             before, self._before = self._before, int(self._loader.trained)
