@@ -33,6 +33,7 @@ def first_rank(holds: bool, rank: int, group: Any) -> int | None:
 
 
 def names_of(ranks: Sequence[int]) -> str:
+    """The ranks, as a text."""
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{more}"
 
