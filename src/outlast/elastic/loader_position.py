@@ -65,7 +65,6 @@ class LoaderPosition:
         return _Resumed(loader, self)
 
     def batches(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """What is left of the present epoch."""
         epoch = self._present_epoch()
         if self._pass is None or self._epoch != epoch:
             self._pass, self._epoch = Pass(length_of(loader), False), epoch

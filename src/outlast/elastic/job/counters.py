@@ -86,10 +86,8 @@ class Counters(Part):
 
 
 def steps_of(state: Any) -> int:
-    """The number of steps in saved counters, which other programs may have written.
-
-    Raises:
-        CheckpointMismatch: naming the first counter that is missing or no number.
+    """The number of steps in saved counters, which other programs may have written: an error names
+    the first counter that is missing or no number.
     """
     for name in ("steps", "samples", "seconds"):
         value = state.get(name)
@@ -116,7 +114,6 @@ class StepEvents:
         self._written = -1  # that no step was completed since is worth an event too
 
     def completed(self, step: int) -> None:
-        """Notes that `step` is completed; writes an event every ten seconds."""
         self._last = step
         if self._emitter.clock.now() >= self._due:
             self.write()

@@ -50,10 +50,8 @@ def load_shapes(header: bytes) -> Shapes:
 
 
 def load_state(header: bytes, known: Sequence[type]) -> Any:
-    """The state of a header, which may contain objects of the classes `known`.
-
-    Raises:
-        ValueError: if it contains others that torch does not read with `weights_only=True`.
+    """The state of a header; a `ValueError` if it contains objects of other classes than `known`
+    and those that torch reads with `weights_only=True`.
     """
     (size,) = _SIZE.unpack_from(header)
     with safe_globals(list(known)):
@@ -64,10 +62,8 @@ def load_state(header: bytes, known: Sequence[type]) -> Any:
 
 
 def load_plain(pickled: bytes) -> Any:
-    """A pickled value that consists of numbers, texts, bytes, lists, tuples and dicts.
-
-    Raises:
-        ValueError: if it contains anything else.
+    """A pickled value; a `ValueError` unless it consists of numbers, texts, bytes, lists, tuples
+    and dicts.
     """
     try:
         return _Plain(io.BytesIO(pickled)).load()
@@ -123,10 +119,8 @@ def pack(state: Any) -> Any:
 
 
 def unpack(loaded: Any) -> Any:
-    """The state as it was saved; `None` if the checkpoint does not contain it.
-
-    Raises:
-        CheckpointMismatch: if a saved tensor has no counterpart in the target.
+    """The state as it was saved; `None` if the checkpoint does not contain it. A saved tensor
+    without a counterpart in the target is an error.
     """
     if not isinstance(loaded, Mapping):
         return loaded

@@ -57,7 +57,6 @@ class Epochs(Part):
 
     @property
     def number(self) -> int:
-        """The present epoch, from 0."""
         if self._number is None:
             return 0 if self._own is None else self._own.epoch
         return self._number
@@ -129,7 +128,6 @@ class Epochs(Part):
             self._own.begin_epoch(number)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The batches of `loader` that are left of the present epoch."""
         if self._loop is None:
             raise ValueError(
                 "job.batches() yields what is left of an epoch: call it in a loop over job.epochs()"
@@ -179,7 +177,6 @@ class Epochs(Part):
             self._inner -= 1
 
     def stepped(self, steps: int) -> None:
-        """A step was made: the job has made `steps`."""
         if self._inner:
             raise ValueError(
                 "job.step() in a loop over job.batches() within another one: only the batches of "
@@ -228,18 +225,14 @@ class Epochs(Part):
         return {_SHARED: (self._number, first_step, self._world_size, passes, at_end, self._left)}
 
     def own(self) -> tuple[Any, ...] | None:
-        """The order of the passes."""
         return tuple(each.noted for each in self._passes) or None
 
     def live(self, shared: Any, own: Any, trusted: bool) -> dict[str, Any]:
         return shared if own is None else {**shared, str(self._rank): own}
 
     def load(self, state: Mapping[str, Any], steps: int) -> None:
-        """Continues from a saved state. Call it after the loader was loaded.
-
-        Raises:
-            CheckpointMismatch: if it was saved at another world size within a pass of which only
-                the batches of each rank are known. Nothing has changed then.
+        """Continues from a saved state, once the loader was loaded. A state from another world
+        size, within a pass of which only the batches of each rank are known, is an error.
         """
         passes: list[Pass] = []
         number = first_step = None

@@ -44,7 +44,6 @@ class GradientBuckets(Part):
         self._apply_from(number)
 
     def save(self) -> dict[str, tuple[bytes, ...]]:
-        """The orders that are known: empty if there are none."""
         return {_ORDERS: tuple(self._orders)} if any(self._orders) else {}
 
     def shared(self) -> Any:
@@ -54,7 +53,6 @@ class GradientBuckets(Part):
         return {}  # filled with the saved ones
 
     def load(self, state: Mapping[str, Any], steps: int) -> None:
-        """Takes over saved orders, which `apply` applies."""
         self._orders = list(state.get(_ORDERS, ()))
 
     def apply(self) -> None:

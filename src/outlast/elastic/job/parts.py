@@ -133,13 +133,8 @@ class ThirdPartyLoader(Part):
         return {}  # filled with the states of all ranks
 
     def load(self, state: Mapping[str, Any], steps: int) -> None:
-        """Loads this rank's state from those of all ranks. Before the first step, no position in
-        the data can be lost.
-
-        Raises:
-            ValueError: if a required state is missing.
-            CheckpointMismatch: if it was saved at another world size, and the loader is not
-                resizable.
+        """Loads this rank's state from those of all ranks; at another world size, an error unless
+        the loader is resizable. Before the first step, no position in the data can be lost.
         """
         if not state and not self._required:
             return
@@ -306,11 +301,7 @@ class NamedParts(Part):
         return {name: part.target(saved[name]) for name, part in self._parts.items()}
 
     def load(self, state: Any, steps: int) -> None:
-        """Loads all states.
-
-        Raises:
-            CheckpointError: naming the one that could not be loaded.
-        """
+        """Loads all states; an error names the one that could not be loaded."""
         for name, part in self._parts.items():
             try:
                 part.load(state[name], steps)

@@ -93,7 +93,6 @@ class Pass:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all batches were yielded."""
         return self.is_exhausted or self.done == self.length
 
     @property
@@ -106,10 +105,8 @@ class Pass:
         self, loader: Iterable[Any], present: generators.Generators | None, worker_seed: int | None
     ) -> Iterator[Any]:
         """The batches that are left. `present` are the states of the global generators with which a
-        pass continues; those that they have by default.
-
-        Raises:
-            ValueError: if the loader's persistent workers were started by another iteration.
+        pass continues; those that they have by default. A `ValueError` if the loader's persistent
+        workers were started by another iteration.
         """
         self.worker_seed = worker_seed
         self.is_open, is_over = True, self.is_over

@@ -61,7 +61,6 @@ class Restoring:
 
     @property
     def from_survivors(self) -> bool:
-        """Whether the last restore was from the ranks that survived a fault."""
         return self._choice is not None
 
     def restore(self, step: int | None) -> int | None:
@@ -114,7 +113,6 @@ class Restoring:
         self._keep(self._recorder or missing)
 
     def completed(self) -> None:
-        """A step is complete: notes the state of the job."""
         if self._recorder is not None:
             self._recorder.completed()
 

@@ -74,10 +74,7 @@ def check_nothing_to_restore(
     checkpointer: Checkpointer, ledger: CallLedger, path: str, steps: int
 ) -> None:
     """Checks that a job after `steps` steps, which has restored nothing, continues what is in its
-    folder: there is no checkpoint of a later step. All ranks call this, and agree.
-
-    Raises:
-        ValueError: names the folder, the newest step, and what to call.
+    folder: a `ValueError` on all ranks if there is a checkpoint of a later step.
     """
     newest = max((info.step for info in checkpointer.checkpoints()), default=0)
     # One rank's answer holds for all: a save may already have begun when another rank looks.
@@ -110,11 +107,8 @@ class SameParameters:
         self._checked = ledger.world_size == 1
 
     def check(self) -> None:
-        """Compares the ranks' parameters at the first call. Call it on all ranks.
-
-        Raises:
-            ValueError: on all ranks, if they differ; names the ranks, and the first parameter that
-                differs. If the model is sharded by FSDP1.
+        """Compares the ranks' parameters at the first call, on all ranks. A `ValueError` names the
+        ranks and the first parameter that differs.
         """
         if self._checked:
             return

@@ -58,7 +58,6 @@ class Saves:
         self._handle, self._saved, self._restored = None, None, self._progress
 
     def save(self, metric: float | None = None) -> SaveHandle:
-        """Begins a save."""
         step = self._training.counters.steps
         if self._handle is not None and self._handle.step == step:
             self._checkpointer.wait()  # `Job.step` has just saved: this save replaces that one
@@ -172,11 +171,9 @@ class SaveSchedule:
         self._start_step, self._start_time = 0, time.monotonic()
 
     def start(self, steps: int) -> None:
-        """Starts to measure time, after `steps` steps."""
         self._next, self._start_step, self._start_time = None, steps, time.monotonic()
 
     def is_due(self, steps: int) -> bool:
-        """Whether to save after `steps` steps. Call it after every step, on all ranks."""
         if self._every is None:
             return False
         if isinstance(self._every, int):
@@ -203,12 +200,7 @@ class SaveSchedule:
 
 
 def check_interval(every: object) -> int | datetime.timedelta | None:
-    """Checks and converts the interval of a `SaveSchedule`.
-
-    Raises:
-        TypeError: if it is not a number of steps, a `datetime.timedelta` or `None`.
-        ValueError: if it is less than one step, or not a positive time.
-    """
+    """Checks and converts the interval of a `SaveSchedule`."""
     if every is None:
         return None
     if isinstance(every, datetime.timedelta):

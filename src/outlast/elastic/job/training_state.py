@@ -94,7 +94,6 @@ class TrainingState:
             self.parts["random"] = RandomPart(rank)
 
     def stepped(self, samples: int | None) -> None:
-        """A step was made; `samples` as for `Job.step`."""
         self.epochs.stepped(self.counters.steps + 1)
         self.buckets.note()
         self.counters.steps += 1
@@ -117,21 +116,14 @@ class TrainingState:
         return target, _OPTIONAL
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads the target, filled from a checkpoint, or a live state.
-
-        Raises:
-            CheckpointMismatch: if a part does not fit the job.
-            CheckpointError: naming the object of `states` that could not be loaded.
-        """
+        """Loads the target, filled from a checkpoint, or a live state."""
         steps = steps_of(state["counters"])
         for name, part in self.parts.items():
             part.load(state.get(name, {}), steps)
 
     def check_savable(self) -> None:
-        """Checks that the additional objects' states come back from a checkpoint as they are.
-
-        Raises:
-            ValueError: naming the object and the value that would not.
+        """Checks that the additional objects' states come back from a checkpoint as they are. A
+        `ValueError` names the object and the value that would not.
         """
         for name, part in self._attached.items():
             try:
@@ -140,14 +132,13 @@ class TrainingState:
                 raise ValueError(f"{f'states.{name}{e.where}'!r} cannot be saved: {e}") from None
 
     def backup(self) -> Backup:
-        """A copy of everything that loading may change, for `roll_back`."""
+        """A copy of everything that a load may change."""
         state = self.state_dict()
         replaced = self._optimizer_part.replaces_moments
         not_copied = state["optimizer"]["state"] if replaced else None
         return Backup(state, not_copied)
 
     def roll_back(self, backup: Backup) -> None:
-        """Undoes a load, however far it got."""
         state = backup.roll_back()
         for name, part in self.parts.items():
             part.roll_back(name, state.get(name, {}), state["counters"]["steps"])
@@ -257,11 +248,7 @@ def _each_once(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_stateful(loader: Any, states: Mapping[str, Any]) -> None:
-    """Checks that each object has the methods that saving and loading it need.
-
-    Raises:
-        ValueError: naming the first object that lacks one, and the methods.
-    """
+    """Checks that each object has the methods that saving and loading it need."""
     for name, each in {"loader": loader, **states}.items():
         lacks = [m for m in ("state_dict", "load_state_dict") if not hasattr(each, m)]
         if each is not None and lacks:

@@ -82,10 +82,7 @@ class Frozen:
 
 def join(skeleton: Any, leaves: Sequence[torch.Tensor], target: Any) -> Any:
     """The nested state of which a `Frozen` has made `skeleton`. The local part of a DTensor is
-    copied into the DTensor that `target` has in its place.
-
-    Raises:
-        ValueError: if there is none of that shape.
+    copied into the DTensor that `target` has in its place: a `ValueError` if it has another shape.
     """
     present = dict(tree_flatten_with_path(target)[0])
 

@@ -119,7 +119,6 @@ class Recorder:
         return self._frozen
 
     def completed(self) -> None:
-        """Notes that a step is complete, with all that belongs to it."""
         assert self._training is not None
         assert self._writes is not None
         step = self._training.counters.steps
@@ -202,7 +201,6 @@ class Recorder:
         return Frozen(state, point.own, point.record, point.settled, point.passes, self._signature)
 
     def _written(self, training: TrainingState) -> bool:
-        """Whether a tensor of the point was written to since, or replaced."""
         present = dict(training.module.named_parameters(remove_duplicate=False))
         replaced = any(
             isinstance(entry, nn.Parameter)

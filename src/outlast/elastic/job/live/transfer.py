@@ -66,11 +66,8 @@ class Exchange:
         self, sources: Mapping[int, Sequence[int]], frozen: Frozen | None
     ) -> tuple[bytes, list[torch.Tensor]] | None:
         """Sends what this rank has, and receives what it lacks: the header and the tensors; `None`
-        if it lacks nothing. Called on all ranks with the same `sources`.
-
-        Raises:
-            TransferFailed: names the rank whose bytes arrived damaged. This rank has then taken
-                its part in the whole transfer.
+        if it lacks nothing. Called on all ranks with the same `sources`. A rank that has received
+        damaged bytes raises `TransferFailed` once it has taken its part in the whole transfer.
         """
         mine: tuple[bytes, list[torch.Tensor]] | None = None
         if frozen is not None:
@@ -167,7 +164,6 @@ class Exchange:
 
 
 def _own_parcels(shapes: Shapes, place: int, count: int) -> Iterator[list[Piece]]:
-    """The parcels that the sender at `place` among `count` sends."""
     return islice(_parcels(shapes), place, None, count)
 
 

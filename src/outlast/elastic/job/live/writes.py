@@ -81,7 +81,6 @@ class Writes:
         self._views: list[Any] = []
 
     def marks(self) -> Marks:
-        """The present marks."""
         tensors: Sequence[torch.Tensor] = self._sampled
         if self._sharded:
             tensors = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
@@ -102,7 +101,6 @@ class Writes:
         return dataclasses.replace(self.marks(), digests=self._digests())
 
     def since(self, marks: Marks) -> bool:
-        """Whether there was a write since these marks."""
         if dataclasses.replace(self.marks(), digests=marks.digests) == marks:
             return False
         return marks.digests is None or marks.digests != self._digests()
@@ -158,7 +156,6 @@ class Snapshot:
             self._pickled = content.getvalue()
 
     def read(self) -> Any:
-        """The value."""
         if not self._pickled:
             return self._copied
         return _Unpickler(io.BytesIO(self._pickled), self._tensors).load()
