@@ -12,7 +12,7 @@ from async_checkpoint.checkpoints import NET
 from outlast.async_checkpoint import Checkpointer
 from outlast.async_checkpoint.snapshot.device_copy import DeviceChunks
 from outlast.async_checkpoint.snapshot.snapshot import Snapshot
-from outlast.elastic.numerics.generators import capture, setter
+from outlast.elastic.random_generators import capture, setter
 
 pytestmark = [
     pytest.mark.gpu,

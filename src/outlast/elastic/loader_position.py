@@ -10,8 +10,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from outlast.elastic.data.permutation import mix64
-from outlast.elastic.job.epochs.passes import Pass, length_of
+from outlast.elastic.job.passes import Pass, length_of
+from outlast.elastic.random_generators import mix64
 from outlast.errors import CheckpointMismatch
 
 
@@ -62,9 +62,9 @@ class LoaderPosition:
         """Stands in for the loader: yields what is left of the present epoch, in the same order,
         and its workers draw the same random numbers.
         """
-        return _Resumed(loader, self._batches)
+        return _Resumed(loader, self)
 
-    def _batches(self, loader: DataLoader[Any]) -> Iterator[Any]:
+    def batches(self, loader: DataLoader[Any]) -> Iterator[Any]:
         epoch = self._present_epoch()
         if self._pass is None or self._epoch != epoch:
             self._pass, self._epoch = Pass(length_of(loader), False), epoch
@@ -79,13 +79,11 @@ class LoaderPosition:
 class _Resumed:
     """Has all attributes of the loader."""
 
-    def __init__(
-        self, loader: DataLoader[Any], batches: Callable[[DataLoader[Any]], Iterator[Any]]
-    ) -> None:
-        self._loader, self._batches = loader, batches
+    def __init__(self, loader: DataLoader[Any], position: LoaderPosition) -> None:
+        self._loader, self._position = loader, position
 
     def __iter__(self) -> Iterator[Any]:
-        return self._batches(self._loader)
+        return self._position.batches(self._loader)
 
     def __len__(self) -> int:
         return len(self._loader)

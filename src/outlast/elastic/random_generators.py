@@ -1,10 +1,77 @@
-"""The states of a process's random generators (Python, NumPy, torch), for adapters."""
+"""The global random generators of a process: their states, and seeds for the workers of a loader.
+
+These are the generators of Python, of NumPy (if it is imported), and of torch on the CPU and on the
+GPUs that this process uses. Their states are tensors; nothing is pickled.
+"""
 
 from __future__ import annotations
 
-from outlast.elastic.numerics.generators import Generators, capture, setter
+import logging
+import random
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
 
-__all__ = ["Generators", "capture", "set_all"]
+import torch
+from torch.utils.data import get_worker_info
+
+log = logging.getLogger("outlast.elastic")
+
+Generators = dict[str, torch.Tensor]
+
+_MASK = (1 << 64) - 1
+
+
+def capture() -> Generators:
+    """The state of each generator, by name."""
+    states = {"python": of_python(random.getstate()), "torch": torch.get_rng_state()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        state = numpy.random.get_state()
+        if state[0] == "MT19937":
+            states["numpy"] = of_numpy(state)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        current = torch.cuda.current_device()
+        for device in range(torch.cuda.device_count()):
+            name = "cuda" if device == current else f"cuda:{device}"
+            states[name] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def of_python(state: tuple[Any, ...]) -> torch.Tensor:
+    """The result of `random.getstate()`, as a tensor."""
+    version, numbers, gauss = state
+    return torch.tensor([version, *numbers, *_float(gauss)], dtype=torch.int64)
+
+
+def of_numpy(state: tuple[Any, ...]) -> torch.Tensor:
+    """The result of `numpy.random.get_state()` of a Mersenne Twister, as a tensor."""
+    _, keys, position, has_gauss, cached = state
+    values = [*map(int, keys), int(position), *_float(cached if has_gauss else None)]
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def setter(name: str, value: torch.Tensor | int) -> Callable[[], object]:
+    """Checks a state, or an integer seed, of a generator; returns a function that sets it.
+
+    Raises:
+        Exception: the generator's own, if the state is invalid.
+    """
+    if name == "python":
+        if isinstance(value, int):
+            return lambda: random.seed(value)
+        version, *numbers, has_gauss, gauss = value.tolist()
+        state = (version, tuple(numbers), _gauss(has_gauss, gauss))
+        random.Random().setstate(state)
+        return lambda: random.setstate(state)
+    if name == "numpy":
+        return _numpy_setter(value)
+    if name == "torch":
+        if isinstance(value, int):
+            return lambda: torch.default_generator.manual_seed(value % (1 << 63))
+        torch.Generator().set_state(value)
+        return lambda: torch.set_rng_state(value)
+    return _cuda_setter(name, value)
 
 
 def set_all(states: Generators) -> None:
@@ -15,3 +82,89 @@ def set_all(states: Generators) -> None:
     """
     for set_generator in [setter(name, state) for name, state in states.items()]:
         set_generator()
+
+
+def _numpy_setter(value: torch.Tensor | int) -> Callable[[], object]:
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return lambda: None
+    if isinstance(value, int):
+        return lambda: numpy.random.seed(value % (1 << 32))
+    *keys, position, has_gauss, gauss = value.tolist()
+    cached = _gauss(has_gauss, gauss)
+    state = ("MT19937", keys, position, int(cached is not None), cached or 0.0)
+    numpy.random.RandomState().set_state(state)
+    return lambda: numpy.random.set_state(state)
+
+
+def _cuda_setter(name: str, value: torch.Tensor | int) -> Callable[[], object]:
+    """`cuda` is the current device; other devices have their number in the name."""
+    if not torch.cuda.is_available():
+        log.info("the state of generator %s is skipped: there is no GPU here", name)
+        return lambda: None
+
+    def apply() -> None:
+        current = torch.cuda.current_device()
+        device = int(name.partition(":")[2] or current)
+        if device >= torch.cuda.device_count() or (name != "cuda" and device == current):
+            return
+        if isinstance(value, int):
+            torch.cuda.default_generators[device].manual_seed(value % (1 << 63))
+        else:
+            torch.cuda.set_rng_state(value, device)
+
+    return apply
+
+
+def _float(value: float | None) -> list[int]:
+    """An optional number, as two integers."""
+    if value is None:
+        return [0, 0]
+    return [1, int(torch.tensor(value, dtype=torch.float64).view(torch.int64))]
+
+
+def _gauss(has: int, bits: int) -> float | None:
+    return float(torch.tensor(bits, dtype=torch.int64).view(torch.float64)) if has else None
+
+
+def mix64(value: int) -> int:
+    """A 64-bit hash of an integer: the finalizer of splitmix64 (Steele, Lea and Flood, "Fast
+    splittable pseudorandom number generators", 2014).
+    """
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def has_worker_processes(options: Mapping[str, Any]) -> bool:
+    """Whether a `DataLoader` with these options, or attributes, loads in other processes."""
+    method = options.get("worker_method", "multiprocessing")
+    return bool(options.get("num_workers")) and method == "multiprocessing"
+
+
+class Seeded:
+    """The indices of a batch, or of a sample, on their way to a worker process of a `DataLoader`,
+    with the seed of the generators that load them. They arrive as they were given.
+
+    torch seeds a worker when an iteration begins. What the worker draws for a batch, to augment its
+    samples, then depends on the batches that it has loaded before: a job that continues within an
+    epoch, in new workers, would draw other numbers. So the indices of each batch take a seed along.
+    It is set when they arrive, which is right before their samples are loaded.
+    """
+
+    def __init__(self, indices: Any, seed: int) -> None:
+        self._indices, self._seed = indices, seed
+
+    def __reduce__(self) -> tuple[Callable[[Any, int], Any], tuple[Any, int]]:
+        return _arrived, (self._indices, self._seed)
+
+
+def _arrived(indices: Any, seed: int) -> Any:
+    if get_worker_info() is not None:  # the generators that torch seeds, too
+        random.seed(seed)
+        torch.manual_seed(mix64(seed + 1) >> 1)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            numpy.random.seed(mix64(seed + 2) >> 32)
+    return indices

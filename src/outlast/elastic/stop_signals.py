@@ -1,40 +1,66 @@
-"""`StopSignals`: a training that is told to stop saves, and ends, as a `Job` does.
+"""A training that is told to stop saves after a common step, and ends: for `Job` and for adapters
+of frameworks that have a `Checkpointer`, and no `Job`.
 
-For adapters of frameworks that have a `Checkpointer`, and no `Job`.
+A request to stop outlives the iteration in which it arrives, because a restart in place must not
+lose it. It is kept in three places, each for a different loss:
+
+- *This process.* The signal handlers and the request (`StopRequest`) live as long as the wrapped
+  call, so a signal between two iterations, or during a restore, is not lost: the next `StopSignals`
+  of this process passes the request on when it begins.
+- *The store of the call.* A thread writes the request there before it asks the ranks of the present
+  iteration to agree on a last step. So once any rank acts on a request, every later decision on a
+  next iteration reads it, even if this process is killed. That iteration is then the last one
+  (`ViewRecord.with_stop`): it saves what only memory has, and all ranks leave.
+- *The agreement of the iteration* (`stop_agreement`), which stops all ranks after the same step. A
+  fault ends it; the other two remain.
+
+A fault may end the iteration before the request is in the store. Then the decision does not contain
+it, and the next `StopSignals` of this process starts a new agreement.
+
+A signal handler only puts a value into a `SimpleQueue`: that is safe wherever the main thread is.
 """
 
 from __future__ import annotations
 
 import datetime
 import logging
+import os
+import queue
 import signal
+import socket
+import threading
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 from outlast.async_checkpoint import Checkpointer
 from outlast.coordination.call_ledger import connect_ledger
-from outlast.elastic.job.preemption import StopAgreement
-from outlast.elastic.job.stop_request import present_request, release_request
+from outlast.elastic.stop_agreement import StopAgreement
+from outlast.errors import StoreError
 from outlast.events import StopRequested
-from outlast.inprocess.running_call import long_phase, running_call
+from outlast.inprocess.running_call import RunningCall, long_phase, running_call
 from outlast.system.arguments import Duration, as_timedelta
+from outlast.system.error_text import signal_name
 from outlast.system.notices import notice
 
 log = logging.getLogger("outlast.elastic")
 
-_open: StopSignals | None = None
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+PREEMPTED = 143  # 128 + SIGTERM: what schedulers expect from a job that they told to stop
 
 
 class StopSignals:
-    """Handles the signals from `begin` to `close`. All ranks create one, and call the same methods.
-
-    A fault may leave it open: the next one, in the next iteration, closes it.
+    """Handles the signals from its creation to `close`. All ranks create one, and call the same
+    methods. Signals keep their handlers after a fault in a wrapped call, for the next iteration.
 
     Args:
         checkpointer: through which the training saves.
         signals: the signals on which to save and exit. A second SIGINT has its usual effect.
         grace: how long the last save may take.
         exit_code: the exit code of a training that was told to stop.
+
+    Attributes:
+        grace_s: how long the last save may take, in seconds.
     """
 
     def __init__(
@@ -42,22 +68,22 @@ class StopSignals:
         checkpointer: Checkpointer,
         group: Any = None,
         *,
-        signals: Iterable[int] = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1),
+        signals: Iterable[int] = SIGNALS,
         grace: Duration = datetime.timedelta(seconds=30),
-        exit_code: int = 143,
+        exit_code: int = PREEMPTED,
     ) -> None:
-        global _open
-        if _open is not None:
-            _open.close(failed=True)
-        self._grace = as_timedelta("grace", grace, allow_zero=True)
+        self.grace_s = as_timedelta("grace", grace, allow_zero=True).total_seconds()
         self._checkpointer, self._exit_code = checkpointer, exit_code
         self._call, self._ledger = running_call(), connect_ledger("stop", group)
         self._agreement: StopAgreement | None = None
-        self._request = present_request()
+        self._closed = False
+        self._request = _present_request(self._call)
+        self._request.user = self._user = object()
         self._request.install(tuple(signals), exit_code)
-        _open = self
-        if self._call is not None:
-            self._call.at_end(self.close)
+
+    def request(self, reason: str) -> None:
+        """Requests a stop. Safe to call from any thread."""
+        self._request.request(reason)
 
     def begin(self, step: int, save: Callable[[], object]) -> None:
         """Call it when the state after `step` is restored, or at the start of the training.
@@ -68,8 +94,9 @@ class StopSignals:
         """
         if self._call is not None and self._call.stop is not None:
             self._exit(step, self._call.stop.reason, save)
-        self._agreement = StopAgreement(self._ledger, step + 1)
-        self._request.attach(self._agreement)
+        if self._agreement is None and not self._closed:
+            self._agreement = StopAgreement(self._ledger, step + 1)
+            self._request.attach(self._agreement)
 
     def completed(self, step: int, save: Callable[[], object]) -> None:
         """Call it after each step, before the next one begins.
@@ -78,33 +105,177 @@ class StopSignals:
             SystemExit: if a rank was told to stop, and this was the last step; as `begin`.
         """
         self._request.furthest = max(self._request.furthest, step)
+        if self._agreement is None:
+            self.begin(step, save)
         agreement = self._agreement
-        if agreement is not None and agreement.is_last(step, self._grace.total_seconds()):
+        if agreement is not None and agreement.is_last(step, self.grace_s):
             self._exit(step, agreement.reason, save)
 
     def close(self, *, failed: bool = False) -> None:
-        """Ends the handling of the signals; `failed`: a fault has ended the training, and signals
-        are kept for the next iteration.
+        """This rank begins no more steps. `failed`: a fault has ended the training, or it is not
+        known yet, and signals are kept for the next iteration.
         """
-        global _open
-        if _open is not self:
-            return
-        _open = None
-        if self._agreement is not None:
-            self._request.detach(self._agreement)
-            self._agreement.close()
-        if not failed:
-            release_request()
+        self._closed = True
+        agreement, self._agreement = self._agreement, None
+        if agreement is not None:
+            self._request.detach(agreement)
+        if not failed and self._request.user is self._user:
+            _release_request()
 
     def _exit(self, step: int, reason: str, save: Callable[[], object]) -> None:
-        notice(log, "stopping after step %d: %s", step, reason, shown=self._ledger.rank == 0)
+        first = self._ledger.rank == 0
+        notice(log, "stopping after step %d: %s", step, reason, shown=first)
         self._checkpointer.emitter.emit(StopRequested(reason=reason))
-        grace = self._grace.total_seconds()
         if self._call is not None:
-            self._call.saving_for_stop(grace)
-        with long_phase(2 * grace or None):
+            self._call.saving_for_stop(self.grace_s)
+        with long_phase(2 * self.grace_s or None):
             save()
-            self._checkpointer.wait(self._grace)
+            self._checkpointer.wait(self.grace_s)
+        furthest, done = self._request.furthest, f"step {step} is saved"
+        if furthest > step:
+            done += f"; the steps up to {furthest}, done before a fault, are lost"
+            notice(log, done, shown=first)
         if self._call is not None:
-            self._call.finish_stop(f"step {step} is saved")
+            self._call.finish_stop(done)
         raise SystemExit(self._exit_code)
+
+
+class StopRequest:
+    """Turns signals into requests to stop, and passes a request on. One per process.
+
+    Only a second SIGINT has the effect that it would have without the handlers: a user who presses
+    Ctrl-C twice does not want to wait. Any other signal may arrive twice, for example from the
+    scheduler and from the launcher; the second is the same request.
+
+    Attributes:
+        call: the wrapped call that it belongs to; `None` outside of wrapped functions.
+        furthest: the number of steps that this process has completed in this call.
+        user: identifies the newest `StopSignals`. One from before a fault may be closed after that.
+    """
+
+    def __init__(self, call: RunningCall | None) -> None:
+        self.call = call
+        self.user: object = None
+        self.furthest = 0
+        self._pid = os.getpid()
+        self._exit_code = 0
+        self._reason: str | None = None
+        self._agreement: StopAgreement | None = None
+        self._previous: dict[int, Any] = {}
+        self._interrupted = False
+        # Protects `_reason` and `_agreement`: a request reaches the present agreement exactly once.
+        self._lock = threading.Lock()
+        self._requests: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._pass_on, name="outlast-stop", daemon=True)
+        self._thread.start()
+
+    def install(self, numbers: Iterable[int], exit_code: int) -> None:
+        self._exit_code = exit_code
+        if threading.current_thread() is not threading.main_thread():
+            log.info("signals are ignored: only the main thread can install handlers")
+            return
+        for number in numbers:
+            if number not in self._previous:
+                self._previous[number] = signal.signal(number, self._handle)
+
+    def request(self, reason: str) -> None:
+        """Requests a stop. Safe to call from any thread and from a signal handler."""
+        self._requests.put(reason)
+
+    def attach(self, agreement: StopAgreement) -> None:
+        """Passes requests to this agreement, including one that has arrived before. Closes the one
+        that a fault may have left here.
+        """
+        with self._lock:
+            before, self._agreement = self._agreement, agreement
+            if self._reason is not None:
+                agreement.request(self._reason)
+        if before is not None:
+            before.close()
+
+    def detach(self, agreement: StopAgreement) -> None:
+        """Closes this agreement; requests are kept for the next one."""
+        with self._lock:
+            if self._agreement is agreement:
+                self._agreement = None
+        agreement.close()
+
+    def uninstall(self) -> None:
+        # Not where other code has since installed its own handler.
+        for number, previous in self._previous.items():
+            if signal.getsignal(number) == self._handle:
+                _set_handler(number, previous)
+        self._previous = {}
+
+    def close(self) -> None:
+        self.uninstall()
+        self._requests.put(None)
+        self._thread.join()
+        agreement, self._agreement = self._agreement, None
+        if agreement is not None:
+            agreement.close()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        again = number == signal.SIGINT and self._interrupted
+        # The job goes on without this process, which hangs, or with a replacement.
+        hangs = number == signal.SIGTERM and self.call is not None and self.call.terminated
+        # A forked child, such as a worker of a data loader, has the handler but not the thread.
+        if again or hangs or os.getpid() != self._pid:
+            _set_handler(number, self._previous.pop(number, signal.SIG_DFL))
+            signal.raise_signal(number)
+            return
+        self._interrupted = self._interrupted or number == signal.SIGINT
+        self.request(f"signal {signal_name(number)}")
+
+    def _pass_on(self) -> None:
+        """In the thread: the store first, then the agreement."""
+        while (reason := self._requests.get()) is not None:
+            if self._reason is not None:
+                continue
+            if self.call is not None:
+                where = f"rank {self.call.rank} on {socket.gethostname()}"
+                try:
+                    self.call.request_stop(f"{where}: {reason}", self._exit_code)
+                except StoreError as e:
+                    log.warning("the request to stop (%s) may not survive a restart: %s", reason, e)
+            with self._lock:
+                self._reason = reason
+                if self._agreement is not None:
+                    self._agreement.request(reason)
+
+
+_present: StopRequest | None = None
+
+
+def _present_request(call: RunningCall | None) -> StopRequest:
+    """The request of this process: the same one for all iterations of a wrapped call."""
+    global _present
+    if _present is not None and _present.call is not call:
+        _close_request()
+    if _present is None:
+        _present = StopRequest(call)
+        if call is not None:
+            call.at_end(_close_request)
+    return _present
+
+
+def _close_request() -> None:
+    global _present
+    request, _present = _present, None
+    if request is not None:
+        request.close()
+
+
+def _release_request() -> None:
+    """The training has ended without a fault: signals have their usual effect again. A wrapped
+    call keeps the request itself: it may still be restarted.
+    """
+    if _present is not None and running_call() is not None:
+        _present.uninstall()
+    else:
+        _close_request()
+
+
+def _set_handler(number: int, previous: Any) -> None:
+    # `None`: the handler was not installed from Python, and cannot be installed again.
+    signal.signal(number, previous if previous is not None else signal.SIG_DFL)

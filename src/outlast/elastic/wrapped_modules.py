@@ -51,10 +51,8 @@ def load_plain(module: nn.Module, state: Mapping[str, Any]) -> None:
 
 def with_old_names(restore: Callable[[dict[str, Any]], T], state: dict[str, Any]) -> T:
     """Calls `restore` with the state of a job, whose "model" has plain names; if that does not fit,
-    with the names that checkpoints of wrapped models had.
-
-    Raises:
-        CheckpointMismatch: if no names fit; names what differs from the plain ones.
+    with the names that checkpoints of wrapped models had. If none fit, the error names what differs
+    from the plain ones.
     """
     try:
         return restore(state)

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.elastic.data.permutation import Permutation, mix64
+from outlast.elastic.data.sampler import Permutation
+from outlast.elastic.random_generators import mix64
 
 KEYS = st.integers(-(2**70), 2**70)
 

@@ -7,17 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 import outlast
+from elastic.small_jobs import job
 from procs import Job
-
-
-def job(path: Path, **options: Any) -> outlast.Job:
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return outlast.Job(path, model=model, optimizer=optimizer, signals=(), keep=2, **options)
 
 
 def steps_in(path: Path) -> list[int]:

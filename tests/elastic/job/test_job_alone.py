@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from outlast.elastic import Job
-from outlast.elastic.job import attached_states
+from outlast.elastic.job import encoding
 from outlast.errors import CheckpointError, CheckpointMismatch
 
 Made = Callable[..., Job]
@@ -272,12 +272,12 @@ def test_an_attached_state_is_restored_exactly(
 
 def test_an_attached_state_that_is_loaded_in_place_is_restored_exactly() -> None:
     """On a GPU, or sharded: current keys that were not saved are dropped."""
-    saved = attached_states.pack({"a": torch.ones(1), "h": [torch.ones(1)], "n": 1})
+    saved = encoding.pack({"a": torch.ones(1), "h": [torch.ones(1)], "n": 1})
     target = {"a": torch.ones(1), "h": [torch.ones(1), torch.ones(2)], "n": 2, "new": torch.ones(1)}
-    found = attached_states.unpack({**target, "(skeleton)": saved["(skeleton)"]})
+    found = encoding.unpack({**target, "(skeleton)": saved["(skeleton)"]})
     assert str(found) == str({"a": torch.ones(1), "h": [torch.ones(1)], "n": 1})
     with pytest.raises(CheckpointError, match=r"'h\.0' was saved, but the current state has no"):
-        attached_states.unpack({"a": torch.ones(1), "h": [], "(skeleton)": saved["(skeleton)"]})
+        encoding.unpack({"a": torch.ones(1), "h": [], "(skeleton)": saved["(skeleton)"]})
 
 
 @pytest.mark.parametrize("now", SMALL[1:], ids=str)
@@ -352,7 +352,7 @@ def test_a_forged_counter_is_named(made: Made, name: str) -> None:
     job = made()
     job.restore()
     before = copy_of(job)
-    counters = {**job._counters.state_dict(), name: "many"}
+    counters = {**job._training.counters.save(), name: "many"}
     job.checkpointer.save(5, {**job._training.state_dict(), "counters": counters}).wait()
     with pytest.raises(CheckpointMismatch, match=f"'counters.{name}' of the state is 'many', and"):
         job.restore()

@@ -15,16 +15,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import outlast
+from elastic.small_jobs import job
 from outlast.async_checkpoint import Retention
 from outlast.elastic import ConsistentDDP, ElasticLoader, ElasticSampler, ShardedStream
 
 DATA = TensorDataset(torch.arange(8.0))
-
-
-def job(path: Path, **options: Any) -> outlast.Job:
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return outlast.Job(path, model=model, optimizer=optimizer, signals=(), **options)
 
 
 def loader(**options: Any) -> ElasticLoader:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from outlast.coordination import MemoryStore
 from outlast.coordination.call_ledger import CallLedger
-from outlast.elastic.job.preemption import StopAgreement
+from outlast.elastic.stop_agreement import StopAgreement
 from outlast.errors import CheckpointError, StoreError
 
 NET_S = 60.0

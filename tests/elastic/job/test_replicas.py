@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from outlast.elastic.job.same_on_all_ranks import difference
 from procs import Job, Line
 
 SLOW = pytest.mark.slow
@@ -57,3 +58,11 @@ def test_an_optimizer_whose_state_has_no_common_numbers_is_refused(
     for lines in run(ranks, tmp_path / "state", when):
         assert says in lines[0]["error"]
         assert ("a Checkpointer, by the names" in lines[0]["error"]) == (when != "fsdp1")
+
+
+def test_the_error_names_all_ranks_of_a_stage() -> None:
+    first, second = [("a", (2,)), ("b", (3,))], [("a", (2,))]
+    text = difference(["x", "y", "x", "y"], [first, second, None, None])
+    assert "parameter 1 is 'b' of shape (3,) on ranks 0, 2, and missing on ranks 1, 3" in text
+    many = difference(["x"] + ["y"] * 12, [first, second, *[None] * 11])
+    assert "on rank 0, and missing on ranks 1, 2, 3, 4, 5, 6, 7, 8 and 4 more" in many

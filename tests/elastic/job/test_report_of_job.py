@@ -1,11 +1,11 @@
-"""The report of real jobs: the redone steps are those that the faults caused."""
+"""Real jobs that repeat steps after faults: their report, and what is no progress."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,17 +16,21 @@ from outlast.events.report.sentences import describe
 from procs import Job
 
 
+@contextlib.contextmanager
+def redone(ranks: Callable[..., Job], folder: Path, *arguments: str) -> Iterator[Job]:
+    """A running job, whose events are in `folder`."""
+    env = {"OUTLAST_EVENTS_DIR": str(folder)}
+    with ranks("redone", str(folder / "checkpoints"), *arguments, env=env) as job:
+        job.start_all()
+        yield job
+
+
 def test_redone_steps_are_counted_and_their_time_is_lost(
     ranks: Callable[..., Job], tmp_path: Path
 ) -> None:
-    logs, fails = tmp_path / "events", [4, 9, 14]
-    logs.mkdir()
-    env = {"OUTLAST_EVENTS_DIR": str(logs)}
-    arguments = [str(tmp_path / "checkpoints"), "16", json.dumps(fails)]
-    with ranks("redone", *arguments, nprocs=2, env=env) as job:
-        job.start_all()
+    with redone(ranks, tmp_path, "16", "[4, 9, 14]") as job:
         assert job.wait_all() == {0: 0, 1: 0}, [job.errors(rank) for rank in range(2)]
-    events = load(logs)
+    events = load(tmp_path)
     report = build(events)
     # Saves after every fifth step: steps 1 to 3, 6 to 8 and 11 to 13 were executed twice.
     assert [restart.redone_steps for restart in report.restarts] == [3, 3, 3]
@@ -48,13 +52,9 @@ def test_redone_steps_are_counted_and_their_time_is_lost(
 
 
 def test_no_step_is_redone_if_a_replica_has_it(ranks: Callable[..., Job], tmp_path: Path) -> None:
-    logs = tmp_path / "events"
-    logs.mkdir()
-    env = {"OUTLAST_EVENTS_DIR": str(logs)}
-    with ranks("redone", str(tmp_path / "checkpoints"), "16", "[4, 9]", "live", env=env) as job:
-        job.start_all()
+    with redone(ranks, tmp_path, "16", "[4, 9]", "live") as job:
         assert job.wait_all() == {0: 0, 1: 0}, [job.errors(rank) for rank in range(2)]
-    events = load(logs)
+    events = load(tmp_path)
     report = build(events)
     assert [restart.redone_steps for restart in report.restarts] == [0, 0]
     assert report.steps_from == "steps"
@@ -68,17 +68,35 @@ def test_no_step_is_redone_if_a_replica_has_it(ranks: Callable[..., Job], tmp_pa
 def test_a_stop_is_not_a_restart_and_loses_no_rank(
     ranks: Callable[..., Job], tmp_path: Path
 ) -> None:
-    logs = tmp_path / "events"
-    logs.mkdir()
-    env = {"OUTLAST_EVENTS_DIR": str(logs)}
-    with ranks("redone", str(tmp_path / "checkpoints"), "1000000", "[]", nprocs=2, env=env) as job:
-        job.start_all()
+    with redone(ranks, tmp_path, "1000000", "[]") as job:
         job.wait_for_line(1, lambda line: line.get("event") == "trains")
         job.send(1, signal.SIGTERM)
         assert job.wait_all() == {0: 143, 1: 143}, [job.errors(rank) for rank in range(2)]
-    report = build(load(logs))
+    report = build(load(tmp_path))
     assert report.restarts == ()
     assert report.lost == 0
     assert report.stop is not None
     assert report.stop.reason.startswith("rank 1 on ")
     assert "signal SIGTERM" in report.stop.reason
+
+
+def test_equal_faults_before_the_furthest_step_end_the_job(
+    ranks: Callable[..., Job], tmp_path: Path
+) -> None:
+    # Every iteration makes more pings than none, and no step beyond the seventh.
+    with redone(ranks, tmp_path, "16", "[8, 7, 8, 9, 10]") as job:
+        assert job.wait_all() == {0: 93, 1: 93}, [job.errors(rank) for rank in range(2)]
+        assert "3 equal faults without progress in between" in job.errors(1)
+        assert "RuntimeError: a planned exception" in job.errors(1)
+        assert not any(line["event"] == "ended" for line in job.lines(0))
+
+
+def test_a_fault_after_a_step_without_job_epochs_is_named(
+    ranks: Callable[..., Job], tmp_path: Path
+) -> None:
+    with redone(ranks, tmp_path, "8", "[6, 8]", "live") as job:
+        assert job.wait_all() == {0: 0, 1: 0}, job.errors(0)
+        told = [line for line in job.errors(0).splitlines() if "the fault came after" in line]
+        assert len(told) == 1, told  # and not at every restart
+        assert "after step 5: what the program had done between" in told[0]
+        assert "the fault came after" not in job.errors(1)

@@ -1,4 +1,4 @@
-"""`job.samples`: right for every loader, or an error that says what is missing."""
+"""The counters of a job: samples that are right for every loader, and steps in the event log."""
 
 from __future__ import annotations
 
@@ -9,21 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
-import outlast
+from elastic.small_jobs import job
+from fake_clock import FakeClock
 from outlast.elastic import ElasticLoader, ElasticSampler, ShardedStream
+from outlast.elastic.job.counters import StepEvents
+from outlast.events import Emitter, MemorySink, StepsDone
 
 DATA = TensorDataset(torch.arange(22.0))
 REPLICA = {"rank": 1, "replicas": 2}  # one of two: the count is that of both
-
-
-def job(path: Path, loader: Any = None, **options: Any) -> outlast.Job:
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    given = {"every": None, "signals": (), **options}
-    return outlast.Job(path, model=model, optimizer=optimizer, loader=loader, **given)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +36,7 @@ def test_an_elastic_loader_counts(
 ) -> None:
     loader = ElasticLoader(DATA, global_batch_size=8, **options)
     seen = []
-    with job(tmp_path, loader) as one:
+    with job(tmp_path, loader=loader) as one:
         one.restore()
         for _ in loader:
             if loader.boundary:
@@ -53,7 +48,7 @@ def test_an_elastic_loader_counts(
 def test_a_step_of_several_batches_counts_all_of_them(tmp_path: Path) -> None:
     loader = ElasticLoader(DATA, global_batch_size=4)
     seen = []
-    with job(tmp_path, loader) as one:
+    with job(tmp_path, loader=loader) as one:
         one.restore()
         for number, _ in enumerate(loader, 1):
             if number % 2 == 0:
@@ -69,7 +64,7 @@ def items(shard: str, offset: int) -> Iterator[int]:
 def test_a_stream_counts(tmp_path: Path) -> None:
     stream = ShardedStream(["7", "4"], items, batch_size=4)
     seen = []
-    with job(tmp_path, stream) as one:
+    with job(tmp_path, loader=stream) as one:
         one.restore()
         for _ in stream:
             one.step()
@@ -79,13 +74,13 @@ def test_a_stream_counts(tmp_path: Path) -> None:
 
 def test_a_resized_job_goes_on_counting(tmp_path: Path) -> None:
     """Whatever the new job's loader has counted before, or counts after another restore."""
-    with job(tmp_path, ElasticLoader(DATA, global_batch_size=8, **REPLICA)) as one:
+    with job(tmp_path, loader=ElasticLoader(DATA, global_batch_size=8, **REPLICA)) as one:
         one.restore()
         for _ in zip(range(2), one.loader, strict=False):
             one.step()
         assert one.samples == 16
     loader = ElasticLoader(DATA, global_batch_size=8, rank=2, replicas=3)
-    with job(tmp_path, loader) as other:
+    with job(tmp_path, loader=loader) as other:
         for _ in range(2):
             assert other.restore() == 2
             assert other.samples == 16
@@ -104,7 +99,7 @@ def test_a_loader_that_does_not_count(tmp_path: Path, kind: str) -> None:
         "plain": lambda: DataLoader(DATA, batch_size=8),
     }[kind]()
     with pytest.raises(ValueError, match=r"'loader' \(DataLoader\) has no .*: use .*ElasticLoader"):
-        job(tmp_path / "never", loader)
+        job(tmp_path / "never", loader=loader)
     with job(tmp_path) as one:
         one.restore()
         for (batch,) in loader:
@@ -137,12 +132,12 @@ class Counting(Own):
 
 
 def test_a_third_party_loader(tmp_path: Path) -> None:
-    with job(tmp_path / "counting", Counting()) as one:
+    with job(tmp_path / "counting", loader=Counting()) as one:
         one.restore()
         one.step()
         one.step(samples=3)
         assert one.samples == 8
-    with job(tmp_path / "own", Own()) as other:
+    with job(tmp_path / "own", loader=Own()) as other:
         other.restore()
         other.step(samples=3)
         assert other.samples == 3
@@ -152,7 +147,7 @@ def test_a_third_party_loader(tmp_path: Path) -> None:
 
 
 def restored(path: Path, loader: Any) -> None:
-    with job(path, loader) as one:
+    with job(path, loader=loader) as one:
         assert one.restore() == 2
 
 
@@ -170,7 +165,7 @@ def test_another_global_batch_size_is_said_once(
             return ShardedStream(["30", "31"], items, batch_size=size // 2, **place)
         return ElasticLoader(DATA, global_batch_size=size, **place)
 
-    with job(tmp_path, loader(8)) as one:
+    with job(tmp_path, loader=loader(8)) as one:
         one.restore()
         for _ in zip(range(2), one.loader, strict=False):
             one.step()
@@ -196,9 +191,39 @@ def test_a_checkpoint_without_a_global_batch_size(
 
     with monkeypatch.context() as patched:
         patched.setattr(ElasticSampler, "state_dict", state_dict)
-        with job(tmp_path, ElasticLoader(DATA, global_batch_size=8)) as one:
+        with job(tmp_path, loader=ElasticLoader(DATA, global_batch_size=8)) as one:
             one.restore()
             for _ in zip(range(2), one.loader, strict=False):
                 one.step()
     restored(tmp_path, ElasticLoader(DATA, global_batch_size=4))
     assert changes(caplog) == []
+
+
+def recorded(sink: MemorySink) -> list[tuple[int, int]]:
+    return [(event.first, event.last) for event in sink.events if isinstance(event, StepsDone)]
+
+
+def test_an_event_every_ten_seconds_and_one_at_the_end() -> None:
+    clock, sink = FakeClock(), MemorySink()
+    steps = StepEvents(Emitter(sink, clock=clock))
+    steps.begin(100)
+    for step in range(101, 126):
+        clock.advance(1.0)
+        steps.completed(step)
+    assert recorded(sink) == [(100, 110), (100, 120)]
+    steps.write()
+    steps.write()
+    assert recorded(sink)[2:] == [(100, 125)]
+
+
+def test_another_restore_begins_anew() -> None:
+    sink = MemorySink()
+    steps = StepEvents(Emitter(sink, clock=FakeClock()))
+    steps.begin(0)
+    steps.write()
+    steps.completed(1)
+    steps.begin(20)
+    steps.completed(21)
+    steps.begin(30)
+    steps.write()
+    assert recorded(sink) == [(0, 0), (0, 1), (20, 21), (30, 30)]

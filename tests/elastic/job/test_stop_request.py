@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from outlast.elastic.job.stop_request import StopRequest
+from outlast.elastic.stop_signals import StopRequest
 from outlast.errors import StoreError
 
 
@@ -26,6 +26,9 @@ class Records:
 
     def request(self, why: str) -> None:
         self._add(f"agreement: {why}")
+
+    def close(self) -> None:
+        self._add("closed")
 
     def request_stop(self, reason: str, exit_code: int) -> None:
         self._add(f"store: {reason.partition(': ')[2]} ({exit_code})")
@@ -83,7 +86,7 @@ def test_a_signal_between_two_iterations_reaches_the_next_agreement(
     records.until(1)
     request.attach(records)
     assert records.until(2)[1] == "agreement: signal SIGUSR2"
-    assert before.asked == []
+    assert before.asked == ["closed"]
 
 
 def test_a_lost_store_does_not_lose_the_request(
@@ -105,7 +108,7 @@ def test_a_signal_that_arrives_twice_is_one_request(
     for _ in range(3):
         os.kill(os.getpid(), signal.SIGTERM)
     request.close()
-    assert records.asked == ["agreement: signal SIGTERM"]
+    assert records.asked == ["agreement: signal SIGTERM", "closed"]
 
 
 def test_a_second_interrupt_has_its_usual_effect(request_of: Callable[..., StopRequest]) -> None:

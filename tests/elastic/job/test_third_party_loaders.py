@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
-import outlast
-from outlast.elastic import ElasticLoader, ShardedStream
-from outlast.elastic.job.third_party_loaders import ThirdPartyLoader, is_third_party
+from elastic.small_jobs import job
+from outlast.elastic.job.parts import ThirdPartyLoader
 from outlast.errors import CheckpointError
 from procs import Job
 
@@ -42,12 +40,6 @@ class Loader(Buffering, DataLoader[Any]):
 
 IN_AN_EPOCH = {"at": {"shard": 3}, "ahead": [5, torch.ones(2), (1, 2)], "inner": {"empty": []}}
 ELSEWHERE = {"at": None, "ahead": [1], "more": {"x": 1}}
-
-
-def job(path: Path, **options: Any) -> outlast.Job:
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return outlast.Job(path, model=model, optimizer=optimizer, every=None, **options)
 
 
 @pytest.mark.parametrize("given_as", ["loader", "states"])
@@ -90,10 +82,10 @@ def states_of(*positions: Any) -> dict[str, Any]:
     return states
 
 
-def loaded(states: dict[str, Any], rank: int, world_size: int, started: bool = True) -> Any:
+def loaded(states: dict[str, Any], rank: int, world_size: int, steps: int = 1) -> Any:
     source = Buffering()
     loader = ThirdPartyLoader(source, rank, world_size, required=True)
-    loader.load(states, started=started)
+    loader.load(states, steps)
     return source.state["at"]
 
 
@@ -121,21 +113,7 @@ def test_a_resizable_loader_is_restored_at_another_world_size(
 
 
 def test_before_the_first_step_any_world_size_is_accepted() -> None:
-    assert [loaded(states_of(5, 6), rank, 3, started=False) for rank in range(3)] == [5, 6, 5]
-
-
-def test_is_third_party() -> None:
-    data = TensorDataset(torch.zeros(4))
-    own = (
-        ElasticLoader(data, global_batch_size=2),
-        ShardedStream(["a"], lambda shard, offset: [], batch_size=1),
-    )
-    for each in own:
-        assert not is_third_party(each, is_loader=True)
-    assert is_third_party(Buffering(), is_loader=True)
-    assert not is_third_party(Buffering()), "it could be a scheduler"
-    assert is_third_party(Loader())
-    assert not is_third_party(None, is_loader=True)
+    assert [loaded(states_of(5, 6), rank, 3, steps=0) for rank in range(3)] == [5, 6, 5]
 
 
 @pytest.mark.slow

@@ -120,10 +120,10 @@ def test_a_checkpoint_with_the_names_of_a_wrapped_model_is_loaded(
         one.restore()
         train(one)
         before = state_of(one)
-        state = {**one._training.state_dict(), "counters": one._counters.state_dict()}
+        state = one._training.state_dict()
         state["model"] = {prefix + name: value for name, value in state["model"].items()}
         one.checkpointer.save(2, {**state, "counters": {**state["counters"], "steps": 2}}).wait()
-        one._saves._saved = one._saves._place
+        one._saves._saved = one._saves._progress
     for kind in ("plain", "compiled"):
         with job(tmp_path, WRAPPERS[kind](module(1))) as other:
             assert other.restore() == 2

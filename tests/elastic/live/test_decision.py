@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from typing import Any
 
+import msgspec
 import pytest
 
-from outlast.elastic.job.live.decision import Decision, Offer, decide
-from outlast.elastic.job.live.point import Place
-from outlast.elastic.job.live.slots import Record, Slots, read
+from outlast.elastic.job.live.choice import Choice, Offer, choose
+from outlast.elastic.job.live.frozen import Held
+from outlast.elastic.job.live.own_state import Record, Slots, read
 from outlast.elastic.job.live.transfer import rounds
 
 NEXT = "000000002-b"
@@ -18,81 +21,88 @@ def record(rank: int, step: int, *, final: bool = True, size: int = 2, passes: i
     return Record("000000001-a", step, final, rank, size, passes)
 
 
-def offer(rank: int, step: int | None, *records: Record, size: int = 2, **more: object) -> Offer:
+def offer(rank: int, step: int | None, *records: Record, size: int = 2, **held: Any) -> Offer:
     """A rank whose tensors are at `step`; `None` if they are at none."""
-    place = None if step is None else Place("000000001-a", step, rank, size)
-    found = Offer(records, "model", True, 1, place, True, 1, "model", "layout")
-    return dataclasses.replace(found, **more)  # type: ignore[arg-type]
+    found = None
+    if step is not None:
+        found = Held(record(rank, step, size=size), True, 1, "model", "layout")
+        found = dataclasses.replace(found, **held)
+    return Offer(list(records), held.get("signature", "model"), True, 1, found)
 
 
 def test_all_ranks_at_the_same_step_keep_their_own_state() -> None:
-    found = decide([offer(rank, 5, record(rank, 5)) for rank in range(2)], NEXT)
-    assert found == Decision(5, "000000001-a", {}, [(0, record(0, 5)), (1, record(1, 5))], NEXT)
-    assert Decision.of_json(found.to_json()) == found
+    found = choose([offer(rank, 5, record(rank, 5)) for rank in range(2)], NEXT)
+    assert found == Choice(5, "000000001-a", {}, [(0, record(0, 5)), (1, record(1, 5))], NEXT)
+    sent = json.loads(json.dumps(msgspec.to_builtins(found)))
+    assert msgspec.convert(sent, Choice, str_keys=True) == found
 
 
 def test_the_newest_step_is_used_if_each_rank_has_its_own_part_of_it() -> None:
     early = record(1, 6, final=False, passes=1)
     torn = offer(1, None, record(1, 5), early)
-    found = decide([offer(0, 6, record(0, 5), record(0, 6)), torn], NEXT)
-    assert isinstance(found, Decision)
+    found = choose([offer(0, 6, record(0, 5), record(0, 6)), torn], NEXT)
+    assert isinstance(found, Choice)
     assert (found.step, found.sources) == (6, {1: [0]})
     assert found.own[1] == (1, early)
 
 
 @pytest.mark.parametrize("more", [{"settled": False}, {"passes": 2}])
-def test_a_state_that_was_noted_early_must_have_been_the_last(more: dict[str, object]) -> None:
+def test_a_state_that_was_noted_early_must_have_been_the_last(more: dict[str, Any]) -> None:
     early = record(1, 6, final=False, passes=1)
-    ahead = offer(0, 6, record(0, 5), record(0, 6), **more)
-    assert decide([ahead, offer(1, None, record(1, 5), early, why="in step 6")], NEXT) == (
+    ahead, torn = (
+        offer(0, 6, record(0, 5), record(0, 6), **more),
+        offer(1, None, record(1, 5), early),
+    )
+    assert choose([ahead, dataclasses.replace(torn, why="in step 6")], NEXT) == (
         "step 6 lacks the random generators and other states of rank 1 alone; rank 1: in step 6"
     )
     # The other one is still at the step before: rank 0 goes back to it.
-    found = decide([ahead, offer(1, 5, record(1, 5), early)], NEXT)
-    assert isinstance(found, Decision)
+    found = choose([ahead, offer(1, 5, record(1, 5), early)], NEXT)
+    assert isinstance(found, Choice)
     assert (found.step, found.sources) == (5, {0: [1]})
 
 
 def test_a_fault_that_came_back_may_be_due_to_the_state() -> None:
-    offers = [offer(0, 5, record(0, 5)), offer(1, 5, record(1, 5), came_back=True)]
-    assert "the same fault came back" in str(decide(offers, NEXT))
+    offers = [
+        offer(0, 5, record(0, 5)),
+        dataclasses.replace(offer(1, 5, record(1, 5)), came_back=True),
+    ]
+    assert "the same fault came back" in str(choose(offers, NEXT))
 
 
 def test_no_state_is_missed_at_the_start_of_a_job() -> None:
-    assert decide([offer(0, None), offer(1, None)], NEXT) == ""
+    assert choose([offer(0, None), offer(1, None)], NEXT) == ""
 
 
 def test_ranks_without_a_state_say_why() -> None:
-    torn = [offer(rank, None, why="step 61 had begun") for rank in range(2)]
+    torn = [dataclasses.replace(offer(rank, None), why="step 61 had begun") for rank in range(2)]
     assert (
-        decide([*torn, offer(2, None)], NEXT)
+        choose([*torn, offer(2, None)], NEXT)
         == "ranks 0, 1: step 61 had begun; rank 2: a new process"
     )
 
 
 def test_shards_without_a_copy_need_all_ranks() -> None:
-    shards = [offer(r, 5, record(r, 5), signature=f"{r}", held=f"{r}") for r in range(2)]
-    assert isinstance(decide(shards, NEXT), Decision)
-    assert decide([shards[0], dataclasses.replace(shards[1], place=None)], NEXT) == (
+    shards = [offer(r, 5, record(r, 5), signature=f"{r}") for r in range(2)]
+    assert isinstance(choose(shards, NEXT), Choice)
+    assert choose([shards[0], dataclasses.replace(shards[1], held=None)], NEXT) == (
         "step 5 lacks the tensors of rank 1; rank 1: a new process"
     )
 
 
 def test_a_job_of_another_size_needs_no_state_of_the_ranks_that_are_gone() -> None:
     left = [offer(0, 5, record(0, 5, size=3), size=3), offer(2, 5, record(2, 5, size=3), size=3)]
-    found = decide(left, NEXT)
-    assert isinstance(found, Decision)
+    found = choose(left, NEXT)
+    assert isinstance(found, Choice)
     assert found.own == [(0, record(0, 5, size=3)), (1, record(2, 5, size=3))]
-    assert decide([left[0], dataclasses.replace(left[1], resizable=False)], NEXT) == (
+    assert choose([left[0], dataclasses.replace(left[1], resizable=False)], NEXT) == (
         "step 5 lacks a state that fits 2 ranks instead of 3"
     )
 
 
 def test_states_of_different_branches_do_not_mix() -> None:
     other = dataclasses.replace(record(1, 5), branch="000000000-z")
-    assert not isinstance(
-        decide([offer(0, 5, record(0, 5)), offer(1, None, other)], NEXT), Decision
-    )
+    assert not isinstance(choose([offer(0, 5, record(0, 5)), offer(1, None, other)], NEXT), Choice)
 
 
 def test_slots_keep_the_last_two_steps_and_the_coming_one() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from outlast.elastic.job.live.encoding import dump_header, load_plain, load_shapes, load_state
-from outlast.elastic.job.live.point import Leaf
+from outlast.elastic.job.encoding import dump_header, load_plain, load_shapes, load_state
+from outlast.elastic.job.live.frozen import Leaf
 
 SHAPES = [("float32", (2, 3)), ("int64", ())]
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from elastic.live_trainings import check_same, fault, later, run
+from elastic.live_trainings import Run, check_same, fault, later, run
 from procs import Job
 
 Ranks = Callable[..., Job]
@@ -80,3 +81,56 @@ def test_a_fault_of_all_ranks_between_optimizer_and_job_costs_the_steps_since_th
     faulty = run(ranks, tmp_path / "faulty", *faults, script="live_kinds")
     assert {step for step, _ in faulty.restored().values()} == {4}
     check_same(faulty, reference)
+
+
+@SLOW
+def test_an_exception_costs_no_step_with_fsdp(ranks: Ranks, tmp_path: Path) -> None:
+    """But a kill does: no replica has the part of that rank."""
+    reference = run(ranks, tmp_path / "r", kind="fsdp")
+    faulty = run(ranks, tmp_path / "c", *later(1, 6, "forward 7", "raise"), kind="fsdp")
+    assert faulty.restored() == {0: (6, "live"), 1: (6, "live")}
+    check_same(faulty, reference)
+    killed = run(ranks, tmp_path / "k", *later(1, 6, "forward 7", "SIGKILL"), kind="fsdp")
+    assert {step for step, _ in killed.restored().values()} == {4}
+    check_same(killed, reference)
+
+
+@SLOW
+def test_a_killed_rank_gets_its_part_from_a_replica_with_hsdp(ranks: Ranks, tmp_path: Path) -> None:
+    reference = run(ranks, tmp_path / "r", kind="hsdp", nprocs=4)
+    faults = later(1, 6, "forward 7", "SIGKILL", nprocs=4)
+    faulty = run(ranks, tmp_path / "c", *faults, kind="hsdp", nprocs=4)
+    assert faulty.restored() == {
+        **dict.fromkeys((0, 2, 3), (6, "live")),
+        1: (6, "replica"),
+    }
+    check_same(faulty, reference)
+
+
+def ends(found: Run) -> dict[tuple[int, int], set[str]]:
+    """What each rank has drawn at the end of each epoch, and its learning rate then."""
+    by_rank: dict[tuple[int, int], set[str]] = {}
+    for line in found.events("epoch end"):
+        said = f"{line['drawn']} {line['rate']}"
+        by_rank.setdefault((line["of"], line["epoch"]), set()).add(said)
+    return by_rank
+
+
+@SLOW
+@pytest.mark.parametrize("do", ["raise", "SIGKILL"])
+@pytest.mark.parametrize("at", ["end 0", "forward 7", "end 1"])
+def test_the_end_of_an_epoch_is_repeated(ranks: Ranks, tmp_path: Path, at: str, do: str) -> None:
+    """The survivors' state is that of its last step."""
+    plan: dict[str, Any] = {"every": None}
+    reference = run(ranks, tmp_path / "reference", **plan)
+    epoch = 1 if at == "end 1" else 0
+    # Otherwise rank 0 may be interrupted in the last step, and receive the state after it.
+    faults = later(1, 6 * (epoch + 1), at, do)
+    faulty = run(ranks, tmp_path / "faulty", *faults, **plan)
+    assert faulty.losses() == reference.losses(), faulty.errors
+    # Made after the restore, DDP gives all ranks the batch-norm statistics of rank 0.
+    assert faulty.ended()[0] == reference.ended()[0], faulty.errors
+    assert ends(faulty) == ends(reference)
+    again = [line for line in faulty.events("epoch end") if line["epoch"] == epoch]
+    assert len(again) > 2, "both ranks, and at least one of them again"
+    assert {step for step, _ in faulty.restored().values()} == {6 * (epoch + 1)}

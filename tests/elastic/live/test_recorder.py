@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from outlast.elastic.job.live.point import Place
+from outlast.elastic.job.live.own_state import Record, read
 from outlast.elastic.job.live.recorder import Recorder
-from outlast.elastic.job.live.slots import read
 from outlast.elastic.job.training_state import TrainingState
 from outlast.system.shared_memory import SharedMemory
 
@@ -49,19 +48,19 @@ class Training:
         torch.manual_seed(0)
         self.model = Model()
         self.optimizer = optimizer(self.model.parameters(), lr=0.01)
-        self.state = TrainingState(
-            self.model, self.optimizer, None, {}, rank=0, world_size=1, random=True
-        )
-        self.steps = 0
+        self.state = TrainingState(self.model, self.optimizer, None, {}, 0, 1, random=True)
         kept: Any = Kept()
         self.kept = kept
         self.recorder = self.record()
 
+    @property
+    def steps(self) -> int:
+        return self.state.counters.steps
+
     def record(self) -> Recorder:
         """As after a restore."""
-        place = Place(BRANCH, self.steps, 0, 1)
-        counters = {"steps": self.steps}
-        return Recorder(self.state, self.kept, place, BRANCH, random=True, counters=counters)
+        restored = Record(BRANCH, self.steps, True, 0, 1)
+        return Recorder(self.state, self.kept, restored, BRANCH)
 
     def backward(self) -> None:
         self.model(torch.randn(4, 8)).square().sum().backward()
@@ -73,13 +72,13 @@ class Training:
         self.completed()
 
     def completed(self) -> None:
-        self.steps += 1
-        self.recorder.completed(self.steps, {"steps": self.steps})
+        self.state.counters.steps += 1
+        self.recorder.completed()
 
     def offered(self) -> int | None:
         """The step whose state is offered after a fault now."""
         self.recorder.freeze()
-        return None if self.recorder.frozen is None else self.recorder.frozen.place.step
+        return None if self.recorder.frozen is None else self.recorder.frozen.held.record.step
 
 
 @contextlib.contextmanager
@@ -288,13 +287,13 @@ def test_a_step_without_gradients_and_without_the_optimizer_is_offered(training:
 
 def test_large_buffers_are_noted_when_their_contents_change(training: Training) -> None:
     training.step()
-    noted = training.recorder._point.own["buffers"]
+    noted = training.recorder.point.own["buffers"]
     training.model.book.mul_(1)  # counted, but the same
     training.step()
-    assert "book" not in {**noted, **training.recorder._point.own["buffers"]}
+    assert "book" not in {**noted, **training.recorder.point.own["buffers"]}
     training.model.book.data[12_345] += 1  # not counted
     training.step()
-    assert "book" in training.recorder._point.own["buffers"]
+    assert "book" in training.recorder.point.own["buffers"]
 
 
 def test_a_state_that_has_grown_is_kept_with_those_before(training: Training) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import OrderedDict
 from typing import Any
@@ -10,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from outlast.elastic.job.live.point import Versions
-from outlast.elastic.job.live.snapshot import Snapshot
+from outlast.elastic.job.live.writes import Snapshot
 
 
 def states() -> list[Any]:
@@ -27,7 +27,7 @@ def states() -> list[Any]:
 @pytest.mark.parametrize("number", range(4))
 def test_a_snapshot_is_the_state_at_its_time(number: int) -> None:
     state = states()[number]
-    snapshot = Snapshot(state, Versions())
+    snapshot = Snapshot(state)
     found = snapshot.read()
     assert type(found) is type(state)
     assert repr(found) == repr(state)
@@ -39,14 +39,12 @@ def test_a_snapshot_is_the_state_at_its_time(number: int) -> None:
 
 
 def test_small_tensors_are_copied_and_large_ones_are_watched() -> None:
-    watched = Versions()
     state = {"small": torch.ones(3), "large": torch.zeros(100_000), "more": [torch.ones(2).half()]}
-    snapshot = Snapshot(state, watched)
+    snapshot = Snapshot(state)
     state["small"] += 1
-    assert not watched.changed()
+    assert not snapshot.watched.changed
     state["large"][0] = 1
-    (changed,) = watched.changed()
-    assert changed is state["large"]
+    assert snapshot.watched.changed
     found = snapshot.read()
     assert torch.equal(found["small"], torch.ones(3))
     assert found["large"].data_ptr() == state["large"].data_ptr()
@@ -55,15 +53,15 @@ def test_small_tensors_are_copied_and_large_ones_are_watched() -> None:
 
 def test_a_long_history_is_not_walked_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """No Python function is called for its entries: 10,000 of them take some milliseconds."""
-    from outlast.elastic.job.live import snapshot
+    from outlast.elastic.job.live import writes
 
     seen: list[Any] = []
-    override = snapshot._Pickler.reducer_override
+    override = writes._Pickler.reducer_override
     monkeypatch.setattr(
-        snapshot._Pickler, "reducer_override", lambda s, v: (seen.append(v), override(s, v))[1]
+        writes._Pickler, "reducer_override", lambda s, v: (seen.append(v), override(s, v))[1]
     )
-    monkeypatch.setattr(snapshot, "by_value", lambda *_: pytest.fail("was copied in Python"))
+    monkeypatch.setattr(copy, "deepcopy", lambda *_: pytest.fail("was copied in Python"))
     history = [{"loss": n / 7, "rate": 0.1, "step": n} for n in range(10_000)]
-    found = Snapshot({"history": history}, Versions()).read()
+    found = Snapshot({"history": history}).read()
     assert json.dumps(found["history"]) == json.dumps(history)
     assert not seen

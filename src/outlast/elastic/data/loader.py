@@ -14,6 +14,7 @@ count until they have been trained on.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Iterator
@@ -24,11 +25,11 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from outlast.elastic import environment
-from outlast.elastic.data.batch_size_change import warn_if_changed
-from outlast.elastic.data.permutation import mix64
 from outlast.elastic.data.sampler import ElasticSampler, Share
-from outlast.elastic.data.worker_seeds import Seeded, has_worker_processes
+from outlast.elastic.random_generators import Seeded, has_worker_processes, mix64
 from outlast.system.arguments import as_int, check_options, options_of
+
+log = logging.getLogger("outlast.elastic")
 
 
 def rank_and_replicas(rank: int | None, replicas: int | None) -> tuple[int, int]:
@@ -48,6 +49,20 @@ def rank_and_replicas(rank: int | None, replicas: int | None) -> tuple[int, int]
     if rank >= replicas:
         raise ValueError(f"rank={rank} must be below replicas={replicas}")
     return rank, replicas
+
+
+def warn_if_changed(now: int, saved: int, *, rank: int, place: str) -> None:
+    """Logs a warning on rank 0, if the sizes differ; `place` is the position in the data."""
+    if now == saved or rank != 0:
+        return
+    log.warning(
+        "the global batch size is %d, %d was saved: training continues at %s, and each step now "
+        "takes %d samples; learning rates and schedules that count steps are not adjusted",
+        now,
+        saved,
+        place,
+        now,
+    )
 
 
 class ElasticLoader:
@@ -224,8 +239,9 @@ class ElasticLoader:
         """Continues from a saved position; see `ElasticSampler.load_state_dict`. Logs a warning on
         rank 0 if it was saved with another global batch size.
         """
-        self.sampler.load_state_dict(state)
         sampler = self.sampler
+        sampler.load_state_dict(state)
+        self._go_to(sampler.epoch, sampler.position)
         warn_if_changed(
             sampler.global_batch_size,
             int(state.get("global_batch_size", sampler.global_batch_size)),
@@ -233,5 +249,3 @@ class ElasticLoader:
             place=f"sample {sampler.position} of {sampler.epoch_length} of epoch {sampler.epoch}, "
             f"with {len(sampler)} steps left in it",
         )
-        self._handed_out = 0
-        self._iteration += 1  # an iteration in progress has fetched from another position

@@ -12,14 +12,15 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Iterator, Sized
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
 
-from outlast.elastic.data.permutation import Permutation
+from outlast.elastic.random_generators import mix64
 from outlast.system.arguments import as_int
 
+_ROUNDS = 6  # of a permutation
 _LOOKAHEAD = 4096  # samples of a replica whose indices are computed together
 
 
@@ -121,18 +122,47 @@ class ElasticSampler:
             )
         order = Permutation(self.length, self.seed * 0x1_0000_0001 + self.epoch)
         end, batch = self.epoch_length, self.global_batch_size
-        lookahead = max(1, _LOOKAHEAD * replicas // batch)
-        for first in range(self.position, end, lookahead * batch):
-            begins = range(first, min(first + lookahead * batch, end), batch)
+        lookahead = max(1, _LOOKAHEAD * replicas // batch) * batch
+        for first in range(self.position, end, lookahead):
             plans = [
-                _Plan(self, begin, min(batch, end - begin), rank, replicas) for begin in begins
+                (begin, size, *self._parts(size, rank, replicas))
+                for begin in range(first, min(first + lookahead, end), batch)
+                for size in [min(batch, end - begin)]
             ]
-            positions = torch.cat([plan.positions() for plan in plans])
-            indices = (order(positions) if self.shuffle else positions).tolist()
-            at = 0
-            for plan in plans:
-                yield plan.share(indices[at : at + plan.count])
-                at += plan.count
+            # A replica without samples in a batch, or in a part of it, must still take part in the
+            # collectives: with a filler sample of weight 0, the first of the batch.
+            positions = torch.cat(
+                [
+                    torch.tensor([begin, *range(begin + cuts[0], begin + cuts[-1])])
+                    for begin, _, cuts, *_ in plans
+                ]
+            )
+            indices = iter((order(positions) if self.shuffle else positions).tolist())
+            for begin, size, cuts, number, factor in plans:
+                filler, low = next(indices), cuts[0]
+                own = list(islice(indices, cuts[-1] - low))
+                yield Share(
+                    [own[a - low : b - low] or [filler] for a, b in pairwise(cuts)],
+                    [(b - a) * factor / size for a, b in pairwise(cuts)],
+                    size,
+                    [begin + cut for cut in cuts[:-1]],
+                    number,
+                )
+
+    def _parts(self, size: int, rank: int, replicas: int) -> tuple[list[int], int, int]:
+        """The parts of one replica in a global batch: their bounds, the number of the first among
+        all replicas' parts, and the factor of their weights.
+        """
+        if self.virtual_replicas is not None:
+            first, last = bounds(self.virtual_replicas, rank, replicas)
+            # Gradients are summed, not averaged, over the replicas.
+            return _cuts(size, self.virtual_replicas)[first : last + 1], first, 1
+        low, high = bounds(size, rank, replicas)
+        count = 1
+        if self.max_batch_size is not None:
+            # The same number of parts on every replica: each part has a collective.
+            count = math.ceil(math.ceil(size / replicas) / self.max_batch_size)
+        return [low + cut for cut in _cuts(high - low, count)], 0, replicas
 
     def advance(self, samples: int) -> None:
         """Records that `samples` more were trained on. At the end of an epoch, the next begins."""
@@ -175,46 +205,6 @@ class ElasticSampler:
             self.epoch, self.position = self.epoch + 1, 0
 
 
-class _Plan:
-    """The positions of one replica in one global batch, and their parts."""
-
-    def __init__(
-        self, sampler: ElasticSampler, begin: int, size: int, rank: int, replicas: int
-    ) -> None:
-        self._begin, self._size = begin, size
-        self._first = 0
-        if sampler.virtual_replicas is not None:
-            cuts = _cuts(size, sampler.virtual_replicas)
-            self._first, last = bounds(sampler.virtual_replicas, rank, replicas)
-            self._cuts = cuts[self._first : last + 1]
-            factor = 1  # gradients are summed, not averaged, over the replicas
-        else:
-            low, high = bounds(size, rank, replicas)
-            count = 1
-            if sampler.max_batch_size is not None:
-                # The same number of parts on every replica: each part has a collective.
-                count = math.ceil(math.ceil(size / replicas) / sampler.max_batch_size)
-            self._cuts = [low + cut for cut in _cuts(high - low, count)]
-            factor = replicas
-        self._weights = [(end - start) * factor / size for start, end in pairwise(self._cuts)]
-        self.count = 1 + self._cuts[-1] - self._cuts[0]
-
-    def positions(self) -> torch.Tensor:
-        """The positions in the order of the epoch, after a filler position."""
-        low, high = self._begin + self._cuts[0], self._begin + self._cuts[-1]
-        return torch.cat([torch.tensor([self._begin]), torch.arange(low, high)])
-
-    def share(self, indices: list[int]) -> Share:
-        """The share, given the sample indices at `positions`."""
-        filler, *own = indices
-        low = self._cuts[0]
-        # A replica without samples in this batch, or in a part of it, must still take part in the
-        # collectives: with a filler sample of weight 0.
-        parts = [own[a - low : b - low] or [filler] for a, b in pairwise(self._cuts)]
-        begins = [self._begin + a for a in self._cuts[:-1]]
-        return Share(parts, self._weights, self._size, begins, self._first)
-
-
 def _cuts(size: int, parts: int) -> list[int]:
     """The bounds of `parts` nearly equal parts of `size` elements, both ends included."""
     return [i * size // parts for i in range(parts + 1)]
@@ -223,3 +213,48 @@ def _cuts(size: int, parts: int) -> list[int]:
 def bounds(size: int, rank: int, replicas: int) -> tuple[int, int]:
     """The bounds of one replica's part of `size` elements."""
     return rank * size // replicas, (rank + 1) * size // replicas
+
+
+class Permutation:
+    """A random permutation of the numbers below `size`, selected by the integer `key`. It needs no
+    memory: each element is computed on demand.
+
+    A Feistel network turns a key into a permutation of the numbers of k bits (Luby and Rackoff,
+    "How to construct pseudorandom permutations from pseudorandom functions", 1988). Outputs of
+    `size` or more are passed through it again until they are below it ("cycle walking": Black and
+    Rogaway, "Ciphers with arbitrary finite domains", 2002). As 2^k is below twice the size, that
+    takes less than two passes on average. So the order of 100 million samples is available at once,
+    from any position.
+    """
+
+    def __init__(self, size: int, key: int) -> None:
+        if size < 0:
+            raise ValueError(f"size={size} is negative")
+        self.size = size
+        bits = max(size - 1, 1).bit_length()
+        # The halves are swapped after each round; the number of rounds is even.
+        self._left_bits, self._right_bits = bits // 2, bits - bits // 2
+        self._keys = [mix64(key * _ROUNDS + i) >> 1 for i in range(_ROUNDS)]
+
+    def __call__(self, positions: torch.Tensor) -> torch.Tensor:
+        """The elements at these positions: int64, below `size`, of any shape."""
+        values = self._encrypt(positions.to(torch.int64))
+        flat = values.view(-1)
+        while len(outside := (flat >= self.size).nonzero().view(-1)):
+            flat[outside] = self._encrypt(flat[outside])
+        return values
+
+    def _encrypt(self, values: torch.Tensor) -> torch.Tensor:
+        bits, others = self._left_bits, self._right_bits
+        left, right = values >> others, values & ((1 << others) - 1)
+        for key in self._keys:
+            left, right = right, left ^ (_hash(right + key) & ((1 << bits) - 1))
+            bits, others = others, bits
+        return (left << others) | right
+
+
+def _hash(values: torch.Tensor) -> torch.Tensor:
+    """A hash of each value. Products wrap around; a shift that keeps the sign is as good."""
+    values = (values ^ (values >> 33)) * -0x00AE502812AA7333  # murmur3's 64-bit finalizer
+    values = (values ^ (values >> 33)) * -0x3B314601E57A13AD
+    return values ^ (values >> 33)

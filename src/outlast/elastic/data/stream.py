@@ -10,14 +10,14 @@ and `ElasticLoader`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import default_collate
 
-from outlast.elastic.data.batch_size_change import warn_if_changed
-from outlast.elastic.data.loader import rank_and_replicas
+from outlast.elastic.data.loader import rank_and_replicas, warn_if_changed
 from outlast.system.arguments import as_int
 
 
@@ -78,7 +78,8 @@ class ShardedStream:
         items = self._items(range(self.rank, len(self.shards), self.replicas))
         last: list[Any] = []
         while True:
-            batch, offsets = self._next_batch(items)
+            taken = list(islice(items, self.batch_size))
+            batch = [item for _, _, item in taken]
             counts = self._gather(len(batch))
             total = sum(counts)
             if total == 0:
@@ -89,7 +90,8 @@ class ShardedStream:
                 last = [self._any_item()]
             # Makes DDP's mean over the replicas the mean over all items of these batches.
             self.weight = len(batch) * self.replicas / total
-            self._handed_out, self._handed_out_count = offsets, total
+            self._handed_out = [(shard, offset) for shard, offset, _ in taken]
+            self._handed_out_count = total
             yield self._collate(batch or last)
             self.done()
         self.at_end = True
@@ -121,12 +123,7 @@ class ShardedStream:
         """The position of all replicas. A collective, if there are several."""
         self.done()
         self._exchange()
-        return {
-            "epoch": self.epoch,
-            "shards": list(self.shards),
-            "offsets": self._offsets.tolist(),
-            "global_batch_size": self.batch_size * self.replicas,
-        }
+        return self.own_state_dict()
 
     def own_state_dict(self) -> dict[str, Any]:
         """The position of this replica alone, as after `done`. Not a collective, and nothing is
@@ -135,12 +132,11 @@ class ShardedStream:
         offsets = self._offsets.tolist()
         for shard, offset in self._handed_out:
             offsets[shard] = offset
-        size = self.batch_size * self.replicas
         return {
             "epoch": self.epoch,
             "shards": list(self.shards),
             "offsets": offsets,
-            "global_batch_size": size,
+            "global_batch_size": self.batch_size * self.replicas,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -172,17 +168,6 @@ class ShardedStream:
             for item in self._read(self.shards[shard], offset):
                 offset += 1
                 yield shard, offset, item
-
-    def _next_batch(
-        self, items: Iterator[tuple[int, int, Any]]
-    ) -> tuple[list[Any], list[tuple[int, int]]]:
-        batch, offsets = [], []
-        for shard, offset, item in items:
-            batch.append(item)
-            offsets.append((shard, offset))
-            if len(batch) == self.batch_size:
-                break
-        return batch, offsets
 
     def _any_item(self) -> Any:
         """An item for a replica that has none left, but must take part in the collectives."""

@@ -7,17 +7,27 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from outlast.elastic.job.sample_count import SampleCount
+from outlast.elastic.job.parts import Part
 from outlast.errors import CheckpointMismatch
+from outlast.events import Emitter, StepsDone
+from outlast.system.arguments import as_int
+
+_UNKNOWN = -1  # as saved in a checkpoint
+# An event for every step would be too many, and one at the end is not written by a killed process.
+_EVERY_S = 10.0
 
 
-class Counters:
+class Counters(Part):
     """The counters.
+
+    The caller of a step says how many samples it had, or the loader counts: in `trained`, which
+    only grows (`ElasticLoader`, `ShardedStream`), or by what `done()` returns for the last batch.
+    The difference of `trained` between two steps is right however many batches there were in
+    between. Without either, the count is unknown: a number that lacks some steps would be wrong.
 
     Attributes:
         steps: the number of steps since the first run.
         seconds: the time until the state that was restored.
-        samples: counts the samples, with the help of the loader.
         clean_step: the last step after which the replicas are known to have been equal. A
             checkpoint contains one copy of them: where it was loaded, they are equal.
     """
@@ -25,40 +35,59 @@ class Counters:
     def __init__(self, loader: Any) -> None:
         self.steps = self.clean_step = 0
         self.seconds = 0.0
-        self.samples = SampleCount(loader)
         self._since = time.monotonic()
+        self._loader, self._samples = loader, 0
+        self._before = getattr(loader, "trained", 0)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The present values."""
+    @property
+    def samples(self) -> int:
+        """The number of samples, over all ranks and since the first run.
+
+        Raises:
+            ValueError: if it is unknown.
+        """
+        if self._samples == _UNKNOWN:
+            loader = "no loader" if self._loader is None else f"a {type(self._loader).__name__}"
+            raise ValueError(
+                f"job.samples is unknown: a step was made with {loader}, which does not count "
+                "samples, and without job.step(samples=...), the samples of the step on all ranks"
+            )
+        return self._samples
+
+    def add_samples(self, samples: int | None) -> None:
+        """Adds those of one step; `None` if the caller did not say how many."""
+        counted: int | None = self._loader.done() if hasattr(self._loader, "done") else None
+        if hasattr(self._loader, "trained"):
+            before, self._before = self._before, int(self._loader.trained)
+            counted = self._before - before
+        if samples is not None:
+            counted = as_int("samples", samples, at_least=0)
+        if counted is None or self._samples == _UNKNOWN:
+            self._samples = _UNKNOWN
+        else:
+            self._samples += counted
+
+    def save(self) -> dict[str, Any]:
         return {
             "steps": self.steps,
-            "samples": self.samples.saved(),
+            "samples": self._samples,
             "seconds": self.seconds + time.monotonic() - self._since,
         }
 
-    def live_state_dict(self) -> dict[str, Any]:
-        """The values with which the surviving ranks continue: each from its own replica."""
-        return {**self.state_dict(), "clean_step": self.clean_step}
+    def load(self, state: Mapping[str, Any], steps: int) -> None:
+        self.steps = steps
+        self.clean_step = int(state.get("clean_step", steps))
+        self._samples = max(int(state["samples"]), _UNKNOWN)
+        self._before = getattr(self._loader, "trained", 0)
+        self.seconds, self._since = float(state["seconds"]), time.monotonic()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from saved values.
-
-        Raises:
-            CheckpointMismatch: as `check_counters`; nothing has changed then.
-        """
-        check_counters(state)
-        self.steps = int(state["steps"])
-        self.clean_step = int(state.get("clean_step", self.steps))
-        self.samples.load(state["samples"])
-        self.seconds = float(state["seconds"])
-        self._since = time.monotonic()
+    def shared(self) -> dict[str, Any]:
+        return {**self.save(), "clean_step": self.clean_step}
 
 
-def check_counters(state: Mapping[str, Any]) -> None:
-    """Checks saved values, which other programs may have written.
-
-    Raises:
-        CheckpointMismatch: naming the first one that is missing or no number.
+def steps_of(state: Any) -> int:
+    """The number of steps in saved counters, which other programs may have written: an error names
+    the first counter that is missing or no number.
     """
     for name in ("steps", "samples", "seconds"):
         value = state.get(name)
@@ -67,3 +96,31 @@ def check_counters(state: Mapping[str, Any]) -> None:
                 f"'counters.{name}' of the state is {value!r}, and not a number: it was not saved "
                 "by a Job, or was changed since"
             )
+    return int(state["steps"])
+
+
+class StepEvents:
+    """Writes to the event log which steps a rank has completed, for the goodput of the report."""
+
+    def __init__(self, emitter: Emitter) -> None:
+        self._emitter = emitter
+        self._first = self._last = self._written = 0
+        self._due = emitter.clock.now() + _EVERY_S
+
+    def begin(self, step: int) -> None:
+        """Starts to count after `step`, which was restored."""
+        self.write()
+        self._first = self._last = step
+        self._written = -1  # that no step was completed since is worth an event too
+
+    def completed(self, step: int) -> None:
+        self._last = step
+        if self._emitter.clock.now() >= self._due:
+            self.write()
+
+    def write(self) -> None:
+        """Writes an event, unless the last one said the same."""
+        self._due = self._emitter.clock.now() + _EVERY_S
+        if self._last != self._written:
+            self._written = self._last
+            self._emitter.emit(StepsDone(first=self._first, last=self._last))

@@ -20,12 +20,14 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from outlast.elastic.job.parts import Part
+
 log = logging.getLogger("outlast.elastic")
 
 _ORDERS = "orders"
 
 
-class GradientBuckets:
+class GradientBuckets(Part):
     """The order of the buckets of each DDP in these modules, where it may change. They are in the
     same order on all ranks, which call the same methods.
     """
@@ -41,12 +43,16 @@ class GradientBuckets:
         self._find([module])
         self._apply_from(number)
 
-    def state_dict(self) -> dict[str, tuple[bytes, ...]]:
-        """The orders that are known: empty if there are none."""
+    def save(self) -> dict[str, tuple[bytes, ...]]:
         return {_ORDERS: tuple(self._orders)} if any(self._orders) else {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over saved orders, which `apply` applies."""
+    def shared(self) -> Any:
+        return self.save()
+
+    def target(self, saved: Any) -> dict[str, Any]:
+        return {}  # filled with the saved ones
+
+    def load(self, state: Mapping[str, Any], steps: int) -> None:
         self._orders = list(state.get(_ORDERS, ()))
 
     def apply(self) -> None:

@@ -19,8 +19,8 @@ from __future__ import annotations
 import datetime
 import logging
 import os
-import signal
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -30,26 +30,25 @@ from torch.optim import Optimizer
 from outlast.async_checkpoint import Checkpointer, Retention, SaveHandle
 from outlast.coordination.call_ledger import connect_ledger
 from outlast.coordination.training_step import report_step
-from outlast.elastic.job.counters import Counters
-from outlast.elastic.job.ending import Ending
-from outlast.elastic.job.forgotten_restore import check_nothing_to_restore
-from outlast.elastic.job.live.restore import LiveState
-from outlast.elastic.job.replicated import check_equal_on_all_ranks
+from outlast.elastic.job.counters import StepEvents
 from outlast.elastic.job.restoring import Restoring
-from outlast.elastic.job.same_parameters import SameParameters
-from outlast.elastic.job.save_schedule import SaveSchedule, check_interval
-from outlast.elastic.job.saves import Saves
-from outlast.elastic.job.step_events import StepEvents
+from outlast.elastic.job.same_on_all_ranks import (
+    SameParameters,
+    check_equal_models,
+    check_nothing_to_restore,
+)
+from outlast.elastic.job.saves import NotSaved, Saves, SaveSchedule, check_interval
 from outlast.elastic.job.training_state import TrainingState, check_stateful
 from outlast.elastic.silent_faults.job_checks import Check, JobChecks, TrustedRestore, check_of
+from outlast.elastic.stop_signals import PREEMPTED, SIGNALS, StopSignals
+from outlast.elastic.wrapped_modules import unwrapped
+from outlast.errors import RestartAbort
 from outlast.inprocess.running_call import long_phase, running_call
 from outlast.system.arguments import Duration, as_int, as_timedelta, check_options, options_of
 
 log = logging.getLogger("outlast.elastic")
 
 T = TypeVar("T")
-
-PREEMPTED = 143  # 128 + SIGTERM: what schedulers expect from a job that they told to stop
 
 
 class Job:
@@ -73,7 +72,8 @@ class Job:
             next forward and backward pass; or other optimizers, as for `Checkpointer`.
         random: whether to save the random generators (Python, NumPy, torch) of each rank. A rank
             that did not exist before keeps its own.
-        signals: the signals on which to save and exit. A second SIGINT has its usual effect.
+        signals: the signals on which to save and exit, by default SIGTERM, SIGINT and SIGUSR1. A
+            second SIGINT has its usual effect.
         grace: how long the last save may take.
         exit_code: the exit code of a job that was told to stop.
         min_ranks: the smallest number of ranks with which a restart in place may continue. By
@@ -85,6 +85,12 @@ class Job:
             then holds the state of before the fault next to that of the new model.
         options: passed to `Checkpointer`: `group`, `max_in_flight`, `on_failure`, `threads`,
             `linger`, `timeout`, `events`, `replicas`, `replica_bandwidth`.
+
+    Attributes:
+        checkpointer: the `Checkpointer` of the job.
+        rank: the rank of this process.
+        module: the module that is saved: the one inside DDP, `ConsistentDDP` and `torch.compile`.
+        model, optimizer, loader, states: as given.
     """
 
     def __init__(
@@ -99,7 +105,7 @@ class Job:
         keep: Retention | int | None = None,
         overlap: Optimizer | Iterable[Optimizer] | bool = True,
         random: bool = True,
-        signals: Iterable[int] = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1),
+        signals: Iterable[int] = SIGNALS,
         grace: Duration = datetime.timedelta(seconds=30),
         exit_code: int = PREEMPTED,
         min_ranks: int | None = None,
@@ -123,54 +129,45 @@ class Job:
             overlap=optimizer if overlap is True else overlap,
             **options,
         )
-        rank, world_size = self.checkpointer.rank, self.checkpointer.world_size
+        self.rank, world_size = self.checkpointer.rank, self.checkpointer.world_size
+        self.model, self.module = model, unwrapped(model)
+        self.optimizer, self.loader, self.states = optimizer, loader, dict(states or {})
         self._training = TrainingState(
-            model, optimizer, loader, states or {}, rank=rank, world_size=world_size, random=random
+            model, optimizer, loader, self.states, self.rank, world_size, random=random
         )
         self._ledger = connect_ledger("job", self._group)
-        self._parameters = SameParameters(self._training, self._ledger, self.checkpointer.kept)
-        self._counters = Counters(loader)
-        self._live: LiveState | None = None
-        if live and self._call is not None:
-            ledger, kept = self._ledger.child("live"), self.checkpointer.kept
-            self._live = LiveState(
-                self._training, kept, ledger, self._group, self._call, random=random
-            )
+        self._parameters = SameParameters(self._training, self._ledger, self.checkpointer)
         self._restoring = Restoring(
-            self._training, self._counters, self.checkpointer, self._live, self._group
+            self._training,
+            self.checkpointer,
+            self._ledger,
+            self._group,
+            self._call if live else None,
         )
         self._schedule = SaveSchedule(every, self._ledger)
         self._step_events = StepEvents(self.checkpointer.emitter)
         self._saves = Saves(
             self._training,
-            self._counters,
             self.checkpointer,
             self._ledger,
             self._path,
             partial(self._checks.must_be_finite, self.module),
         )
         self._may_save = False  # restored, or there is nothing to restore
-        self._ending = Ending(
-            self.checkpointer,
-            self._counters,
-            self._saves,
-            self._checks,
-            self._ledger,
-            self._call,
-            grace=grace,
-            exit_code=exit_code,
-            live=self._live,
+        self._released = False
+        # Last: a constructor that raises leaves no handlers.
+        self._stop = StopSignals(
+            self.checkpointer, self._group, signals=signals, grace=grace, exit_code=exit_code
         )
-        self._ending.install(signals)  # last: a constructor that raises leaves no handlers
 
     @property
     def steps(self) -> int:
         """The number of steps since the first run."""
-        return self._counters.steps
+        return self._training.counters.steps
 
     @steps.setter
     def steps(self, steps: int) -> None:
-        self._counters.steps = steps
+        self._training.counters.steps = steps
 
     @property
     def epoch(self) -> int:
@@ -184,7 +181,7 @@ class Job:
     @property
     def seconds(self) -> float:
         """The time that the job has run, up to the state that was restored."""
-        return self._counters.seconds
+        return self._training.counters.seconds
 
     @property
     def restored_from(self) -> str:
@@ -195,43 +192,13 @@ class Job:
         return self.checkpointer.kept.restored_from
 
     @property
-    def rank(self) -> int:
-        """The rank of this process."""
-        return self.checkpointer.rank
-
-    @property
-    def model(self) -> nn.Module:
-        """The model, as given."""
-        return self._training.model
-
-    @property
-    def module(self) -> nn.Module:
-        """The module that is saved: the one inside DDP, `ConsistentDDP` and `torch.compile`."""
-        return self._training.module
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer."""
-        return self._training.optimizer
-
-    @property
-    def loader(self) -> Any:
-        """The data loader."""
-        return self._training.loader
-
-    @property
-    def states(self) -> dict[str, Any]:
-        """The additional objects that are saved, by name."""
-        return self._training.states
-
-    @property
     def samples(self) -> int:
         """The number of samples that were trained on, over all ranks and since the first run.
 
         Raises:
             ValueError: if it is unknown: see `step`.
         """
-        return self._counters.samples.total
+        return self._training.counters.samples
 
     def restore(self, step: int | None = None) -> int:
         """Continues from the newest state: after a restart in place, that of the ranks which have
@@ -262,23 +229,26 @@ class Job:
         found = self._restoring.restore(trusted.step)
         self._may_save = True
         if found is None:
-            check_equal_on_all_ranks(self.module, self._ledger, self._group)
-            with long_phase(self.checkpointer.kept.timeout_s or None):
+            check_equal_models(self.module, self._ledger, self._group)
+            with self._long_phase():
                 self.save().wait()
-        self._restoring.done()
+        self._restoring.begin()
         self.module.zero_grad()  # a backward pass that a fault interrupted may have left gradients
         if found is not None:
             self._saves.restored()
         trusted.finish(self.save)
         self._checks.start(
-            self.module, self.checkpointer, self._ledger, self.steps, self._counters.clean_step
+            self.module,
+            self.checkpointer,
+            self._ledger,
+            self.steps,
+            self._training.counters.clean_step,
         )
         if self._restoring.from_survivors:
             self._checks.compare_now(self.checkpointer.kept.timeout_s)  # before DDP copies a flip
         self._schedule.start(self.steps)
         self._step_events.begin(self.steps)
-        self._ending.stop_if_told_before()
-        self._ending.listen()
+        self._stop.begin(self.steps, self._save_for_stop)
         self._training.epochs.restored()
         if self._restoring.from_survivors:
             self._training.epochs.warn_if_unused()
@@ -332,18 +302,13 @@ class Job:
             CheckpointError: if an earlier save failed.
         """
         self._check_restored()
-        self._ending.listen()
-        self._training.stepped(self.steps + 1)
-        self._counters.steps += 1
-        self._ending.note_step()
+        self._training.stepped(samples)
         self._step_events.completed(self.steps)
-        self._counters.samples.add_step(samples)
-        if self._live is not None:
-            self._counters.clean_step = self._checks.clean_step(self.steps)
-            self._live.completed(self.steps, self._counters.live_state_dict())
+        self._training.counters.clean_step = self._checks.clean_step(self.steps)
+        self._restoring.completed()
         report_step(self.steps, completed=True)
         self._checks.completed(self.steps, loss)
-        self._ending.stop_if_last()
+        self._stop.completed(self.steps, self._save_for_stop)
         if self._schedule.is_due(self.steps):
             self.save()
 
@@ -373,7 +338,9 @@ class Job:
         """Makes all ranks save after the same step, and exit. Any thread of any rank may call this,
         for example when the cloud provider announces that it will reclaim the machine.
         """
-        self._ending.request(why)
+        if self._released:
+            raise ValueError("this job is closed")
+        self._stop.request(why)
 
     def close(self) -> None:
         """Waits for background saves, and releases threads and signal handlers.
@@ -382,10 +349,10 @@ class Job:
             CheckpointError: if a save failed.
         """
         self._step_events.write()
-        self._ending.stop_listening()
+        self._stop.close(failed=True)
         self._checks.close()
-        self._ending.close()
-        with long_phase(self.checkpointer.kept.timeout_s or None):
+        self._release()
+        with self._long_phase():
             self.checkpointer.close()
 
     def __enter__(self) -> Job:
@@ -393,17 +360,68 @@ class Job:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._step_events.write()  # first: a restart may interrupt the rest
-        self._ending.stop_listening()
+        self._stop.close(failed=True)  # this rank begins no more steps
         try:
             if kind is None:
                 self._training.epochs.finish()
-                self._ending.complete()
+                self._complete()
             else:
-                self._ending.fail(kind)
+                self._fail(kind)
         finally:
             # A fault in a wrapped call is followed by a restart: signals are still requests.
             if self._call is None:
-                self._ending.close()
+                self._release()
+
+    def _complete(self) -> None:
+        """The program has left the `with` block without an error: saves its state. Until this is
+        done, nothing is released: after a fault, a restart in place continues with this state.
+
+        Raises:
+            RestartAbort: in a wrapped call, if the state cannot be saved. A restart would train
+                again from a checkpoint.
+            CheckpointError: without a wrapped call, the same.
+        """
+        try:
+            with self._long_phase():
+                if self.steps:
+                    self._checks.compare_now(self._stop.grace_s)
+                self._checks.close()
+        except Exception as e:
+            self._fail(type(e))  # what the checks raise ends the job as an error of the program
+            raise
+        try:
+            if self.steps:
+                self._saves.complete()
+        except NotSaved as e:
+            self.checkpointer.__exit__(NotSaved)
+            self._release()
+            if self._call is None:
+                raise
+            raise RestartAbort(str(e)) from e
+        with self._long_phase():
+            self.checkpointer.close()
+        self._release()
+
+    def _fail(self, kind: type[BaseException]) -> None:
+        """The program has left the `with` block with an error."""
+        with self._long_phase():
+            self._checks.close()
+            self.checkpointer.__exit__(kind)
+
+    def _release(self) -> None:
+        """The job has ended without a fault that is followed by a restart in place."""
+        self._released = True
+        self._restoring.close()
+        self._stop.close()
+
+    def _save_for_stop(self) -> None:
+        """The last save of a job that was told to stop."""
+        self._checks.compare_now(self._stop.grace_s)
+        self._saves.save_if_changed()
+
+    def _long_phase(self) -> AbstractContextManager[None]:
+        """A phase that may last until the checkpointer's timeout."""
+        return long_phase(self.checkpointer.kept.timeout_s or None)
 
     def _check_restored(self) -> None:
         if self._may_save:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import logging
+import numbers
 import time
 from collections.abc import Callable, Collection
 
 from outlast.async_checkpoint import Checkpointer, SaveHandle
 from outlast.coordination import KeyTimeout
 from outlast.coordination.call_ledger import CallLedger
-from outlast.elastic.job.counters import Counters
 from outlast.elastic.job.training_state import TrainingState
 from outlast.errors import CheckpointError, SaveCancelled, StoreError
 from outlast.inprocess.running_call import long_phase
+from outlast.system.arguments import as_int, as_timedelta
 from outlast.system.error_text import describe, first_line
 
 log = logging.getLogger("outlast.elastic")
@@ -21,7 +23,8 @@ log = logging.getLogger("outlast.elastic")
 PAUSES_S = (1.0, 10.0)
 """How long to wait before the second attempt of the last save, and before the third."""
 
-Place = tuple[int, tuple[int | None, int | None, int]]
+Progress = tuple[int, tuple[int | None, int | None, int]]
+"""How far a job is: the steps, and where it is in its epochs."""
 
 
 class NotSaved(CheckpointError):
@@ -36,49 +39,48 @@ class Saves:
     def __init__(
         self,
         training: TrainingState,
-        counters: Counters,
         checkpointer: Checkpointer,
         ledger: CallLedger,
         path: str,
         finite: Callable[[], Collection[str]],
     ) -> None:
-        self._finite = finite
-        self._training, self._counters = training, counters
+        self._training, self._finite = training, finite
         self._checkpointer, self._ledger, self._path = checkpointer, ledger, path
         self._handle: SaveHandle | None = None
-        self._saved: Place | None = None
-        self._restored: Place | None = None
+        self._saved: Progress | None = None
+        self._restored: Progress | None = None
 
     @property
-    def _place(self) -> Place:
-        """How far the job is. At the same step it may be in the next epoch."""
-        return self._counters.steps, self._training.epochs.place
+    def _progress(self) -> Progress:
+        return self._training.counters.steps, self._training.epochs.progress
 
     def restored(self) -> None:
-        """The present state was restored."""
-        self._handle, self._saved, self._restored = None, None, self._place
+        self._handle, self._saved, self._restored = None, None, self._progress
 
     def save(self, metric: float | None = None) -> SaveHandle:
-        """Begins a save."""
-        step = self._counters.steps
+        step = self._training.counters.steps
         if self._handle is not None and self._handle.step == step:
             self._checkpointer.wait()  # `Job.step` has just saved: this save replaces that one
         if self._training.consistent_ddp is not None:
             self._training.consistent_ddp.average_statistics()
-        state = {**self._training.state_dict(), "counters": self._counters.state_dict()}
+        state = self._training.state_dict()
         self._handle = self._checkpointer.save(step, state, metric=metric, finite=self._finite())
-        self._saved = self._place
+        self._saved = self._progress
         return self._handle
 
-    def is_saved(self) -> bool:
-        """Whether the present state is being saved, or is committed. A state that was restored may
-        be in memory only.
+    def save_if_changed(self) -> None:
+        """Begins a save, unless the present state is being saved, or is committed. A state that was
+        restored may be in memory only.
         """
-        if self._saved == self._place:
+        if not self._is_saved():
+            self.save()
+
+    def _is_saved(self) -> bool:
+        if self._saved == self._progress:
             return True
-        if self._restored != self._place:
+        if self._restored != self._progress:
             return False
-        step = self._counters.steps
+        step = self._training.counters.steps
         committed = any(info.step == step for info in self._checkpointer.checkpoints())
         return self._ledger.agree(f"committed/{step}", str(committed)) == str(True)
 
@@ -128,7 +130,7 @@ class Saves:
         if self._handle is not None and not self._handle.succeeded:
             self._saved = None
         # It may not be known on all ranks whether the checkpoint of this step is committed.
-        is_saved = self._ledger.agree(f"last-save/{number}/before", str(self.is_saved()))
+        is_saved = self._ledger.agree(f"last-save/{number}/before", str(self._is_saved()))
         try:
             if is_saved != str(True):
                 self.save().wait()
@@ -138,7 +140,7 @@ class Saves:
         return None
 
     def _what_is_where(self, attempts: int, cause: str) -> str:
-        step = self._counters.steps
+        step = self._training.counters.steps
         try:
             steps = [info.step for info in self._checkpointer.checkpoints()]
             newest = f"step {steps[-1]}" if steps else "none"
@@ -156,3 +158,53 @@ def _raise_if_ending(error: CheckpointError) -> None:
     """
     if isinstance(error, SaveCancelled) or isinstance(error.__cause__, StoreError):
         raise error
+
+
+class SaveSchedule:
+    """Decides, step by step, whether to save: every N steps or T seconds, after the same step on
+    all ranks; never if `every` is `None`.
+    """
+
+    def __init__(self, every: int | datetime.timedelta | None, ledger: CallLedger) -> None:
+        self._every, self._ledger = every, ledger
+        self._next: int | None = None
+        self._start_step, self._start_time = 0, time.monotonic()
+
+    def start(self, steps: int) -> None:
+        self._next, self._start_step, self._start_time = None, steps, time.monotonic()
+
+    def is_due(self, steps: int) -> bool:
+        if self._every is None:
+            return False
+        if isinstance(self._every, int):
+            return steps % self._every == 0
+        if self._next is None or steps >= self._next:
+            self._next = self._agree_on_step(steps, self._every)
+        if steps < self._next:
+            return False
+        self.start(steps)
+        return True
+
+    def _agree_on_step(self, steps: int, every: datetime.timedelta) -> int:
+        """The current step if the time has passed; otherwise a later one, to save or to estimate
+        again: the step at which the time will have passed, at the average step duration so far, but
+        at most four times the steps so far, since a few slow steps predict little. The first rank's
+        estimate holds for all.
+        """
+        done = steps - self._start_step
+        elapsed = max(time.monotonic() - self._start_time, 1e-6)
+        left = max(every.total_seconds() - elapsed, 0.0)
+        ahead = min(round(left * done / elapsed), 3 * done)
+        key = f"save-due/{self._start_step}/{steps}"
+        return int(self._ledger.agree(key, str(steps + ahead)))
+
+
+def check_interval(every: object) -> int | datetime.timedelta | None:
+    """Checks and converts the interval of a `SaveSchedule`."""
+    if every is None:
+        return None
+    if isinstance(every, datetime.timedelta):
+        return as_timedelta("every", every)
+    if isinstance(every, bool) or not isinstance(every, numbers.Integral):
+        raise TypeError(f"every must be a number of steps, a timedelta or None, not {every!r}")
+    return as_int("every", every, at_least=1)

@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, Protocol
+import copy
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 from outlast.async_checkpoint.plain_values import Unsavable, encode
-from outlast.elastic import random_generators
 from outlast.elastic.data.loader import ElasticLoader
-from outlast.elastic.job.attached_states import AttachedState, is_plain_tensor
-from outlast.elastic.job.backup import Backup
-from outlast.elastic.job.epochs.epochs import Epochs
+from outlast.elastic.data.stream import ShardedStream
+from outlast.elastic.job.counters import Counters, steps_of
+from outlast.elastic.job.encoding import is_plain_tensor, local
+from outlast.elastic.job.epochs import Epochs
 from outlast.elastic.job.gradient_buckets import GradientBuckets
-from outlast.elastic.job.third_party_loaders import ThirdPartyLoader, is_third_party
+from outlast.elastic.job.parts import (
+    AttachedState,
+    ConsistentParts,
+    NamedParts,
+    Part,
+    RandomPart,
+    SamplerPart,
+    StreamPart,
+    ThirdPartyLoader,
+)
 from outlast.elastic.wrapped_modules import (
     consistent_ddp,
     load_plain,
     plain_state_dict,
     unwrapped,
 )
-from outlast.errors import CheckpointError, CheckpointMismatch
-
-log = logging.getLogger("outlast.elastic")
 
 _OPTIONAL = ("random.", "states.", "parts.", "epochs.", "buckets.", "loader.global_batch_size")
 
@@ -39,6 +45,10 @@ class TrainingState:
     """Reads and writes the state of a model, its optimizer, its data loader and more.
 
     The arguments are those of `Job`; `rank` and `world_size` are those of this process.
+
+    Attributes:
+        parts: by their names in the state, in the order of loads: the random generators last, from
+            which others may draw.
     """
 
     def __init__(
@@ -47,181 +57,142 @@ class TrainingState:
         optimizer: Optimizer,
         loader: Any,
         states: Mapping[str, Any],
-        *,
         rank: int,
         world_size: int,
+        *,
         random: bool,
     ) -> None:
-        self.model = model
-        self.module = unwrapped(model)
+        self.module, self.optimizer = unwrapped(model), optimizer
         self.consistent_ddp = consistent_ddp(model)
-        self.optimizer = optimizer
-        self.loader = loader
-        self.states = dict(states)
-        self._rank = rank
-        self._world_size = world_size
-        self._random = random
-        self.epochs = Epochs(loader, states, rank=rank, world_size=world_size, random=random)
+        self.counters = Counters(loader)
+        self.epochs = Epochs(loader, states, rank, world_size, random=random)
         self.buckets = GradientBuckets([model, *states.values()])
+        self._optimizer_part = OptimizerPart(optimizer, self.module)
+        self.parts: dict[str, Part] = {
+            "counters": self.counters,
+            "model": ModelPart(self.module),
+            "optimizer": self._optimizer_part,
+        }
+        if isinstance(loader, ShardedStream):
+            self.parts["loader"] = StreamPart(loader)
+        elif isinstance(loader, ElasticLoader):
+            self.parts["loader"] = SamplerPart(loader)
+        elif loader is not None:
+            self.parts["loader"] = ThirdPartyLoader(loader, rank, world_size, required=True)
+        self._attached: dict[str, Part] = {
+            name: ThirdPartyLoader(each, rank, world_size, required=False)
+            if isinstance(each, DataLoader)
+            else AttachedState(each)
+            for name, each in states.items()
+        }
+        if states:
+            self.parts["states"] = NamedParts(self._attached)
+        self.parts["epochs"], self.parts["buckets"] = self.epochs, self.buckets
+        if self.consistent_ddp is not None:
+            self.parts["parts"] = ConsistentParts(self.consistent_ddp)
+        if random:
+            self.parts["random"] = RandomPart(rank)
 
-    def stepped(self, steps: int) -> None:
-        """A step was made: the job has made `steps`."""
-        self.epochs.stepped(steps)
+    def stepped(self, samples: int | None) -> None:
+        self.epochs.stepped(self.counters.steps + 1)
         self.buckets.note()
+        self.counters.steps += 1
+        self.counters.add_samples(samples)
 
     def state_dict(self) -> dict[str, Any]:
         """The state to save: the tensors themselves, not copies."""
-        state: dict[str, Any] = {
-            "model": plain_state_dict(self.module),
-            "optimizer": self.optimizer.state_dict(),
-        }
-        if self.loader is not None:
-            state["loader"] = self._loader().save()
-        if self.states:
-            state["states"] = {name: self._attached(name).save() for name in self.states}
-        if self._random:
-            state["random"] = {str(self._rank): random_generators.capture()}
-        if self.consistent_ddp is not None:
-            state["parts"] = self.consistent_ddp.parts_state_dict()
-        if epochs := self.epochs.state_dict():
-            state["epochs"] = epochs
-        if buckets := self.buckets.state_dict():
-            state["buckets"] = buckets
-        return state
-
-    def shared_state(self) -> dict[str, Any]:
-        """What is the same on all ranks, besides the model and the optimizer, and is saved without
-        a collective. The "states" are those of the objects, before `pack`.
-        """
-        state: dict[str, Any] = {"states": {}}
-        if isinstance(self.loader, ElasticLoader):
-            state["loader"] = self._loader().save()
-        for name, source in self.states.items():
-            if not is_third_party(source):
-                state["states"][name] = AttachedState(source).state()
-        if epochs := self.epochs.shared_state():
-            state["epochs"] = epochs
-        if buckets := self.buckets.state_dict():
-            state["buckets"] = buckets
-        return state
+        return {name: saved for name, part in self.parts.items() if (saved := part.save())}
 
     def load_target(self) -> tuple[dict[str, Any], tuple[str, ...]]:
         """The nested state that a checkpoint is loaded into, and the prefixes of the names that may
         be missing in the checkpoint or in the target.
-
-        The optimizer's moments, two thirds of the state, are loaded into new memory, which
-        `load_state_dict` hands to the optimizer: the current moments then need no backup.
         """
-        self._create_sharded_moments()
-        state = {**self.state_dict(), "epochs": {}, "buckets": {}}  # filled with the saved ones
-        if self.loader is not None:
-            state["loader"] = self._loader().load_target(state["loader"])
-        for name in self.states:
-            state["states"][name] = self._attached(name).load_target(state["states"][name])
-        if self._replaces_moments():
-            state["optimizer"] = {**state["optimizer"], "state": {}}  # filled with the saved ones
-            return state, _OPTIONAL
-        # A checkpoint made before the first step has no moments; this process may have some.
-        return state, (*_OPTIONAL, "optimizer.state.") if self.optimizer.state else _OPTIONAL
+        self._optimizer_part.create_sharded_moments()
+        state = self.state_dict()
+        target = {name: part.target(state.get(name)) for name, part in self.parts.items()}
+        if self.optimizer.state and not self._optimizer_part.replaces_moments:
+            # A checkpoint made before the first step has no moments; this process may have some.
+            return target, (*_OPTIONAL, "optimizer.state.")
+        return target, _OPTIONAL
 
-    def load_state_dict(self, state: Mapping[str, Any], *, started: bool) -> None:
-        """Loads the target and the counters, filled from a checkpoint: one made after the first
-        step if `started`.
-
-        Raises:
-            CheckpointMismatch: as `Epochs.load_state_dict`.
-            CheckpointError: naming the state that could not be loaded.
-        """
-        if self.loader is not None:
-            self._loader().load(state["loader"], started=started)
-        for name in self.states:
-            try:
-                self._attached(name).load(state["states"][name], started=started)
-            except Exception as e:
-                kind = CheckpointMismatch if isinstance(e, CheckpointMismatch) else CheckpointError
-                raise kind(f"the state {name!r} could not be loaded: {e}") from e
-        load_plain(self.module, state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        if started:
-            self._match_strides()
-        else:
-            self.optimizer.state.clear()
-        self.epochs.load_state_dict(state.get("epochs", {}), int(state["counters"]["steps"]))
-        self._load_others(state)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads the target, filled from a checkpoint, or a live state."""
+        steps = steps_of(state["counters"])
+        for name, part in self.parts.items():
+            part.load(state.get(name, {}), steps)
 
     def check_savable(self) -> None:
-        """Checks that the additional objects' states come back from a checkpoint as they are.
-
-        Raises:
-            ValueError: naming the object and the value that would not.
+        """Checks that the additional objects' states come back from a checkpoint as they are. A
+        `ValueError` names the object and the value that would not.
         """
-        for name, source in self.states.items():
-            if is_third_party(source):
-                continue
+        for name, part in self._attached.items():
             try:
-                encode(AttachedState(source).state())
+                encode(part.shared())
             except Unsavable as e:
                 raise ValueError(f"{f'states.{name}{e.where}'!r} cannot be saved: {e}") from None
 
     def backup(self) -> Backup:
-        """A copy of everything that loading may change, for `roll_back`."""
+        """A copy of everything that a load may change."""
         state = self.state_dict()
-        return Backup(state, state["optimizer"]["state"] if self._replaces_moments() else None)
+        replaced = self._optimizer_part.replaces_moments
+        not_copied = state["optimizer"]["state"] if replaced else None
+        return Backup(state, not_copied)
 
     def roll_back(self, backup: Backup) -> None:
-        """Undoes a load, however far it got."""
         state = backup.roll_back()
-        loads: dict[str, Callable[[], object]] = {
-            "model": partial(load_plain, self.module, state["model"]),
-            "optimizer": partial(self.optimizer.load_state_dict, state["optimizer"]),
-        }
-        if self.loader is not None:
-            loads["loader"] = partial(self._loader().load, state["loader"], started=False)
-        for name in self.states:
-            saved = state["states"][name]
-            loads[f"states.{name}"] = partial(self._attached(name).load, saved, started=False)
-        for name, load in loads.items():
-            try:
-                load()
-            except Exception:
-                log.exception("the state %r could not be rolled back", name)
-        self.epochs.load_state_dict(state.get("epochs", {}), self.epochs.steps)
-        self._load_others(state)
+        for name, part in self.parts.items():
+            part.roll_back(name, state.get(name, {}), state["counters"]["steps"])
 
-    def _loader(self) -> _Adapter:
-        if is_third_party(self.loader, is_loader=True):
-            return ThirdPartyLoader(self.loader, self._rank, self._world_size, required=True)
-        return _OwnLoader(self.loader)
 
-    def _attached(self, name: str) -> _Adapter:
-        source = self.states[name]
-        if is_third_party(source):
-            return ThirdPartyLoader(source, self._rank, self._world_size, required=False)
-        return AttachedState(source)
+class ModelPart(Part):
+    """The module; after a step, the live state refers to its tensors."""
 
-    def _load_others(self, state: Mapping[str, Any]) -> None:
-        self.buckets.load_state_dict(state.get("buckets", {}))
-        if self._random:
-            random_generators.set_all(state["random"][str(self._rank)])
-        if self.consistent_ddp is not None:
-            self.consistent_ddp.load_parts_state_dict(state["parts"])
+    def save(self) -> dict[str, Any]:
+        return plain_state_dict(self._source)
 
-    def _create_sharded_moments(self) -> None:
+    def load(self, state: Any, steps: int) -> None:
+        load_plain(self._source, state)
+
+
+class OptimizerPart(Part):
+    """The optimizer; after a step, the live state refers to its tensors."""
+
+    _source: Optimizer
+
+    def __init__(self, optimizer: Optimizer, module: nn.Module) -> None:
+        super().__init__(optimizer)
+        self._module = module
+
+    def target(self, saved: Any) -> Any:
+        """The moments, two thirds of the state, are loaded into new memory, which the optimizer
+        adopts: the current moments then need no backup.
+        """
+        return {**saved, "state": {}} if self.replaces_moments else saved
+
+    def load(self, state: Any, steps: int) -> None:
+        self._source.load_state_dict(state)
+        if steps:
+            self._match_strides()
+        else:
+            self._source.state.clear()
+
+    def create_sharded_moments(self) -> None:
         """Creates the moments, since a DTensor can only be loaded into an existing one. torch does
         this with a step at a learning rate of 0, which counts as a step.
         """
-        if not self.optimizer.state and any(
-            isinstance(p, DTensor) for p in self.module.parameters()
+        if not self._source.state and any(
+            isinstance(p, DTensor) for p in self._module.parameters()
         ):
-            get_optimizer_state_dict(self.module, self.optimizer)
+            get_optimizer_state_dict(self._module, self._source)
 
-    def _replaces_moments(self) -> bool:
+    @property
+    def replaces_moments(self) -> bool:
         """Whether the optimizer adopts the loaded tensors, and may hold the old and the new ones at
         once: not on a GPU, and not with a DTensor, which is resharded into the current one.
         """
-        return type(self.optimizer).load_state_dict is Optimizer.load_state_dict and all(
+        return type(self._source).load_state_dict is Optimizer.load_state_dict and all(
             is_plain_tensor(value) or not isinstance(value, torch.Tensor | dict | list | tuple)
-            for moments in self.optimizer.state.values()
+            for moments in self._source.state.values()
             for value in moments.values()
         )
 
@@ -229,7 +200,7 @@ class TrainingState:
         """Gives the moments the memory format of their parameters (`torch.channels_last`): a fused
         optimizer walks both by address, without checking that they match.
         """
-        for parameter, moments in self.optimizer.state.items():
+        for parameter, moments in self._source.state.items():
             if isinstance(parameter, DTensor) or parameter.is_contiguous():
                 continue
             for name, value in moments.items():
@@ -240,36 +211,44 @@ class TrainingState:
                     moments[name] = strided.copy_(value)
 
 
-class _Adapter(Protocol):
-    """Saves and loads one object's state."""
+class Backup:
+    """A copy of a nested state in CPU memory, including the contents of tensors, except
+    `not_copied`, a part to which a load does not write.
+    """
 
-    def save(self) -> Any: ...
-    def load_target(self, saved: Any) -> Any: ...
-    def load(self, state: Any, *, started: bool) -> None: ...
+    def __init__(self, state: Any, not_copied: Any) -> None:
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def copied(value: Any) -> Any:
+            if value is not_copied:
+                return value
+            if not isinstance(value, torch.Tensor):
+                return copy.deepcopy(value)
+            tensor = _each_once(local(value))
+            self._tensors.append((tensor, tensor.to("cpu", copy=True)))
+            return value
+
+        self._state = tree_map(copied, state, is_leaf=lambda value: value is not_copied)
+
+    def roll_back(self) -> Any:
+        """Writes the copied contents back into the tensors; returns the state as it was."""
+        with torch.no_grad():
+            for tensor, contents in self._tensors:
+                tensor.copy_(contents)
+        return self._state
 
 
-class _OwnLoader:
-    """A loader of this library: its state is the same on all ranks, and fits any world size."""
-
-    def __init__(self, source: Any) -> None:
-        self._source = source
-
-    def save(self) -> Any:
-        return self._source.state_dict()
-
-    def load_target(self, saved: Any) -> Any:
-        return saved
-
-    def load(self, state: Any, *, started: bool) -> None:
-        self._source.load_state_dict(state)
+def _each_once(tensor: torch.Tensor) -> torch.Tensor:
+    """The part with every element in memory once: torch does not write to an expanded tensor."""
+    if tensor.layout is torch.strided:
+        for dim, stride in enumerate(tensor.stride()):
+            if stride == 0 and tensor.size(dim) > 1:
+                tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def check_stateful(loader: Any, states: Mapping[str, Any]) -> None:
-    """Checks that each object has the methods that saving and loading it need.
-
-    Raises:
-        ValueError: naming the first object that lacks one, and the methods.
-    """
+    """Checks that each object has the methods that saving and loading it need."""
     for name, each in {"loader": loader, **states}.items():
         lacks = [m for m in ("state_dict", "load_state_dict") if not hasattr(each, m)]
         if each is not None and lacks:

@@ -34,9 +34,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from outlast.elastic.data.permutation import mix64
 from outlast.elastic.data.sampler import bounds
 from outlast.elastic.numerics.ordered_sum import OrderedSum, global_rank, views_of
+from outlast.elastic.random_generators import mix64
 from outlast.system.arguments import as_int
 
 

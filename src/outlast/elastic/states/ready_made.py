@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from outlast.async_checkpoint.inspection import checksum
-from outlast.elastic.numerics.generators import Generators, capture, setter
+from outlast.elastic.random_generators import Generators, capture, setter
 from outlast.elastic.states import replicas
 from outlast.elastic.states.content import check_module, dump, parse
 from outlast.elastic.states.state import PreparedState

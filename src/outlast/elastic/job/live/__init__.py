@@ -1,14 +1,12 @@
 """Continues after a fault from the state that the surviving ranks have, without a checkpoint.
 
-After each step a `Job` notes a *live point* (`recorder`): the step, references to the parameters
-and the optimizer's tensors, and copies of the small state that changes at other times than in the
-optimizer's step. After a restart in place, the ranks say which step their tensors are at
-(`restore`). All ranks continue from the newest step of which every part is left (`decision`), and a
-rank that lacks it receives it from others (`transfer`). A checkpoint is loaded only if there is no
-such step, or if the checkpoint is newer.
+After each step a `Job` notes a *live point* (`recorder`, `writes`). At the end of the iteration the
+last one is kept (`frozen`). After a restart in place, the ranks say which step their tensors are
+at. All ranks continue from the newest step of which every part is left (`choice`), and a rank that
+lacks it receives it from others (`transfer`).
 
-What belongs to one rank alone, such as its random generators (`rank_state`), is also kept in shared
-memory (`slots`) that survives a kill of the process: the replacement inherits it.
+What belongs to one rank alone, such as its random generators, is also kept in shared memory
+(`own_state`) that survives a kill of the process: the replacement inherits it.
 
 **The critical section.** From the moment when an optimizer begins a step until the next `Job.step`,
 the tensors belong to no step. A rank that fails there has no point to offer; its peers do.
@@ -27,7 +25,7 @@ rank, or if the hooked parameter was not used. With shards and no replicas, the 
 continue if some have completed S+1 and another has not. Then a checkpoint is loaded.
 
 **A fault during a restore.** The points of the iteration before stay until all ranks have loaded
-the state (`registry`). A state is identified by its step and by the *branch* on which the step was
+the state. A state is identified by its step and by the *branch* on which the step was
 made; each restore begins a new branch. So ranks that have seen the end of a restore agree with
 those that have not on what was restored, and abandoned steps never mix with those made anew.
 """

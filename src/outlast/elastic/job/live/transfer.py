@@ -11,18 +11,20 @@ The sender's checksums follow the parcels, and the receiver compares them with i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import xxhash
 
-from outlast.elastic.job.live.encoding import load_shapes
-from outlast.elastic.job.live.point import Frozen
+from outlast.elastic.job.encoding import load_shapes
+from outlast.elastic.job.live.frozen import Frozen
 
 _PARCEL_BYTES = 8 << 20
 _MOST_SOURCES = 4  # of one receiver: its network is busy then
 
+Shapes = Sequence[tuple[str, tuple[int, ...]]]
 Piece = tuple[int, int, int]  # the number of a tensor, its first byte, the byte after the last
 
 
@@ -64,11 +66,8 @@ class Exchange:
         self, sources: Mapping[int, Sequence[int]], frozen: Frozen | None
     ) -> tuple[bytes, list[torch.Tensor]] | None:
         """Sends what this rank has, and receives what it lacks: the header and the tensors; `None`
-        if it lacks nothing. Called on all ranks with the same `sources`.
-
-        Raises:
-            TransferFailed: names the rank whose bytes arrived damaged. This rank has then taken
-                its part in the whole transfer.
+        if it lacks nothing. Called on all ranks with the same `sources`. A rank that has received
+        damaged bytes raises `TransferFailed` once it has taken its part in the whole transfer.
         """
         mine: tuple[bytes, list[torch.Tensor]] | None = None
         if frozen is not None:
@@ -88,33 +87,39 @@ class Exchange:
             raise TransferFailed(f"the state that rank {damaged[0]} sent arrived damaged")
         return mine if received else None
 
-    def move(self, moves: Sequence[tuple[int, int, int]], own: Mapping[int, bytes]) -> bytes | None:
+    def move(self, moves: Sequence[tuple[int, int, bytes | None]]) -> bytes | None:
         """Sends the own states of ranks to the processes that have these ranks now. `moves` are
-        sender, receiver and size; `own` is what this rank sends, by receiver.
+        sender, receiver, and the content, if this rank is the sender. All ranks call this.
         """
         found: bytes | None = None
-        for sender, receiver, size in moves:
-            content = torch.zeros(size, dtype=torch.uint8)
-            if self._rank == sender:
-                content = torch.frombuffer(bytearray(own[receiver]), dtype=torch.uint8)
-                dist.send(content, self._global(receiver), group=self._group)
+        for sender, receiver, content in moves:
+            if content is not None:
+                self._send_bytes(content, receiver)
             elif self._rank == receiver:
-                dist.recv(content, self._global(sender), group=self._group)
-                found = content.numpy().tobytes()
+                found = self._receive_bytes(sender)
         return found
+
+    def _send_bytes(self, content: bytes, to: int) -> None:
+        dist.send(torch.tensor([len(content)]), self._global(to), group=self._group)
+        tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        dist.send(tensor, self._global(to), group=self._group)
+
+    def _receive_bytes(self, sender: int) -> bytes:
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.recv(size, self._global(sender), group=self._group)
+        content = torch.zeros(int(size), dtype=torch.uint8)
+        dist.recv(content, self._global(sender), group=self._group)
+        return content.numpy().tobytes()
 
     def _send(
         self, to: int, senders: Sequence[int], header: bytes, leaves: Sequence[torch.Tensor]
     ) -> None:
         target, place = self._global(to), senders.index(self._rank)
         if place == 0:
-            dist.send(torch.tensor([len(header)]), target, group=self._group)
-            content = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-            dist.send(content, target, group=self._group)
-        shapes = [(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in leaves]
+            self._send_bytes(header, to)
         views = [_bytes_of(leaf) for leaf in leaves]
         checksums = []
-        for parcel in _own_parcels(shapes, place, len(senders)):
+        for parcel in _own_parcels(load_shapes(header), place, len(senders)):
             content = _gathered(views, parcel)
             checksums.append(_checksum(content))
             dist.send(content, target, group=self._group)
@@ -124,12 +129,7 @@ class Exchange:
         self, senders: Sequence[int]
     ) -> tuple[tuple[bytes, list[torch.Tensor]], list[int]]:
         """The header and the tensors, and the senders whose checksums differ."""
-        first = self._global(senders[0])
-        size = torch.zeros(1, dtype=torch.int64)
-        dist.recv(size, first, group=self._group)
-        content = torch.zeros(int(size), dtype=torch.uint8)
-        dist.recv(content, first, group=self._group)
-        header = content.numpy().tobytes()
+        header = self._receive_bytes(senders[0])
         shapes = load_shapes(header)
         leaves = [torch.empty(shape, dtype=getattr(torch, name)) for name, shape in shapes]
         views = [_bytes_of(leaf) for leaf in leaves]
@@ -163,22 +163,16 @@ class Exchange:
         return rank if self._group is None else dist.get_global_rank(self._group, rank)
 
 
-def _own_parcels(
-    shapes: Sequence[tuple[str, tuple[int, ...]]], place: int, count: int
-) -> Iterator[list[Piece]]:
-    """The parcels that the sender at `place` among `count` sends."""
-    for number, parcel in enumerate(_parcels(shapes)):
-        if number % count == place:
-            yield parcel
+def _own_parcels(shapes: Shapes, place: int, count: int) -> Iterator[list[Piece]]:
+    return islice(_parcels(shapes), place, None, count)
 
 
-def _parcels(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Iterator[list[Piece]]:
+def _parcels(shapes: Shapes) -> Iterator[list[Piece]]:
     """Cuts the bytes of all tensors into parcels: small tensors together, large ones in parts."""
     parcel: list[Piece] = []
     room = _PARCEL_BYTES
     for number, (name, shape) in enumerate(shapes):
-        size = torch.Size(shape).numel() * getattr(torch, name).itemsize
-        at = 0
+        size, at = torch.Size(shape).numel() * getattr(torch, name).itemsize, 0
         while at < size:
             end = min(at + room, size)
             parcel.append((number, at, end))

@@ -13,12 +13,11 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from outlast.elastic import random_generators as generators
 from outlast.elastic.data.loader import ElasticLoader
-from outlast.elastic.data.permutation import mix64
 from outlast.elastic.data.stream import ShardedStream
-from outlast.elastic.job.epochs.passes import Pass, length_of
-from outlast.elastic.job.epochs.resumed_iteration import samplers_of
-from outlast.elastic.numerics import generators
+from outlast.elastic.job.parts import Part
+from outlast.elastic.job.passes import Pass, length_of, samplers_of
 from outlast.errors import CheckpointMismatch
 from outlast.system.arguments import as_int
 
@@ -28,15 +27,9 @@ _SHARED = "shared"
 _has_told = False  # this process, that what follows a step is not repeated
 
 
-class Epochs:
-    """The epochs of one job, on one rank.
-
-    Args:
-        loader: the job's loader, if any.
-        states: the job's additional objects: a loader among them has its own position.
-        rank: of this process in the job.
-        world_size: the number of ranks.
-        random: whether the random generators are part of the job's state.
+class Epochs(Part):
+    """The epochs of one job, on one rank. `states` are the job's additional objects: a loader among
+    them has its own position. `random`: the random generators are part of the job's state.
 
     Attributes:
         steps: the number of steps of the job.
@@ -44,7 +37,7 @@ class Epochs:
     """
 
     def __init__(
-        self, loader: Any, states: Mapping[str, Any], *, rank: int, world_size: int, random: bool
+        self, loader: Any, states: Mapping[str, Any], rank: int, world_size: int, *, random: bool
     ) -> None:
         self.steps = 0
         self.by_framework = False
@@ -64,7 +57,6 @@ class Epochs:
 
     @property
     def number(self) -> int:
-        """The present epoch, from 0."""
         if self._number is None:
             return 0 if self._own is None else self._own.epoch
         return self._number
@@ -80,20 +72,19 @@ class Epochs:
 
     def _to(self, end: int) -> Iterator[int]:
         if self._left >= end > 0:
-            if self._rank == 0:
-                log.warning(
-                    "the program left the loop over job.epochs(%d) before its end, in epoch %d, "
-                    "and ended without an error: training is complete. To train on, set job.epoch "
-                    "before the loop, or ask for more epochs",
-                    self._left,
-                    self.number,
-                )
+            self._warn(
+                "the program left the loop over job.epochs(%d) before its end, in epoch %d, "
+                "and ended without an error: training is complete. To train on, set job.epoch "
+                "before the loop, or ask for more epochs",
+                self._left,
+                self.number,
+            )
             return
         loop, self._end, self._left = object(), end, 0
         self._loop = loop
         if self._number is None:
-            if self.steps and self._own is None and self._rank == 0:
-                log.warning(
+            if self.steps and self._own is None:
+                self._warn(
                     "the state after step %d does not say in which epoch it was saved: continuing "
                     "with epoch 0. Set job.epoch before the loop to continue with another one",
                     self.steps,
@@ -116,21 +107,19 @@ class Epochs:
                     self._own.holds_epoch = False
 
     def _yielded(self) -> None:
+        first_step = self.steps if self._first_step is None else self._first_step
         if self._own is not None:
             self._own.holds_epoch = True
-        elif self._is_loaded and not self._passes and self._rank == 0:
-            done = self.steps - (self.steps if self._first_step is None else self._first_step)
-            if done > 0:
-                log.warning(
-                    "epoch %d begins again after step %d, although %d of its steps are done: only "
-                    "with job.batches() the job knows what is left of an epoch",
-                    self.number,
-                    self.steps,
-                    done,
-                )
+        elif self._is_loaded and not self._passes and self.steps > first_step:
+            self._warn(
+                "epoch %d begins again after step %d, although %d of its steps are done: only "
+                "with job.batches() the job knows what is left of an epoch",
+                self.number,
+                self.steps,
+                self.steps - first_step,
+            )
         self._is_loaded, self._was_left = False, True  # left, unless the loop comes back
-        if self._first_step is None:
-            self._first_step = self.steps
+        self._first_step = first_step
 
     def _begin(self, number: int, first_step: int | None) -> None:
         self._number, self._first_step = number, first_step
@@ -139,42 +128,41 @@ class Epochs:
             self._own.begin_epoch(number)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The batches of `loader` that are left of the present epoch."""
         if self._loop is None:
             raise ValueError(
                 "job.batches() yields what is left of an epoch: call it in a loop over job.epochs()"
             )
         has_position = any(each is loader for each in self._with_position)
-        if isinstance(loader, ElasticLoader | ShardedStream):
-            if not has_position:
-                raise ValueError(
-                    f"job.batches() was given a {type(loader).__name__} whose position the job "
-                    "does not save: pass it to Job(loader=...). If no steps are made on its "
-                    "batches, iterate it without job.batches()"
-                )
-        else:
+        if not isinstance(loader, ElasticLoader | ShardedStream):
             for each in samplers_of(loader):
                 if callable(getattr(each, "set_epoch", None)):
                     each.set_epoch(self.number)
+        elif not has_position:
+            raise ValueError(
+                f"job.batches() was given a {type(loader).__name__} whose position the job "
+                "does not save: pass it to Job(loader=...). If no steps are made on its "
+                "batches, iterate it without job.batches()"
+            )
         if any(each.is_open for each in self._passes):
             return self._within_another(loader)
         self._warn_of_left_passes()
         number, self._calls = self._calls, self._calls + 1
+        length = length_of(loader)
         if number == len(self._passes):
-            self._passes.append(Pass(length=length_of(loader), has_position=has_position))
+            self._passes.append(Pass(length, has_position))
         found = self._passes[number]
-        if not found.has_position and not found.is_over and found.length != length_of(loader):
+        if not found.has_position and not found.is_over and found.length != length:
             raise ValueError(
                 f"epoch {self.number} was saved after {found.done} batches of a loader with "
                 f"{found.length}, and now loader {number + 1} of the epoch has "
-                f"{length_of(loader)} (-1: unknown). A job that continues must call job.batches() "
+                f"{length} (-1: unknown). A job that continues must call job.batches() "
                 "with the same loaders in the same order"
             )
         return self._pass(loader, found, number)
 
     def _pass(self, loader: Iterable[Any], found: Pass, number: int) -> Iterator[Any]:
         passes = self._passes
-        seed = mix64(self.number) + number if self._random else None
+        seed = generators.mix64(self.number) + number if self._random else None
         for batch in found.batches(loader, self._restored, seed):
             if self._passes is not passes:
                 raise ValueError("this loop over job.batches() belongs to an epoch that is over")
@@ -189,7 +177,6 @@ class Epochs:
             self._inner -= 1
 
     def stepped(self, steps: int) -> None:
-        """A step was made: the job has made `steps`."""
         if self._inner:
             raise ValueError(
                 "job.step() in a loop over job.batches() within another one: only the batches of "
@@ -215,16 +202,21 @@ class Epochs:
     # ---------------------------------------------------------------------------- the state
 
     @property
-    def place(self) -> tuple[int | None, int | None, int]:
-        """The epoch, that of the loader, and whether the loop was left: what a state of the same
-        step may differ in.
+    def progress(self) -> tuple[int | None, int | None, int]:
+        """What states of the same step may differ in: the epoch, that of the loader, and whether
+        the loop was left.
         """
         return self._number, None if self._own is None else self._own.epoch, self._left
 
-    def shared_state(self) -> dict[str, Any]:
-        """What is the same on all ranks: empty if the program does not use `Job.epochs`. Tuples,
-        which a checkpoint stores as one value.
-        """
+    def save(self) -> dict[str, Any]:
+        shared = self.shared()
+        return {**shared, str(self._rank): self.own() or ()} if shared else {}
+
+    def target(self, saved: Any) -> dict[str, Any]:
+        return {}  # filled with the saved ones
+
+    def shared(self) -> dict[str, Any]:
+        """Empty if the program does not use `Job.epochs`."""
         if self._number is None:
             return {}
         passes = tuple(each.saved() for each in self._passes)
@@ -232,22 +224,15 @@ class Epochs:
         first_step = self.steps if self._first_step is None else self._first_step
         return {_SHARED: (self._number, first_step, self._world_size, passes, at_end, self._left)}
 
-    def own_state(self) -> tuple[Any, ...]:
-        """What differs between ranks: the order of the passes."""
-        return tuple(each.noted for each in self._passes)
+    def own(self) -> tuple[Any, ...] | None:
+        return tuple(each.noted for each in self._passes) or None
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state for a checkpoint."""
-        shared = self.shared_state()
-        return {**shared, str(self._rank): self.own_state()} if shared else {}
+    def live(self, shared: Any, own: Any, trusted: bool) -> dict[str, Any]:
+        return shared if own is None else {**shared, str(self._rank): own}
 
-    def load_state_dict(self, state: Mapping[str, Any], steps: int) -> None:
-        """Continues from a saved state, after `steps` steps of the job. Call it after the loader
-        was loaded.
-
-        Raises:
-            CheckpointMismatch: if it was saved at another world size within a pass of which only
-                the batches of each rank are known. Nothing has changed then.
+    def load(self, state: Mapping[str, Any], steps: int) -> None:
+        """Continues from a saved state, once the loader was loaded. A state from another world
+        size, within a pass of which only the batches of each rank are known, is an error.
         """
         passes: list[Pass] = []
         number = first_step = None
@@ -265,8 +250,8 @@ class Epochs:
                         f"skipped. Continue with {world_size} ranks, or use "
                         "outlast.elastic.ElasticLoader, which supports any number"
                     )
-            if at_end and self._rank == 0:
-                log.warning(
+            if at_end:
+                self._warn(
                     "step %d was saved by job.save() at the end of epoch %d, whose code runs again "
                     "now: what it had changed before that save, such as a scheduler, it changes "
                     "again. Call job.save() first",
@@ -304,15 +289,17 @@ class Epochs:
             _has_told = True
 
     def _warn_of_left_passes(self) -> None:
-        if self._has_warned or self._rank != 0:
-            return
-        for each in self._passes:
-            if each.was_left:
-                self._has_warned = True
-                log.warning(
-                    "a loop over job.batches() was left right after job.step(), with %d of %d "
-                    "batches done: after a fault before the next step, it would go on with the "
-                    "next batch. Test the condition at the beginning of the loop's body",
-                    each.done,
-                    each.length,
-                )
+        left = next((each for each in self._passes if each.was_left), None)
+        if left is not None and not self._has_warned:
+            self._has_warned = True
+            self._warn(
+                "a loop over job.batches() was left right after job.step(), with %d of %d "
+                "batches done: after a fault before the next step, it would go on with the "
+                "next batch. Test the condition at the beginning of the loop's body",
+                left.done,
+                left.length,
+            )
+
+    def _warn(self, message: str, *values: object) -> None:
+        if self._rank == 0:
+            log.warning(message, *values)

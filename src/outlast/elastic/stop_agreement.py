@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import queue
 import socket
 import threading
 
@@ -44,32 +43,33 @@ _NEVER = float("inf")
 class StopAgreement:
     """One rank's part in the agreement, which has exclusive use of the ledger; `begun` is the
     number of steps that the rank has begun, including the next one.
+
+    Attributes:
+        reason: which rank received the request, and why; empty if there is none.
     """
 
     def __init__(self, ledger: CallLedger, begun: int) -> None:
-        self._ledger = ledger
-        self._begun = begun
-        self._reason: str | None = None
+        self.reason = ""
+        self._ledger, self._begun = ledger, begun
         self._last_step: float | None = None
         self._reported = False
         self._store_error = ""  # not the exception: its traceback leads back here
         self._changed = threading.Condition()
-        self._requests: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._forward_requests, name="outlast-stop-tx", daemon=True),
-            threading.Thread(target=self._receive_request, name="outlast-stop-rx", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    @property
-    def reason(self) -> str:
-        """Which rank received the request, and why; empty if there is none."""
-        return self._reason or ""
+        self._thread = threading.Thread(target=self._agree, name="outlast-stop-rx", daemon=True)
+        self._thread.start()
 
     def request(self, reason: str) -> None:
-        """Requests a stop. Safe to call from any thread and from a signal handler."""
-        self._requests.put(reason)
+        """Requests a stop: forwards it to each rank's own key. Call it from one thread at a time,
+        and not after `close`.
+        """
+        reason = f"rank {self._ledger.rank} on {socket.gethostname()}: {reason}"
+        try:
+            for rank in range(self._ledger.world_size):
+                self._ledger.conclude(_request_key(rank), json.dumps({"why": reason}).encode())
+        except StoreError as e:  # the others may miss it, but this rank must not ignore it
+            with self._changed:
+                self.reason = self.reason or reason
+            self._fail(e)
 
     def is_last(self, step: int, timeout: float) -> bool:
         """Whether `step` was the last one. Call it after each step, before the next one begins.
@@ -82,75 +82,54 @@ class StopAgreement:
             CheckpointError: if they do not answer in time.
         """
         with self._changed:
-            if self._reason is not None:
+            if self.reason:
                 answered = self._changed.wait_for(
                     lambda: self._last_step is not None or bool(self._store_error), timeout
                 )
                 if self._last_step is None:
                     no_answer = f"not all ranks answered within {timeout:g} s"
                     cause = self._store_error if answered else no_answer
-                    raise CheckpointError(f"told to stop ({self._reason}), but {cause}")
+                    raise CheckpointError(f"told to stop ({self.reason}), but {cause}")
                 if step >= self._last_step:
                     return True
             self._begun = step + 1
             return False
 
     def close(self) -> None:
-        """Ends the threads. Call it when this rank will begin no more steps."""
-        self._requests.put(None)
-        for thread in self._threads:
-            thread.join()
-
-    def _forward_requests(self) -> None:
-        """Forwards requests to each rank's own key, until `close`."""
-        ledger = self._ledger
-        while (reason := self._requests.get()) is not None:
-            reason = f"rank {ledger.rank} on {socket.gethostname()}: {reason}"
-            try:
-                for rank in range(ledger.world_size):
-                    ledger.conclude(_request_key(rank), json.dumps({"why": reason}).encode())
-            except StoreError as e:  # the others may miss it, but this rank must not ignore it
-                with self._changed:
-                    self._reason = self._reason or reason
-                self._fail(e)
-        with contextlib.suppress(StoreError):  # the other thread has the same error
-            self._leave()
-
-    def _leave(self) -> None:
-        """Reports that this rank is closed, and ends the waits of its receiving thread."""
+        """Call it when this rank will begin no more steps: reports that, and ends the thread."""
         ledger = self._ledger
         with self._changed:
             unreported, self._reported = not self._reported, True
-        if unreported:
-            ledger.finish(_REPORTS, json.dumps(None).encode())
-        if ledger.rank == 0:
-            ledger.fail(_REPORTS, CallFailure.here(_REPORTS, _CLOSED, 0, _CLOSED))
-            self._decide(None)
-        for key in (_request_key(ledger.rank), self._decision_key(ledger.rank)):
-            ledger.conclude(key, json.dumps({"why": _CLOSED}).encode())
-
-    def _receive_request(self) -> None:
-        try:
-            self._agree()
-        except StoreError as e:
-            self._fail(e)
+        with contextlib.suppress(StoreError):  # the thread has the same error, and ends
+            if unreported:
+                ledger.finish(_REPORTS, json.dumps(None).encode())
+            if ledger.rank == 0:
+                ledger.fail(_REPORTS, CallFailure.here(_REPORTS, _CLOSED, 0, _CLOSED))
+                self._decide(None)
+            for key in (_request_key(ledger.rank), self._decision_key(ledger.rank)):
+                ledger.conclude(key, json.dumps({"why": _CLOSED}).encode())
+        self._thread.join()
 
     def _agree(self) -> None:
-        """Waits for a request, reports this rank's steps, and waits for the decision."""
+        """In the thread: waits for a request, reports this rank's steps, awaits the decision."""
         ledger = self._ledger
-        reason = json.loads(ledger.await_conclusion(_request_key(ledger.rank), None))["why"]
-        with self._changed:
-            if reason == _CLOSED or self._reported:
-                return
-            self._reason, self._reported = reason, True
-            begun = self._begun
-        ledger.finish(_REPORTS, json.dumps(begun).encode())
-        if ledger.rank == 0:
-            if ledger.await_verdict(_REPORTS, None).failure is not None:
-                return  # closed
-            reports = [json.loads(part) for part in ledger.parts(_REPORTS)]
-            self._decide(None if None in reports else max(reports))
-        decision = json.loads(ledger.await_conclusion(self._decision_key(ledger.rank), None))
+        try:
+            reason = json.loads(ledger.await_conclusion(_request_key(ledger.rank), None))["why"]
+            with self._changed:
+                if reason == _CLOSED or self._reported:
+                    return
+                self.reason, self._reported = reason, True
+                begun = self._begun
+            ledger.finish(_REPORTS, json.dumps(begun).encode())
+            if ledger.rank == 0:
+                if ledger.await_verdict(_REPORTS, None).failure is not None:
+                    return  # closed
+                reports = [json.loads(part) for part in ledger.parts(_REPORTS)]
+                self._decide(None if None in reports else max(reports))
+            decision = json.loads(ledger.await_conclusion(self._decision_key(ledger.rank), None))
+        except StoreError as e:
+            self._fail(e)
+            return
         with self._changed:
             self._last_step = _NEVER if decision.get("after") is None else decision["after"]
             self._changed.notify_all()

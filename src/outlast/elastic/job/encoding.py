@@ -1,0 +1,170 @@
+"""The encoding of states: in a checkpoint, and between ranks.
+
+Reading what another rank has sent never runs code that it names. An own state is pickled after
+every step, which is fast, and consists of plain values: it is read without access to any class. The
+nested state of a survivor may contain a few more types, such as those of a scheduler, and is read
+as torch reads a checkpoint with `weights_only=True`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import xxhash
+from torch.distributed.tensor import DTensor
+from torch.serialization import safe_globals
+
+from outlast.errors import CheckpointMismatch
+
+KEY = "(skeleton)"
+_MARK = "\0saved by itself"  # part of the checkpoint's format
+# The types that `weights_only` loads: loading them runs no code.
+_CONTAINERS = (dict, list, tuple, set, OrderedDict, Counter)
+_VALUES = (str, bytes, int, float, complex, bool, type(None))
+_SIZE = struct.Struct("<Q")
+
+Shapes = list[tuple[str, tuple[int, ...]]]
+"""The type and the shape of each tensor, in their order."""
+
+
+def dump_header(state: Any, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> bytes:
+    """What is sent before the contents of the tensors: their shapes, and the rest of the state."""
+    content = io.BytesIO()
+    torch.save(state, content)
+    described = json.dumps(shapes).encode()
+    return _SIZE.pack(len(described)) + described + content.getvalue()
+
+
+def load_shapes(header: bytes) -> Shapes:
+    """The shapes of a header."""
+    (size,) = _SIZE.unpack_from(header)
+    found = json.loads(header[_SIZE.size : _SIZE.size + size])
+    return [(name, tuple(shape)) for name, shape in found]
+
+
+def load_state(header: bytes, known: Sequence[type]) -> Any:
+    """The state of a header; a `ValueError` if it contains objects of other classes than `known`
+    and those that torch reads with `weights_only=True`.
+    """
+    (size,) = _SIZE.unpack_from(header)
+    with safe_globals(list(known)):
+        try:
+            return torch.load(io.BytesIO(header[_SIZE.size + size :]), weights_only=True)
+        except pickle.UnpicklingError as e:
+            raise ValueError(f"it contains more than tensors and plain values: {e}") from e
+
+
+def load_plain(pickled: bytes) -> Any:
+    """A pickled value; a `ValueError` unless it consists of numbers, texts, bytes, lists, tuples
+    and dicts.
+    """
+    try:
+        return _Plain(io.BytesIO(pickled)).load()
+    except pickle.UnpicklingError as e:
+        raise ValueError(str(e)) from e
+
+
+def packed(tensor: torch.Tensor) -> tuple[str, list[int], bytes]:
+    """A tensor as plain values."""
+    content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return str(tensor.dtype).removeprefix("torch."), list(tensor.shape), content.numpy().tobytes()
+
+
+def unpacked(value: tuple[str, list[int], bytes]) -> torch.Tensor:
+    """The tensor that `packed` was given."""
+    name, shape, content = value
+    dtype = getattr(torch, name)
+    if not content:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its gradient; of a DTensor, the part of this rank."""
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Of the tensor's contents."""
+    content = local(tensor).cpu().contiguous().flatten().view(torch.uint8)
+    return xxhash.xxh3_64_hexdigest(content.numpy().data)
+
+
+class _Plain(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"{module}.{name} is no plain value")
+
+
+def pack(state: Any) -> Any:
+    """A state as a checkpoint has it, so that it is loaded exactly as saved, and never merged.
+
+    A checkpoint loads a nested state key by key. A state whose keys have changed since the save
+    would then be a mixture of the saved and the current one: a history that has grown would keep
+    its new entries. So each state is saved with its *skeleton*, as one value: its containers and
+    small values, with a mark in place of everything else, mainly tensors, which are saved under
+    separate names.
+    """
+    if not isinstance(state, Mapping):
+        return state
+    skeleton = (_skeleton(state),)  # checkpoints store a tuple as one value
+    return {KEY: skeleton} if _is_small(state) else {**state, KEY: skeleton}
+
+
+def unpack(loaded: Any) -> Any:
+    """The state as it was saved; `None` if the checkpoint does not contain it. A saved tensor
+    without a counterpart in the target is an error.
+    """
+    if not isinstance(loaded, Mapping):
+        return loaded
+    skeleton = loaded.get(KEY)
+    if isinstance(skeleton, tuple):
+        return _fill(skeleton[0], loaded, "")
+    return {key: value for key, value in loaded.items() if key != KEY} or None
+
+
+def is_plain_tensor(value: Any) -> bool:
+    """Whether `value` is a tensor in CPU memory, and not of a subclass."""
+    return type(value) is torch.Tensor and value.device.type == "cpu"
+
+
+def _skeleton(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        kind: Any = type(value) if type(value) in _CONTAINERS else dict
+        return kind({key: _skeleton(inner) for key, inner in value.items()})
+    if isinstance(value, list):
+        return [_skeleton(inner) for inner in value]
+    return value if _is_small(value) else _MARK
+
+
+def _fill(skeleton: Any, loaded: Any, path: str) -> Any:
+    if type(skeleton) is str and skeleton == _MARK:
+        if loaded is None:
+            raise CheckpointMismatch(
+                f"{path[1:]!r} was saved, but the current state has no such key"
+            )
+        return loaded
+    if isinstance(skeleton, dict):
+        inner = loaded if isinstance(loaded, Mapping) else {}
+        return type(skeleton)(
+            {key: _fill(each, inner.get(key), f"{path}.{key}") for key, each in skeleton.items()}
+        )
+    if isinstance(skeleton, list):
+        values = loaded if isinstance(loaded, list) else []
+        values = [*values, *[None] * (len(skeleton) - len(values))]
+        return [_fill(each, values[i], f"{path}.{i}") for i, each in enumerate(skeleton)]
+    return skeleton
+
+
+def _is_small(value: Any) -> bool:
+    if type(value) in _CONTAINERS:
+        inner = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+        return all(map(_is_small, inner))
+    return type(value) in _VALUES and value != _MARK

@@ -1,0 +1,277 @@
+"""A pass over a loader in one epoch: how much of it is done, and how it continues at any batch.
+
+A loader draws the order of its batches from random generators when an iteration begins: from a
+generator of its own, or from the global one. Their states at that moment are noted.
+To continue, the order is drawn again from the noted states, and the first batches are dropped:
+their indices, where torch's `DataLoader` has a sampler, so that no sample is loaded for nothing.
+Other data, such as an `IterableDataset`, are read again up to there.
+
+The moment is that of the sampler's first draw, and not that of `iter(loader)`: workers that persist
+draw their seeds only in the first epoch of a process. So what workers draw to augment their samples
+follows from the state at that moment, too, and from the number of the batch (`Seeded`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import xxhash
+from torch.utils.data import DataLoader, IterableDataset
+
+from outlast.elastic import random_generators as generators
+from outlast.elastic.data.loader import ElasticLoader
+from outlast.elastic.data.stream import ShardedStream
+
+log = logging.getLogger("outlast.elastic")
+
+Noted = dict[str, tuple[str, bytes]]
+"""The states of generators, by name, as plain values: the type of their elements, and these."""
+
+_OWN = "own"  # the names of generators that the loader was given: own0, own1, ...
+_UNKNOWN = -1  # the length of a loader without one
+_END = object()
+
+
+@dataclasses.dataclass
+class Pass:
+    """One call of `Job.batches` in an epoch.
+
+    Attributes:
+        length: the number of batches of a whole pass.
+        has_position: whether the loader's own state, which the job saves, has the position.
+        done: how many batches it had yielded at the last step that was made in it. An evaluation,
+            in which no steps are made, has done none, and is repeated as a whole.
+        is_over: whether the loop has come to its end, or has left it.
+        taken: how many batches it has yielded.
+        is_open: whether the loop is in it.
+        worker_seed: a number of this pass, for the seeds of a loader's workers; `None` if torch
+            seeds them.
+    """
+
+    length: int
+    has_position: bool
+    done: int = 0
+    is_over: bool = False
+    is_exhausted: bool = False
+    taken: int = 0
+    is_open: bool = False
+    worker_seed: int | None = None
+    _has_ended: bool = False
+    _noted: Noted | None = None
+    # Of the present iteration: how many batches to drop (`None`: all), whether to yield nothing
+    # after that, and the states that the global generators have then.
+    _dropped: int | None = 0
+    _ends: bool = False
+    _present: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def restored(cls, saved: Any, noted: Noted | None = None) -> Pass:
+        """The pass of which `saved` and `noted` were saved."""
+        length, has_position, done, is_over, is_exhausted = saved
+        if not done:
+            return cls(length, has_position)
+        is_exhausted = is_exhausted or done == length
+        is_over = is_over or is_exhausted
+        return cls(length, has_position, done, is_over, is_exhausted, taken=done, _noted=noted)
+
+    def saved(self) -> tuple[int, bool, int, bool, bool]:
+        """What is the same on all ranks."""
+        return self.length, self.has_position, self.done, self.is_over, self.is_exhausted
+
+    @property
+    def noted(self) -> Noted | None:
+        """The random generators of this rank when it began, if the order may depend on them."""
+        if self.is_over and not self.done:
+            return None
+        return self._noted
+
+    @property
+    def is_complete(self) -> bool:
+        return self.is_exhausted or self.done == self.length
+
+    @property
+    def was_left(self) -> bool:
+        """Whether the loop has left it right after a step."""
+        left = self._has_ended and not self.is_complete
+        return left and bool(self.done) and self.taken == self.done
+
+    def batches(
+        self, loader: Iterable[Any], present: generators.Generators | None, worker_seed: int | None
+    ) -> Iterator[Any]:
+        """The batches that are left. `present` are the states of the global generators with which a
+        pass continues; those that they have by default. A `ValueError` if the loader's persistent
+        workers were started by another iteration.
+        """
+        self.worker_seed = worker_seed
+        self.is_open, is_over = True, self.is_over
+        try:
+            for batch in self._left_of(loader, present):
+                if is_over:
+                    break
+                self.taken += 1
+                yield batch
+            self.is_exhausted = self.is_exhausted or not is_over
+        finally:
+            # Not over before that: after the last step of an epoch, nobody has asked for more.
+            # An exception in the loop's body closes this generator, which may happen with an
+            # interrupt on its way. It would be raised here by the first call or branch, and be
+            # lost, as an exception is that closes a generator: assignments only.
+            self.is_open, self.is_over, self._has_ended = False, True, True
+
+    def _left_of(
+        self, loader: Iterable[Any], present: generators.Generators | None
+    ) -> Iterator[Any]:
+        if not self.done:
+            if self.has_position:
+                return iter(loader)
+            self._noted, self._dropped, self._ends, self._present = None, 0, False, {}
+            return self._resumed(loader)
+        present = generators.capture() if present is None else present
+        if self.has_position or self._noted is None:  # without: by another number of ranks
+            found = iter(loader if self.has_position else ())
+            _set(present)
+            return found
+        self._dropped, self._ends = None if self.is_complete else self.done, self.is_over
+        self._present = present
+        return self._resumed(loader)
+
+    def _resumed(self, loader: Iterable[Any]) -> Iterator[Any]:
+        found = [getattr(each, "generator", None) for each in samplers_of(loader)]
+        own = list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+            if self._dropped:
+                kind = type(loader).__name__
+                log.info("reading the first %d batches of a %s again", self._dropped, kind)
+            yield from self._begin([] if self._ends else loader, own)
+            return
+        name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
+        given = getattr(loader, name)
+        sampler = _samplers.setdefault(loader, _Sampler(given))
+        seeds = None
+        if self.worker_seed is not None and generators.has_worker_processes(vars(loader)):
+            seeds = "torch" if loader.generator is None else f"{_OWN}0"  # as torch
+        sampler.prepare(self, own, seeds)
+        if self._ends and not loader.persistent_workers:
+            yield from sampler
+            return
+        # The iterator of a `DataLoader` takes its sampler when it is made; some subclasses make it
+        # when the first batch is asked for. torch's own check forbids to replace a sampler.
+        object.__setattr__(loader, name, sampler)
+        try:
+            batches = iter(loader)
+            first = next(batches, _END)
+        finally:
+            object.__setattr__(loader, name, given)
+        if not sampler.has_begun:
+            raise ValueError(
+                "the persistent workers of this DataLoader were started outside of job.batches(), "
+                "so the order of its batches cannot be noted: iterate it with job.batches() only"
+            )
+        if first is not _END:
+            yield first
+            yield from batches
+
+    def _begin(self, source: Iterable[Any], own: Sequence[torch.Generator]) -> Iterator[Any]:
+        """The rest of an iteration of `source`, which may draw from the generators `own`."""
+        if self._noted is None:
+            self._noted = _note(own)
+            return iter(source)
+        _set(self._noted, own)
+        iterator = iter(source)
+        for _ in islice(iterator, self._dropped):
+            pass
+        _set(self._present)
+        return iter(()) if self._ends else iterator
+
+    def numbered(
+        self, source: Iterable[Any], own: Sequence[torch.Generator], seeds: str | None
+    ) -> Iterator[Any]:
+        """As `_begin`, for the sampler of a loader: with the seeds of its workers, which follow
+        from the noted state of the generator `seeds`, if they get any.
+        """
+        dropped, found = self._dropped or 0, self._begin(source, own)
+        if seeds is None:
+            yield from found
+            return
+        assert self._noted is not None
+        assert self.worker_seed is not None
+        _, state = self._noted[seeds]
+        first = generators.mix64(xxhash.xxh3_64_intdigest(state) + self.worker_seed)
+        for number, indices in enumerate(found, dropped):
+            yield generators.Seeded(indices, generators.mix64(first + number))
+
+
+def length_of(loader: Any) -> int:
+    """The number of batches of a pass over `loader`, or -1."""
+    if isinstance(loader, ElasticLoader | ShardedStream):
+        return _UNKNOWN  # that of each rank alone may depend on the number of ranks
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return _UNKNOWN
+
+
+def samplers_of(loader: Any) -> list[Any]:
+    """The loader, and the objects in it that may determine the order of its batches."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    found = [
+        loader,
+        getattr(loader, "dataset", None),
+        getattr(loader, "sampler", None),
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+    ]
+    return list({id(each): each for each in found if each is not None}.values())
+
+
+class _Sampler:
+    """Stands in for a loader's sampler. Persistent workers keep the sampler that they were started
+    with, so there is one for each loader.
+    """
+
+    has_begun = False
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+
+    def prepare(self, next_pass: Pass, own: Sequence[torch.Generator], seeds: str | None) -> None:
+        """Sets what the next iteration is; the other arguments are those of `Pass.numbered`."""
+        self._pass, self._own, self._seeds, self.has_begun = next_pass, own, seeds, False
+
+    def __iter__(self) -> Iterator[Any]:
+        self.has_begun = True
+        yield from self._pass.numbered(self._sampler, self._own, self._seeds)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+
+_samplers: WeakKeyDictionary[DataLoader[Any], _Sampler] = WeakKeyDictionary()
+
+
+def _note(own: Sequence[torch.Generator]) -> Noted:
+    states = generators.capture()
+    states.update({f"{_OWN}{i}": each.get_state() for i, each in enumerate(own)})
+    return {
+        name: (str(state.dtype).removeprefix("torch."), state.numpy().tobytes())
+        for name, state in states.items()
+    }
+
+
+def _set(noted: Mapping[str, Any], own: Sequence[torch.Generator] = ()) -> None:
+    """Sets the generators to noted states, or to captured ones."""
+    for name, value in noted.items():
+        state = value
+        if not isinstance(value, torch.Tensor):
+            dtype, content = value
+            state = torch.frombuffer(bytearray(content), dtype=getattr(torch, dtype))
+        if not name.startswith(_OWN):
+            generators.setter(name, state)()
+        elif int(name.removeprefix(_OWN)) < len(own):
+            own[int(name.removeprefix(_OWN))].set_state(state)

@@ -1,0 +1,171 @@
+"""What must be the same on all ranks of a `Job` before it saves: a checkpoint contains one copy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from outlast.async_checkpoint import Checkpointer
+from outlast.coordination.agreement import Agreement
+from outlast.coordination.call_ledger import CallLedger
+from outlast.coordination.collectives import least
+from outlast.elastic.job.encoding import digest
+from outlast.elastic.job.training_state import TrainingState
+from outlast.elastic.wrapped_modules import plain_name
+
+Described = list[tuple[str, tuple[int, ...]]]
+"""The name and the shape of each parameter, in the order of the optimizer."""
+
+_NO_RANK = 1 << 62
+
+
+def first_rank(holds: bool, rank: int, group: Any) -> int | None:
+    """The first rank on which this holds: a collective."""
+    first = least(rank if holds else _NO_RANK, group)
+    return None if first == _NO_RANK else first
+
+
+def names_of(ranks: Sequence[int]) -> str:
+    """The ranks, as a text."""
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{more}"
+
+
+def check_equal_models(module: nn.Module, ledger: CallLedger, group: Any) -> None:
+    """Compares the tensors that several ranks hold under one name. Collective.
+
+    Each rank writes a part of the checkpoint. If the ranks initialized their models differently,
+    the initial checkpoint would be a mixture of all of them, and a restart from it would silently
+    train another model. DDP gives all ranks the parameters of rank 0, but only when it wraps the
+    model, which a program may do after `Job.restore`.
+
+    Raises:
+        ValueError: on all ranks, if one differs; names it, on a rank where it differs.
+    """
+    mine = {
+        name: digest(tensor)
+        for name, tensor in module.state_dict().items()
+        if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor)
+    }
+    first = json.loads(ledger.agree("initial model", json.dumps(mine)))
+    different = next((n for n, each in mine.items() if first.get(n, each) != each), None)
+    rank = first_rank(different is not None, ledger.rank, group)
+    if rank is None:
+        return
+    if different is not None:
+        where = f"{different!r} has other values on rank {ledger.rank} than on another rank"
+    else:
+        where = f"rank {rank} names a tensor in its own error"
+    raise ValueError(
+        "the ranks have different models before the first step, but a checkpoint contains one copy "
+        f"({where}). Wrap the model in DistributedDataParallel before job.restore(), which gives "
+        "all ranks the parameters of rank 0, or seed all ranks equally before creating the model"
+    )
+
+
+def check_nothing_to_restore(
+    checkpointer: Checkpointer, ledger: CallLedger, path: str, steps: int
+) -> None:
+    """Checks that a job after `steps` steps, which has restored nothing, continues what is in its
+    folder: a `ValueError` on all ranks if there is a checkpoint of a later step.
+    """
+    newest = max((info.step for info in checkpointer.checkpoints()), default=0)
+    # One rank's answer holds for all: a save may already have begun when another rank looks.
+    newest = int(ledger.agree("newest-unrestored", str(newest)))
+    if newest > steps:
+        raise ValueError(
+            f"{path} has checkpoints up to step {newest}, and this job is at step {steps}, because "
+            "restore() was not called: its saves would replace them. Call job.restore() before the "
+            "first step. To start over, use another folder, or delete the checkpoints first "
+            "(outlast checkpoint rm)"
+        )
+
+
+class SameParameters:
+    """The check that the optimizer has the same parameters on all ranks, in the same order.
+
+    An optimizer's state is saved by the numbers of its parameters, and a checkpoint contains one
+    copy of each number. With pipeline stages, parameter 0 of one stage would be saved as a copy of
+    parameter 0 of another one, without an error if the shapes are equal. A sharded parameter
+    (DTensor) is the same on all ranks: its shape is that of the whole. FSDP1 does not say what is
+    sharded: the state of one rank's part would be saved as that of all.
+    """
+
+    def __init__(
+        self, training: TrainingState, ledger: CallLedger, checked_by: Checkpointer
+    ) -> None:
+        self._module, self._optimizer = training.module, training.optimizer
+        kept = checked_by.kept
+        self._ranks = Agreement(ledger.child("parameters"), kept.timeout_s, kept.url)
+        self._checked = ledger.world_size == 1
+
+    def check(self) -> None:
+        """Compares the ranks' parameters at the first call, on all ranks. A `ValueError` names the
+        ranks and the first parameter that differs.
+        """
+        if self._checked:
+            return
+        with self._ranks.operation():
+            self._compare()
+        self._checked = True
+
+    def _compare(self) -> None:
+        for name, module in self._module.named_modules():
+            if isinstance(module, FullyShardedDataParallel):
+                raise ValueError(
+                    f"{name or 'the model'} is a FullyShardedDataParallel module, whose optimizer "
+                    "does not say which part of its state each rank has: use fully_shard (FSDP2)"
+                )
+        described = _described(self._module, self._optimizer)
+        digests = self._ranks.exchange(xxhash.xxh3_64_hexdigest(repr(described).encode()))
+        if len(set(digests)) > 1:
+            # One rank of each kind says what it has.
+            speaks = self._ranks.rank == digests.index(digests[self._ranks.rank])
+            kinds = self._ranks.exchange(described if speaks else None)
+            raise ValueError(difference(digests, kinds))
+
+
+def _described(module: nn.Module, optimizer: Any) -> Described:
+    names = {
+        id(parameter): plain_name(name)
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+    }
+    return [
+        (names.get(id(parameter), "a parameter outside of the model"), tuple(parameter.shape))
+        for group in getattr(optimizer, "param_groups", ())
+        for parameter in group["params"]
+    ]
+
+
+def difference(digests: Sequence[str], kinds: Sequence[Described | None]) -> str:
+    """The error for ranks whose parameters have these digests; one rank of each kind has said
+    which parameters it has.
+    """
+    first, other = [kind for kind in kinds if kind is not None][:2]
+    number = next(
+        (n for n, pair in enumerate(zip(first, other, strict=False)) if pair[0] != pair[1]),
+        min(len(first), len(other)),
+    )
+    found = []
+    for kind in (first, other):
+        alike = [r for r, each in enumerate(digests) if each == digests[kinds.index(kind)]]
+        found.append(f"{_parameter(kind, number)} on {names_of(alike)}")
+    return (
+        "the optimizer has different parameters on different ranks, but its state is saved by "
+        f"their numbers: parameter {number} is {found[0]}, and {found[1]}. Save pipeline stages "
+        "with a Checkpointer, by the names of the parameters: see docs/frameworks.md"
+    )
+
+
+def _parameter(described: Described, number: int) -> str:
+    if number >= len(described):
+        return "missing"
+    name, shape = described[number]
+    return f"{name!r} of shape {tuple(shape)}"
