@@ -35,3 +35,16 @@ def mutate(
     ]:
         if getattr(user, name, None) is function:  # even if imported by `from ... import`
             monkeypatch.setattr(user, name, made[name])
+
+
+def simulation_finds(
+    monkeypatch: pytest.MonkeyPatch,
+    mutation: tuple[Callable[..., Any], str, str],
+    simulate: Callable[[int], object],
+    seeds: int,
+) -> None:
+    """Asserts that one of so many seeds fails with the mutation, with what replays it."""
+    mutate(monkeypatch, *mutation)
+    with pytest.raises(AssertionError, match=r"\nseed \d+: \w*Schedule\("):
+        for seed in range(seeds):
+            simulate(seed)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from inprocess.mutations import mutate
+from inprocess.mutations import simulation_finds
 from outlast.coordination import barrier, decision
 from outlast.coordination.decision import Facts, next_record
 from outlast.coordination.lost_host import report_host_lost, report_killed
@@ -111,10 +111,7 @@ STOP_MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
 
 @pytest.mark.parametrize("name", STOP_MUTATIONS)
 def test_the_simulation_of_stops_finds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate(monkeypatch, *STOP_MUTATIONS[name])
-    with pytest.raises(AssertionError, match=r"\nseed \d+: Schedule\("):
-        for seed in range(1_500):
-            stopped(seed)
+    simulation_finds(monkeypatch, STOP_MUTATIONS[name], stopped, 1_500)
 
 
 _RECORD = 'await link.append(f"{name}/arrived", record)\n    '
@@ -404,7 +401,4 @@ MUTATIONS |= {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_the_simulation_finds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate(monkeypatch, *MUTATIONS[name])
-    with pytest.raises(AssertionError, match=r"\nseed \d+: Schedule\("):  # to replay it
-        for seed in range(5_000):
-            simulate(seed)
+    simulation_finds(monkeypatch, MUTATIONS[name], simulate, 5_000)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from inprocess.mutations import mutate
+from inprocess.mutations import simulation_finds
 from outlast.coordination.replicated.leader import Leader
 from outlast.coordination.replicated.own_host import OwnRequests
 from outlast.coordination.replicated.quorum import Configuration, Timing
@@ -161,7 +161,4 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_the_simulation_of_hosts_finds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate(monkeypatch, *MUTATIONS[name])
-    with pytest.raises(AssertionError, match=r"\nseed \d+: HostSchedule\("):  # to replay it
-        for seed in range(1500):
-            simulate_hosts(seed)
+    simulation_finds(monkeypatch, MUTATIONS[name], simulate_hosts, 1_500)
