@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from outlast.async_checkpoint.calls.queue import AsyncCallsQueue
     from outlast.async_checkpoint.calls.request import AsyncRequest
     from outlast.async_checkpoint.checkpointer import Checkpointer
-    from outlast.async_checkpoint.failure_policy import FailurePolicy
     from outlast.async_checkpoint.handle import SaveHandle
-    from outlast.async_checkpoint.retention import Retention
+    from outlast.async_checkpoint.policies import FailurePolicy, Retention
     from outlast.async_checkpoint.storage.directory import CheckpointInfo
 
 __all__ = [
@@ -37,8 +36,8 @@ _MODULES = {
     "CheckpointInfo": "storage.directory",
     "Checkpointer": "checkpointer",
     "DistributedAsyncCaller": "calls.caller",
-    "FailurePolicy": "failure_policy",
-    "Retention": "retention",
+    "FailurePolicy": "policies",
+    "Retention": "policies",
     "SaveHandle": "handle",
 }
 

@@ -25,7 +25,7 @@ from typing import Any, Literal
 from outlast.async_checkpoint.calls.reporter import Reporter, Verdicts
 from outlast.async_checkpoint.calls.request import AsyncRequest, name_of
 from outlast.async_checkpoint.calls.runners import ForkRunner, Outcome, WorkerRunner
-from outlast.async_checkpoint.failure_policy import FailurePolicy
+from outlast.async_checkpoint.policies import FailurePolicy
 from outlast.coordination.call_ledger import CallLedger, Verdict, connect_ledger
 from outlast.coordination.collectives import least
 from outlast.errors import AsyncCallError

@@ -17,9 +17,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from outlast.async_checkpoint.failure_policy import FailurePolicy
 from outlast.async_checkpoint.handle import SaveHandle
-from outlast.async_checkpoint.retention import Retention
+from outlast.async_checkpoint.policies import FailurePolicy, Retention
 from outlast.async_checkpoint.save.after_save import SaveOutcomes
 from outlast.async_checkpoint.save.folder_session import FolderSession
 from outlast.async_checkpoint.save.round import ABORTED, SaveRound, failure_from, own_error
