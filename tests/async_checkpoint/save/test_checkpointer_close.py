@@ -85,7 +85,10 @@ def test_an_interrupted_close_waits_for_removals_the_next_time(
 class InterruptAtLine:
     """Raises `Interrupt` before the `number`-th line that the end of a session executes."""
 
-    CODES = (FolderSession.close.__code__, WriterClient.close.__code__)
+    CODES = tuple(
+        function.__code__
+        for function in (FolderSession.close, WriterClient.close, WriterClient.end)
+    )
 
     def __init__(self, number: int) -> None:
         self.left = number

@@ -20,6 +20,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Literal
 
 from outlast.async_checkpoint.calls.reporter import Reporter, Verdicts
@@ -78,7 +79,7 @@ class AsyncCallsQueue:
         self._group = group
         self._policy = None if isinstance(on_failure, str) else on_failure
         self._max_unfinalized = max_unfinalized
-        self._runner = WorkerRunner(nice) if persistent else ForkRunner(nice)
+        self._make_runner = partial(WorkerRunner if persistent else ForkRunner, nice=nice)
         self._next_index = 0
         self._calls: deque[_PendingCall] = deque()
         self._failed_before: deque[AsyncCallError] = deque()  # to be raised at the next check
@@ -242,7 +243,7 @@ class AsyncCallsQueue:
             self._ledger = connect_ledger("async_calls", self._group)
         if self._reporter is None:
             self._verdicts = Verdicts(self._ledger)
-            self._reporter = Reporter(self._runner, self._ledger, self._verdicts)
+            self._reporter = Reporter(self._make_runner, self._ledger, self._verdicts)
             self._abandon = weakref.finalize(self, _abandon, self._reporter, self._calls)
         return self._ledger, self._reporter
 

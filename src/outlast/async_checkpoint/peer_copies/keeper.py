@@ -93,13 +93,9 @@ class Keeper(Service):
         # First: the main process may write into its buffers once this is answered.
         self._transfer.cancel()
         self._token, self._bytes_per_s = token, bytes_per_s
-        if self._server is not None and self._server.address != address:
+        if self._server is not None:
             self._server.close()
-            self._server = None
-        if self._server is None:
-            self._server = CopyServer(self, address, token)
-        else:
-            self._server.change_token(token)
+        self._server = CopyServer(self, address, token)
         folder, pattern = os.path.split(self._sockets)
         for announced in sorted(Path(folder).glob(pattern)):
             path = announced.with_suffix(".sock")
@@ -198,29 +194,25 @@ class CopyServer:
     """
 
     def __init__(self, keeper: Keeper, address: str, token: str) -> None:
-        self.address = address
         self._keeper = keeper
         self._token = token
         self._connections: set[Connection] = set()
+        self._closed = False
         self._lock = threading.Lock()
         self._free = threading.Semaphore(_MAX_CONNECTIONS)
         self._listener = listen(address)
         self.port = int(self._listener.getsockname()[1])
         threading.Thread(target=self._accept_all, name="outlast-accept", daemon=True).start()
 
-    def change_token(self, token: str) -> None:
-        """Accepts this token from now on; ends connections that were made with another one."""
-        with self._lock:
-            changed = token != self._token
-            self._token = token
-            cut = list(self._connections) if changed else []
-        for connection in cut:
-            connection.cut()
-
     def close(self) -> None:
+        """Stops listening, and ends all connections."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # ends the wait in `accept`
         self._listener.close()
+        with self._lock:
+            self._closed = True
+            for connection in self._connections:
+                connection.cut()
 
     def _accept_all(self) -> None:
         while True:
@@ -237,10 +229,9 @@ class CopyServer:
         try:
             # A client that fails, or is none of ours, is its own problem.
             with sock, contextlib.suppress(OSError, EOFError, ConnectionRefused):
-                token = self._token
-                connection = Connection.accept(sock, token)
+                connection = Connection.accept(sock, self._token)
                 with self._lock:
-                    if token != self._token:
+                    if self._closed:
                         return
                     self._connections.add(connection)
                 try:

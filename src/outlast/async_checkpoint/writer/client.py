@@ -255,14 +255,19 @@ class ProcessClient:
         process = start_process(
             self._program(), arguments=[pack(self._config).decode().rstrip("\n")]
         )
-        process.channel.limit(max(self.timeout_s, _LEAST_S))
-        self._over = over = threading.Event()
-        self._reader = threading.Thread(
-            target=self._read, args=(process, over), name="outlast-answers", daemon=True
-        )
-        self._reader.start()
-        for call, pending in self._replayed(method):
-            self._send(process, call if pending is None else self._numbered(call, process, pending))
+        try:
+            process.channel.limit(max(self.timeout_s, _LEAST_S))
+            self._over = over = threading.Event()
+            self._reader = threading.Thread(
+                target=self._read, args=(process, over), name="outlast-answers", daemon=True
+            )
+            self._reader.start()
+            for call, pending in self._replayed(method):
+                numbered = call if pending is None else self._numbered(call, process, pending)
+                self._send(process, numbered)
+        except BaseException:  # an interrupt: another process will be started
+            process.kill()
+            raise
         if process is self._late:
             raise ProcessTimeout(
                 f"the {self.name} {process.pid} was not ready for {self._config.get('url')} within "
