@@ -29,7 +29,7 @@ from outlast.async_checkpoint.retention import Retention
 from outlast.async_checkpoint.save.folder_session import session_for
 from outlast.async_checkpoint.save.round import is_due_to_restart
 from outlast.async_checkpoint.save.saves import Saves
-from outlast.async_checkpoint.snapshot.overlapped_copy import optimizers_of
+from outlast.async_checkpoint.snapshot.overlap import optimizers_of
 from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.directory import CheckpointInfo
 from outlast.coordination import MemoryStore, restarts

@@ -22,7 +22,7 @@ from outlast.async_checkpoint.handle import SaveHandle
 from outlast.async_checkpoint.retention import Retention
 from outlast.async_checkpoint.save.after_save import SaveOutcomes
 from outlast.async_checkpoint.save.folder_session import FolderSession
-from outlast.async_checkpoint.save.round import ABORTED, SaveRound, failure_from, own_error
+from outlast.async_checkpoint.save.round import ABORTED, SaveRound
 from outlast.async_checkpoint.save.save import Save, Shared
 from outlast.async_checkpoint.save.structures import Structures
 from outlast.async_checkpoint.snapshot.snapshot import Snapshotter
@@ -111,17 +111,16 @@ class Saves:
         if self._count:
             return
         shared = self.shared
-        index, name = self._next_index(), "preparation of saves"
-        agreement = SaveRound(shared.ledger, index, name, shared.structures.divide)
+        name, divide = "preparation of saves", shared.structures.divide
+        agreement = SaveRound(shared.ledger, self._next_index(), name, divide, shared.timeout_s)
         try:
             signature = signature_and_leaves(state_dict)[0]
-            timeout_s = shared.timeout_s
-            structure = shared.structures.agree(state_dict, signature, agreement, timeout_s)
+            structure = shared.structures.agree(state_dict, signature, agreement)
             agreement.forget()
         except BaseException as e:
             if not isinstance(e, OF_ALL_RANKS):
                 with contextlib.suppress(StoreError):
-                    agreement.refuse(failure_from(e, index, name, shared.ledger.rank))
+                    agreement.refuse(e)
             if not isinstance(e, CheckpointError | ValueError):
                 raise
             # The first save raises the same error.
@@ -164,7 +163,7 @@ class Saves:
         try:
             size_bytes, manifest = save.complete()
         except Exception as e:  # noqa: BLE001 - a bug here must not look like a slow save
-            error = own_error(save.name, self.shared.ledger.rank, e)
+            error = save.round.own_error(e)
         with self._lock:
             self._pending.remove(save)
             queued = len(self._pending)

@@ -198,7 +198,6 @@ class Structures:
         state_dict: Mapping[str, Any],
         signature: list[Any],
         ranks: SaveRound,
-        timeout_s: float,
     ) -> Structure:
         """Agrees with all ranks on what this one saves of a state dict whose structure is new."""
         items = self._memo.items(state_dict, signature)
@@ -208,7 +207,7 @@ class Structures:
         else:
             # If this is interrupted, rank 0 may know of the new structure: then they agree again.
             self._structure = None
-            answer = ranks.agree(encode_items(items), timeout_s)
+            answer = ranks.agree(encode_items(items))
             sign, numbers = answer[str(self._rank)]
             chosen = set(numbers)
             keys = [item.key for i, item in enumerate(items) if (i in chosen) == (sign == "+")]

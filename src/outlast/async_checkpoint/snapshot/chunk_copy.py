@@ -2,7 +2,7 @@
 
 The thread that copies a chunk has its bytes in the cache, and hashes them there in a fifth of the
 time of the copy; the writer process would have to read all of them from memory again. So the copy
-that runs during training (`OverlappedCopy`) also hashes. Where training waits for the copy
+that runs during training also hashes. Where training waits for the copy
 (`EagerCopy`), the writer hashes, and training continues sooner.
 
 The hash is of the source, not of the copy. A tensor that is written to between its copy and its
