@@ -17,8 +17,8 @@ import pytest
 
 from async_checkpoint.checkpoints import NET, state_of
 from outlast.async_checkpoint import Checkpointer
-from outlast.async_checkpoint.save.after_save import SaveOutcomes
 from outlast.async_checkpoint.save.folder_session import FolderSession
+from outlast.async_checkpoint.save.saves import SaveOutcomes
 from outlast.async_checkpoint.writer.client import WriterClient
 
 

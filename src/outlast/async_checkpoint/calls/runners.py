@@ -29,7 +29,6 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from outlast.async_checkpoint.calls.request import name_of
 from outlast.system.background_process import BackgroundProcess, start_process
 from outlast.system.error_text import describe, exit_text, traceback_text
 from outlast.system.fork import flush_streams, fork_detached
@@ -101,6 +100,16 @@ class Runner(Protocol):
         """Kills and reaps all processes, and releases their resources. Not in a thread of the
         runner.
         """
+
+
+def name_of(fn: Callable[..., Any] | None) -> str:
+    """The name of a function in messages; the same on all ranks."""
+    if fn is None:
+        return "nothing"
+    inner = getattr(fn, "func", fn)  # of a `functools.partial`
+    name = getattr(inner, "__qualname__", None) or type(inner).__qualname__
+    module = getattr(inner, "__module__", None)
+    return f"{module}.{name}" if module and module != "__main__" else str(name)
 
 
 def run_here(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:

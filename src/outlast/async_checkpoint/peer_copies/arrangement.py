@@ -129,7 +129,7 @@ class KeeperClient(ProcessClient):
         """The port at which the keeper listens."""
         assert self._arrangement is not None
         assert self._arranged is not None
-        if self._process is None and self._arranged.done:
+        if self._process is None and self._arranged.done():
             self._arranged = self.begin(Keeper.arrange, **self._arrangement)
         return self._arranged.result(self.timeout_s)
 
@@ -155,7 +155,7 @@ class KeeperClient(ProcessClient):
                 super(KeeperClient, self)._send_request(pending, arguments)
             except (OSError, ProcessFailed) as e:
                 cause = f"the keeper of copies cannot be reached: {describe(e)}"
-                pending.end(ProcessFailed(cause))
+                pending.set_exception(ProcessFailed(cause))
 
         threading.Thread(target=send, name="outlast-keeper-request", daemon=True).start()
 
