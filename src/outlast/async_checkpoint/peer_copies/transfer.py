@@ -1,4 +1,4 @@
-"""How a snapshot travels between hosts, by TCP: each file of its buffer, by chunks, then its values.
+"""How a snapshot travels between hosts, by TCP: each file of its buffer by chunks, then its values.
 Both ends take the checksum of each chunk while it is in the cache: the sender of what it sends, the
 receiver of what has arrived.
 

@@ -254,8 +254,9 @@ class ProcessClient:
         try:
             process.channel.limit(max(self.timeout_s, _LEAST_S))
             self._over = over = threading.Event()
+            name = f"outlast-{self.name.partition(' ')[0]}"
             self._reader = threading.Thread(
-                target=self._read, args=(process, over), name="outlast-answers", daemon=True
+                target=self._read, args=(process, over), name=name, daemon=True
             )
             self._reader.start()
             for call, pending in self._replayed(method):

@@ -121,7 +121,6 @@ class Writer(Service):
         held = self.buffers[buffer]
         held.values = blob
         held.snapshot = snapshot
-        held.take_checksums()
         self.buffers.reached(buffer, snapshot["save_id"], sys.maxsize)
         self.announce(snapshot["socket"])
 
@@ -172,7 +171,6 @@ class Writer(Service):
         if hashed:  # the sealed snapshot comes with its checksums
             return {}
         held.written = save_id, written
-        held.take_checksums()
         return written
 
     def commit(
