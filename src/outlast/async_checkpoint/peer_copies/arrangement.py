@@ -153,7 +153,7 @@ class KeeperClient(ProcessClient):
         def send() -> None:
             try:
                 super(KeeperClient, self)._send_request(pending, arguments)
-            except (OSError, ProcessFailed) as e:
+            except Exception as e:  # noqa: BLE001 - a caller waits for the request
                 cause = f"the keeper of copies cannot be reached: {describe(e)}"
                 pending.set_exception(ProcessFailed(cause))
 

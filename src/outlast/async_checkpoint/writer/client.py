@@ -191,7 +191,7 @@ class ProcessClient:
         if "url" in self._config:
             where, why = f" in {self._config['url']}", " (the disk may not respond)"
         return ProcessTimeout(
-            f"the {self.name} {process.pid if process else ''} could not {what}{where} within "
+            f"the {self.name}{f' {process.pid}' if process else ''} could not {what}{where} within "
             f"{timeout_s:g} s{why}, and was killed"
         )
 
