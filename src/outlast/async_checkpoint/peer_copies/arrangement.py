@@ -185,8 +185,8 @@ class Arrangement:
         cls, keeper: KeeperClient, ledger: CallLedger, hosts: list[str], bytes_per_s: float
     ) -> Arrangement:
         """Agrees on the token, and starts the keeper; does not wait for it."""
-        # Whoever can read the job's store sees what was agreed. In a job with a secret that is not
-        # enough: the token depends on a key as well, which only the workers of the job have.
+        # Every process that can read the job's store sees what was agreed. In a job with a secret
+        # the token depends on a key as well, which only the workers of the job have.
         token = ledger.agree("token", secrets.token_hex(32))
         if key := copies_key():
             token = hmac.digest(key, token.encode(), "sha256").hex()

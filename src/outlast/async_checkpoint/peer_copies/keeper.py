@@ -108,7 +108,7 @@ class Keeper(Service):
         for announced in sorted(Path(folder).glob(pattern)):
             path = announced.with_suffix(".sock")
             for stored in take_over(path)[0] if str(path) != self._socket else ():
-                self.hold(stored)
+                self.add(stored)
         return self._server.port
 
     def send_copy(
@@ -143,8 +143,8 @@ class Keeper(Service):
         with self._lock:
             return list(self._copies.values())
 
-    def hold(self, stored: StoredSnapshot) -> None:
-        """Holds a complete copy; it replaces one of the same save and rank."""
+    def add(self, stored: StoredSnapshot) -> None:
+        """Adds a complete copy; it replaces one of the same save and rank."""
         self.release([stored])
         with self._lock:
             self._copies[_key(stored)] = stored
@@ -202,7 +202,7 @@ class CopyServer:
 
     def _serve(self, sock: socket.socket) -> None:
         try:
-            # A client that fails, or is none of ours, is its own problem.
+            # The errors of a client, perhaps of another program, concern only that client.
             with sock, contextlib.suppress(OSError, EOFError, ConnectionRefused):
                 connection = Connection.accept(sock, self._token)
                 with self._lock:
@@ -252,7 +252,7 @@ class CopyServer:
             )
         connection.send_frame({"ok": True})
         where = f"the snapshot of step {snapshot['step']}"
-        self._keeper.hold(
+        self._keeper.add(
             receive_copy(connection, offer, lambda: connection.receive_frame()["files"], where)
         )
         connection.send_frame({"ok": True})

@@ -4,10 +4,10 @@ receiver of what has arrived.
 
 Both ends prove that they know the token, which is made for each checkpointer and known to its ranks
 only: in a job with a secret (`OUTLAST_TOKEN`) it is derived from that; otherwise it is a random
-number in the job's store, and who can read the store knows it. Neither end sends it: each answers a
-random challenge of the other with an HMAC. After that come frames (a length, then JSON) and raw
-bytes. Nothing that arrives is unpickled. The bytes are not encrypted, as those of collectives are
-not.
+number in the job's store, for every process that can read the store. Neither end sends it: each
+answers a random challenge of the other with an HMAC. After that come frames (a length, then JSON)
+and raw bytes. Nothing that arrives is unpickled. The bytes are not encrypted, as those of
+collectives are not.
 """
 
 from __future__ import annotations

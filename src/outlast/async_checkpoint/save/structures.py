@@ -2,8 +2,8 @@
 and the contents of a checkpoint that follow from it.
 
 A rank compares the signature of its state dict with that of the last save. If it is equal, the rank
-saves the same share as before, and tells nobody until it is done. Otherwise all ranks agree, in the
-round of the save (`round.py`).
+saves the same share as before, and tells no other rank until it is done. Otherwise all ranks agree,
+in the round of the save (`round.py`).
 """
 
 from __future__ import annotations
