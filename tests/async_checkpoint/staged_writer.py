@@ -70,8 +70,9 @@ class Plan:
         from outlast.system.background_process import start_process
 
         def staged(module: str, *, arguments: Any) -> Any:
-            assert module == "outlast.async_checkpoint.writer.main"
-            return start_process("async_checkpoint.staged_writer", arguments=arguments)
+            if module == "outlast.async_checkpoint.writer.main":  # else it is a keeper
+                module = "async_checkpoint.staged_writer"
+            return start_process(module, arguments=arguments)
 
         monkeypatch.setenv("PYTHONPATH", TESTS)
         monkeypatch.setenv(PLAN, str(self.folder))

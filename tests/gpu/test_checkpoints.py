@@ -11,7 +11,7 @@ import torch
 from async_checkpoint.checkpoints import NET
 from outlast.async_checkpoint import Checkpointer
 from outlast.async_checkpoint.snapshot.device_copy import DeviceChunks
-from outlast.async_checkpoint.snapshot.overlapped_copy import OverlappedCopy
+from outlast.async_checkpoint.snapshot.snapshot import Snapshot
 from outlast.elastic.numerics.generators import capture, setter
 
 pytestmark = [
@@ -90,13 +90,13 @@ def test_an_overlapped_copy_is_made_by_the_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kinds: list[type] = []
-    fill = OverlappedCopy._fill_all
+    fill = Snapshot._fill_all
 
-    def noted(copy: OverlappedCopy, chunks: Any) -> None:
+    def noted(copy: Snapshot, chunks: Any) -> None:
         kinds.append(type(chunks))
         fill(copy, chunks)
 
-    monkeypatch.setattr(OverlappedCopy, "_fill_all", noted)
+    monkeypatch.setattr(Snapshot, "_fill_all", noted)
     training = Training()
     training.step()
     with Checkpointer(tmp_path, overlap=training.optimizer) as checkpointer:

@@ -18,11 +18,11 @@ from outlast.async_checkpoint import Checkpointer
 from outlast.async_checkpoint.snapshot import (
     buffers,
     device_copy,
-    overlapped_copy,
+    overlap,
     snapshot,
 )
 from outlast.async_checkpoint.snapshot.device_copy import DeviceChunks, DeviceCopy, PinnedMemory
-from outlast.async_checkpoint.snapshot.overlapped_copy import OverlappedCopy
+from outlast.async_checkpoint.snapshot.snapshot import Snapshot
 from outlast.errors import CheckpointError
 from outlast.system.shared_memory import SharedMemory
 
@@ -74,7 +74,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
         # Not the values of now: those at the moment when the stream gets to it.
         stream.queue.append(lambda: to.copy_(source.detach()))
 
-    for module in (device_copy, overlapped_copy, snapshot):
+    for module in (device_copy, overlap, snapshot):
         monkeypatch.setattr(module, "on_gpu", lambda tensor: tensor.dim() > 1)
     monkeypatch.setattr(device_copy, "cuda", cuda)
     monkeypatch.setattr(device_copy, "_queue_copy", queue_copy)
@@ -99,22 +99,22 @@ class Training:
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[DeviceChunks]:
     """The overlapped copies from the GPU, which begin when the training thread waits for them."""
     made: list[DeviceChunks] = []
-    fill, waited = OverlappedCopy._fill_all, OverlappedCopy._await_copy
+    fill, waited = Snapshot._fill_all, Snapshot._await_copy
 
     gates: dict[int, threading.Event] = {}
 
-    def held(copy: OverlappedCopy, chunks: Any) -> None:
+    def held(copy: Snapshot, chunks: Any) -> None:
         if isinstance(chunks, DeviceChunks):
             made.append(chunks)
         assert gates.setdefault(id(copy), threading.Event()).wait(60)
         fill(copy, chunks)
 
-    def awaited(copy: OverlappedCopy) -> None:
+    def awaited(copy: Snapshot) -> None:
         gates.setdefault(id(copy), threading.Event()).set()
         waited(copy)
 
-    monkeypatch.setattr(OverlappedCopy, "_fill_all", held)
-    monkeypatch.setattr(OverlappedCopy, "_await_copy", awaited)
+    monkeypatch.setattr(Snapshot, "_fill_all", held)
+    monkeypatch.setattr(Snapshot, "_await_copy", awaited)
     return made
 
 

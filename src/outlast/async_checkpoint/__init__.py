@@ -12,8 +12,7 @@ from outlast.system.lazy_exports import exports
 
 if TYPE_CHECKING:
     from outlast.async_checkpoint.calls.caller import DistributedAsyncCaller
-    from outlast.async_checkpoint.calls.queue import AsyncCallsQueue
-    from outlast.async_checkpoint.calls.request import AsyncRequest
+    from outlast.async_checkpoint.calls.queue import AsyncCallsQueue, AsyncRequest
     from outlast.async_checkpoint.checkpointer import Checkpointer
     from outlast.async_checkpoint.handle import SaveHandle
     from outlast.async_checkpoint.policies import FailurePolicy, Retention
@@ -32,7 +31,7 @@ __all__ = [
 
 _MODULES = {
     "AsyncCallsQueue": "calls.queue",
-    "AsyncRequest": "calls.request",
+    "AsyncRequest": "calls.queue",
     "CheckpointInfo": "storage.directory",
     "Checkpointer": "checkpointer",
     "DistributedAsyncCaller": "calls.caller",

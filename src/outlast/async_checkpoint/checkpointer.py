@@ -25,10 +25,10 @@ from outlast.async_checkpoint.peer_copies.arrangement import DEFAULT_BYTES_PER_S
 from outlast.async_checkpoint.policies import FailurePolicy, Retention
 from outlast.async_checkpoint.restore.from_copies import arrange_copies
 from outlast.async_checkpoint.restore.restorer import Restorer
-from outlast.async_checkpoint.save.folder_session import check_unused, session_for
+from outlast.async_checkpoint.save.folder_session import session_for
 from outlast.async_checkpoint.save.round import is_due_to_restart
 from outlast.async_checkpoint.save.saves import Saves
-from outlast.async_checkpoint.snapshot.overlapped_copy import optimizers_of
+from outlast.async_checkpoint.snapshot.overlap import optimizers_of
 from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.directory import CheckpointInfo
 from outlast.coordination import MemoryStore, restarts
@@ -135,7 +135,6 @@ class Checkpointer:
         job = ledger.agree("job", uuid.uuid4().hex[:12])
         self._ranks = Agreement(ledger.child("restore"), timeout_s, self._url)
         with self._ranks.operation():
-            check_unused(self._url)
             self._session, taken_over = session_for(
                 self._url, threads=threads, linger_s=linger_s, replicas=replicas
             )
@@ -148,7 +147,7 @@ class Checkpointer:
             self._emitter = Emitter(events if events is not None else self._session.sink(self.rank))
             self._emitter.place(rank=self.rank)
             global_rank = dist.get_rank() if grouped else 0
-            self._session.memo.move(global_rank, self.rank, self.world_size)
+            self._session.memo.ranks = global_rank, self.rank, self.world_size
             self._restorer = Restorer(self._session, self._ranks, group, self._emitter)
             try:
                 self._restorer.open(f"process {os.getpid()} on {socket.gethostname()}, job {job}")

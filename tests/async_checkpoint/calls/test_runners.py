@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-import select
+import queue
 import signal
 import socket
 import subprocess
@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,34 +20,36 @@ import pytest
 from async_checkpoint.calls import work
 from async_checkpoint.calls.work import Gate
 from outlast.async_checkpoint import AsyncCallsQueue, AsyncRequest, DistributedAsyncCaller
-from outlast.async_checkpoint.calls.runners import ForkRunner, Outcome, Runner, WorkerRunner
+from outlast.async_checkpoint.calls.runners import ForkRunner, Outcome, WorkerRunner
 from outlast.errors import AsyncCallError
 
-NET_MS = 120_000
+NET_S = 120.0
 
 
-def collected(runner: Runner, count: int) -> dict[int, Outcome]:
+class Ends:
+    """The calls that have ended, and how."""
+
+    def __init__(self) -> None:
+        self.queue: queue.Queue[tuple[int, Outcome]] = queue.Queue()
+
+    def __call__(self, index: int, outcome: Outcome) -> None:
+        self.queue.put((index, outcome))
+
+
+def forks() -> ForkRunner:
+    return ForkRunner(Ends(), nice=0)
+
+
+def collected(runner: Any, count: int) -> dict[int, Outcome]:
     """Waits until this many calls have ended."""
-    found: dict[int, Outcome] = {}
-    while len(found) < count:
-        found.update(runner.collect())
-        if len(found) < count:
-            assert wait_readable(runner.descriptors())
-    return found
-
-
-def wait_readable(descriptors: list[int]) -> bool:
-    poll = select.poll()
-    for descriptor in descriptors:
-        poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(NET_MS))
+    return dict(runner._ended.queue.get(timeout=NET_S) for _ in range(count))
 
 
 # -- a fork for each call ----------------------------------------------------------------------
 
 
 def test_a_closure_and_whatever_cannot_be_pickled(tmp_path: Path) -> None:
-    runner, lock = ForkRunner(nice=0), threading.Lock()
+    runner, lock = forks(), threading.Lock()
 
     def closure() -> None:
         with lock:
@@ -58,12 +61,12 @@ def test_a_closure_and_whatever_cannot_be_pickled(tmp_path: Path) -> None:
 
 
 def test_forks_run_side_by_side(tmp_path: Path) -> None:
-    runner, gates = ForkRunner(nice=0), [Gate(tmp_path, str(i)) for i in range(3)]
+    runner, gates = forks(), [Gate(tmp_path, str(i)) for i in range(3)]
     for index, gate in enumerate(gates):
         runner.start(index, gate.wait_in_call, (), {})
     pids = [gate.arrived() for gate in gates]
     assert len(set(pids)) == 3
-    assert runner.collect() == []
+    assert collected(runner, 0) == {}
     gates[1].open()
     assert collected(runner, 1) == {1: Outcome()}
     runner.close()
@@ -78,7 +81,7 @@ def test_a_fork_has_none_of_the_parents_connections(tmp_path: Path) -> None:
         socket.create_connection(server.getsockname()) as client,
         server.accept()[0] as accepted,
     ):
-        runner, gate = ForkRunner(nice=0), Gate(tmp_path)
+        runner, gate = forks(), Gate(tmp_path)
         runner.start(0, gate.wait_in_call, (), {})
         gate.arrived()
         accepted.close()
@@ -112,7 +115,7 @@ def test_a_child_of_a_call_that_lives_on_holds_up_nothing(tmp_path: Path) -> Non
         child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
         (tmp_path / "pid").write_text(str(child.pid))
 
-    runner = ForkRunner(nice=0)
+    runner = forks()
     runner.start(0, starts_another, (), {})
     assert collected(runner, 1) == {0: Outcome()}
     os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
@@ -121,7 +124,7 @@ def test_a_child_of_a_call_that_lives_on_holds_up_nothing(tmp_path: Path) -> Non
 def test_a_program_that_ignores_the_end_of_its_children(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
-        runner, gates = ForkRunner(nice=0), [Gate(tmp_path, "0"), Gate(tmp_path, "1")]
+        runner, gates = forks(), [Gate(tmp_path, "0"), Gate(tmp_path, "1")]
         runner.start(0, gates[0].wait_in_call, (), {})
         runner.start(1, lambda: gates[1].wait_in_call() or os._exit(0), (), {})
         for gate in gates:
@@ -138,7 +141,7 @@ def test_an_exception_without_end_is_cut(tmp_path: Path) -> None:
     def verbose() -> None:
         raise ValueError("x" * 1_000_000)
 
-    runner = ForkRunner(nice=0)
+    runner = forks()
     runner.start(0, verbose, (), {})
     assert len(collected(runner, 1)[0].encode()) < 50_000
 
@@ -148,7 +151,7 @@ def test_an_exception_without_end_is_cut(tmp_path: Path) -> None:
 
 @pytest.fixture
 def worker() -> Iterator[WorkerRunner]:
-    runner = WorkerRunner(nice=0)  # normal priority: other work would delay the test
+    runner = WorkerRunner(Ends(), nice=0)  # normal priority: other work would delay the test
     yield runner
     runner.close()
 
@@ -181,8 +184,8 @@ def test_a_worker_that_dies_between_calls_is_started_again(
     assert worker.pid is not None
     os.kill(worker.pid, signal.SIGKILL)
     psutil.wait_procs([psutil.Process(worker.pid)], timeout=0)
-    assert wait_readable(worker.descriptors())
-    assert worker.collect() == []
+    assert worker._worker is not None
+    worker._worker.wait()
     worker.start(1, work.append_pid, (tmp_path / "pids",), {})
     assert collected(worker, 1) == {1: Outcome()}
     assert len(set((tmp_path / "pids").read_text().split())) == 2

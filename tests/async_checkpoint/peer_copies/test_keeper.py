@@ -28,8 +28,7 @@ from fake_clock import FakeClock
 from inprocess.mutations import mutate
 from outlast.async_checkpoint.peer_copies import transfer
 from outlast.async_checkpoint.peer_copies.arrangement import Arrangement
-from outlast.async_checkpoint.peer_copies.connection import Connection, ConnectionRefused
-from outlast.async_checkpoint.peer_copies.transfer import fetch_copy
+from outlast.async_checkpoint.peer_copies.transfer import Connection, ConnectionRefused, fetch_copy
 from outlast.async_checkpoint.writer.handover import StoredSnapshot
 from outlast.errors import CheckpointError
 

@@ -17,8 +17,8 @@ import pytest
 
 from async_checkpoint.checkpoints import NET, state_of
 from outlast.async_checkpoint import Checkpointer
-from outlast.async_checkpoint.save.after_save import SaveOutcomes
 from outlast.async_checkpoint.save.folder_session import FolderSession
+from outlast.async_checkpoint.save.saves import SaveOutcomes
 from outlast.async_checkpoint.writer.client import WriterClient
 
 
@@ -85,7 +85,10 @@ def test_an_interrupted_close_waits_for_removals_the_next_time(
 class InterruptAtLine:
     """Raises `Interrupt` before the `number`-th line that the end of a session executes."""
 
-    CODES = (FolderSession.close.__code__, WriterClient.close.__code__)
+    CODES = tuple(
+        function.__code__
+        for function in (FolderSession.close, WriterClient.close, WriterClient.end)
+    )
 
     def __init__(self, number: int) -> None:
         self.left = number

@@ -192,8 +192,7 @@ def test_an_interrupted_abort_is_completed_by_the_next_checkpointer(
 
         with monkeypatch.context() as patch:
             if broken == "seal":
-                assert first._saves.pending[0].taken.copy is not None
-                patch.setattr(first._saves.pending[0].taken.copy, "found", interrupt)
+                patch.setattr(first._saves.pending[0].taken, "_copy_failure", interrupt)
             else:
                 patch.setattr(first._session.writer, "tell", interrupt)
             with pytest.raises(KeyboardInterrupt):

@@ -25,7 +25,8 @@ from async_checkpoint.checkpoints import (
 from async_checkpoint.staged_writer import Plan
 from inprocess.mutations import mutate
 from outlast.async_checkpoint import Checkpointer
-from outlast.async_checkpoint.snapshot import overlapped_copy as copies
+from outlast.async_checkpoint.snapshot.overlap import Writes
+from outlast.async_checkpoint.snapshot.snapshot import Snapshot
 from outlast.async_checkpoint.writer.main import Writer
 from outlast.errors import CheckpointError
 
@@ -36,7 +37,7 @@ class HeldCopy:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun = threading.Event()
         self.go = threading.Event()
-        real, await_copy = copies.OverlappedCopy._fill, copies.OverlappedCopy._await_copy
+        real, await_copy = Snapshot._fill, Snapshot._await_copy
 
         def fill(copy: Any, *arguments: Any) -> int:
             self.begun.set()
@@ -47,8 +48,8 @@ class HeldCopy:
             self.go.set()
             await_copy(copy)
 
-        monkeypatch.setattr(copies.OverlappedCopy, "_fill", fill)
-        monkeypatch.setattr(copies.OverlappedCopy, "_await_copy", awaited)
+        monkeypatch.setattr(Snapshot, "_fill", fill)
+        monkeypatch.setattr(Snapshot, "_await_copy", awaited)
 
     def again(self) -> None:
         self.begun.clear()
@@ -138,7 +139,7 @@ def test_the_state_at_the_save_is_saved(tmp_path: Path, held: HeldCopy, kind: st
 def test_the_check_finds_a_step_that_does_not_wait(
     tmp_path: Path, held: HeldCopy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mutate(monkeypatch, copies.OverlappedCopy._before_step, "self._seal()", "pass")
+    mutate(monkeypatch, Snapshot._before_step, "self.seal()", "pass")
     with pytest.raises(CheckpointError, match="torn"):
         check_state_at_the_save(tmp_path, "adam", held)
 
@@ -179,7 +180,7 @@ def test_a_torn_snapshot_is_never_saved(tmp_path: Path, held: HeldCopy, sealed_b
 def test_the_check_finds_that_writes_are_not_detected(
     tmp_path: Path, held: HeldCopy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mutate(monkeypatch, copies.Writes.found, "source._version != version", "False")
+    mutate(monkeypatch, Writes.found, "source._version != version", "False")
     with pytest.raises(AssertionError):
         check_torn(tmp_path, held, sealed_by="step")
 
@@ -192,14 +193,14 @@ class HalfCopied:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go = threading.Event()
-        real = copies.OverlappedCopy._fill
+        real = Snapshot._fill
 
         def fill(copy: Any, chunks: Any, number: int) -> int:
             if number >= len(chunks) / 2:
                 assert self.go.wait(60)
             return real(copy, chunks, number)
 
-        monkeypatch.setattr(copies.OverlappedCopy, "_fill", fill)
+        monkeypatch.setattr(Snapshot, "_fill", fill)
 
 
 def two_tensors() -> tuple[dict[str, torch.Tensor], torch.optim.Optimizer]:
@@ -278,13 +279,13 @@ def test_a_save_that_is_dropped_while_it_is_written_leaves_nothing(
         half.go.set()
         optimizer.step()
     else:
-        await_copy = copies.OverlappedCopy._await_copy
+        await_copy = Snapshot._await_copy
 
         def awaited(copy: Any) -> None:
             half.go.set()  # the copy ends when it is waited for
             await_copy(copy)
 
-        monkeypatch.setattr(copies.OverlappedCopy, "_await_copy", awaited)
+        monkeypatch.setattr(Snapshot, "_await_copy", awaited)
         checkpointer.abort()
     with pytest.raises(CheckpointError, match="written to" if how == "torn" else "dropped"):
         handle.wait(NET)
@@ -396,13 +397,13 @@ def test_an_interrupted_wait_for_the_copy_is_repeated(
     (save,) = checkpointer._saves.pending
     assert save.taken is not None
     with monkeypatch.context() as patch:
-        await_copy = copies.OverlappedCopy._await_copy
+        await_copy = Snapshot._await_copy
 
         def interrupted(copy: Any) -> None:
             threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
             await_copy(copy)
 
-        patch.setattr(copies.OverlappedCopy, "_await_copy", interrupted)
+        patch.setattr(Snapshot, "_await_copy", interrupted)
         # A shell that runs the tests in the background makes them ignore SIGINT.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
@@ -423,8 +424,7 @@ def test_an_interrupted_wait_for_the_copy_is_repeated(
     half.go.set()
     assert over.wait(60)
     calling.join()
-    assert save.taken.copy is not None
-    assert save.taken.copy._ended.is_set()
+    assert save.taken._copied.is_set()
     checkpointer.abort()
     with Checkpointer(tmp_path):
         pass

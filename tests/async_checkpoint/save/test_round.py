@@ -22,11 +22,14 @@ class Ranks:
     """The ranks of one save, each in a thread, on a store in memory."""
 
     def __init__(
-        self, world_size: int, divide: Callable[[Sequence[bytes]], dict[str, Any]]
+        self,
+        world_size: int,
+        divide: Callable[[Sequence[bytes]], dict[str, Any]],
+        timeout_s: float = NET_S,
     ) -> None:
         self.store = MemoryStore()
         self.rounds = [
-            SaveRound(CallLedger(self.store, "p", rank, world_size), 2, "save", divide)
+            SaveRound(CallLedger(self.store, "p", rank, world_size), 2, "save", divide, timeout_s)
             for rank in range(world_size)
         ]
         self.outcomes: dict[int, str] = {}
@@ -45,24 +48,24 @@ class Ranks:
             threading.Thread(target=lambda: ranks.fail(ranks.failure(ABORTED))).start()
         try:
             if "new" in what:
-                assert ranks.agree(json.dumps(rank).encode(), NET_S)[str(rank)] == rank
+                assert ranks.agree(json.dumps(rank).encode())[str(rank)] == rank
             if "refuses" in what:
                 raise CheckpointError("it cannot be saved")
         except CheckpointError as e:
-            ranks.refuse(ranks.failure(str(e)))
+            ranks.refuse(e)
             self.outcomes[rank] = "failed"
             return
-        ranks.begin(NET_S)
+        ranks.begin()
         outcome: str | CallFailure = json.dumps(f"record {rank}")
         if "fails" in what:
             outcome = ranks.failure("a disk is full")
-        failure = ranks.report(outcome, NET_S)
+        failure = ranks.report(outcome)
         if failure is None:
             if rank == 0:
                 self.said = ranks.records()
                 ranks.conclude({"size_bytes": 7})
             else:
-                assert ranks.await_conclusion(NET_S) == {"size_bytes": 7}
+                assert ranks.await_conclusion() == {"size_bytes": 7}
         ranks.forget()
         self.outcomes[rank] = "done" if failure is None else "failed"
 
@@ -116,6 +119,6 @@ def test_an_agreement_that_fails_on_rank_0_fails_on_all_ranks() -> None:
 
 
 def test_a_rank_that_does_not_come_to_an_agreement() -> None:
-    ranks = Ranks(2, divide)
+    ranks = Ranks(2, divide, 0.01)
     with pytest.raises(CheckpointTimeout, match="rank 1 waited for the other ranks to agree"):
-        ranks.rounds[1].agree(b"1", 0.01)
+        ranks.rounds[1].agree(b"1")

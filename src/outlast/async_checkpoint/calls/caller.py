@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from outlast.async_checkpoint.calls.queue import AsyncCallsQueue
-from outlast.async_checkpoint.calls.request import AsyncRequest, name_of
+from outlast.async_checkpoint.calls.queue import AsyncCallsQueue, AsyncRequest
+from outlast.async_checkpoint.calls.runners import name_of
 from outlast.coordination import MemoryStore
 from outlast.coordination.call_ledger import CallLedger
 from outlast.coordination.collectives import least, raise_together, rank_of

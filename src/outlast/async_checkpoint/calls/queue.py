@@ -20,24 +20,74 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 from outlast.async_checkpoint.calls.reporter import Reporter, Verdicts
-from outlast.async_checkpoint.calls.request import AsyncRequest, name_of
-from outlast.async_checkpoint.calls.runners import ForkRunner, Outcome, WorkerRunner
+from outlast.async_checkpoint.calls.runners import ForkRunner, Outcome, WorkerRunner, name_of
 from outlast.async_checkpoint.policies import FailurePolicy
 from outlast.coordination.call_ledger import CallLedger, Verdict, connect_ledger
-from outlast.coordination.collectives import least
+from outlast.coordination.collectives import least, raise_together, rank_of
 from outlast.errors import AsyncCallError
 from outlast.system.arguments import Duration, as_int, as_wait
 from outlast.system.error_text import describe
 
-__all__ = ["AsyncCallsQueue"]
+__all__ = ["AsyncCallsQueue", "AsyncRequest"]
 
 log = logging.getLogger("outlast.async_checkpoint")
 
 _STORE_S = 10.0
 """How long `close()` waits for the store, in seconds."""
+
+
+class AsyncRequest(NamedTuple):
+    """A background function, and functions to run when all ranks have finished it.
+
+    Attributes:
+        async_fn: runs in another process; `None` where this rank has nothing to do.
+        async_fn_args: its arguments.
+        finalize_fns: run in this process, in order, after `async_fn` has finished on all ranks.
+        async_fn_kwargs: its keyword arguments.
+        is_frozen: whether no more finalize functions can be added.
+    """
+
+    async_fn: Callable[..., Any] | None
+    async_fn_args: tuple[Any, ...]
+    finalize_fns: list[Callable[[], Any]]
+    async_fn_kwargs: dict[str, Any] = {}  # noqa: RUF012 - read, and never written
+    is_frozen: bool = False
+
+    def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
+        """Appends a finalize function.
+
+        Raises:
+            RuntimeError: if the request is frozen.
+        """
+        if self.is_frozen:
+            raise RuntimeError("the request is frozen: no finalize function can be added")
+        self.finalize_fns.append(fn)
+
+    def freeze(self) -> AsyncRequest:
+        """The same request, frozen."""
+        return self._replace(is_frozen=True)
+
+    def execute_sync(self) -> None:
+        """Does the same work synchronously. Call it on all ranks of the default process group, if
+        there is one: they wait for each other before the finalize functions.
+
+        Raises:
+            Exception: the error of `async_fn`, on the rank where it failed.
+            AsyncCallError: on the other ranks. Nothing is finalized on any rank.
+        """
+        error: Exception | None = None
+        try:
+            if self.async_fn is not None:
+                self.async_fn(*self.async_fn_args, **self.async_fn_kwargs)
+        except Exception as e:  # noqa: BLE001 - the other ranks must learn of it first
+            error = e
+        raise_together(error, f"{name_of(self.async_fn)} failed", rank_of(None))
+        for fn in self.finalize_fns:
+            fn()
 
 
 class AsyncCallsQueue:
@@ -78,7 +128,7 @@ class AsyncCallsQueue:
         self._group = group
         self._policy = None if isinstance(on_failure, str) else on_failure
         self._max_unfinalized = max_unfinalized
-        self._runner = WorkerRunner(nice) if persistent else ForkRunner(nice)
+        self._make_runner = partial(WorkerRunner if persistent else ForkRunner, nice=nice)
         self._next_index = 0
         self._calls: deque[_PendingCall] = deque()
         self._failed_before: deque[AsyncCallError] = deque()  # to be raised at the next check
@@ -242,7 +292,7 @@ class AsyncCallsQueue:
             self._ledger = connect_ledger("async_calls", self._group)
         if self._reporter is None:
             self._verdicts = Verdicts(self._ledger)
-            self._reporter = Reporter(self._runner, self._ledger, self._verdicts)
+            self._reporter = Reporter(self._make_runner, self._ledger, self._verdicts)
             self._abandon = weakref.finalize(self, _abandon, self._reporter, self._calls)
         return self._ledger, self._reporter
 

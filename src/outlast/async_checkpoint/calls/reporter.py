@@ -1,25 +1,23 @@
 """The threads of a queue: one reports the end of background processes to the other ranks, others
 wait for verdicts.
 
-The reporter waits for events: the end of a process, or a wake-up from the main thread. So the other
-ranks see this rank's outcome even while its main thread is busy, in a long step or in a collective.
-It has the ledger forget a call once this rank's outcome has been reported *and* the main thread no
-longer needs the call: nothing may be reported after that.
+So the other ranks see this rank's outcome even while its main thread is busy, in a long step or in
+a collective. The reporter has the ledger forget a call once this rank's outcome has been reported
+*and* the main thread no longer needs the call: nothing may be reported after that.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
-import socket
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from outlast.async_checkpoint.calls.runners import Outcome, Runner
+from outlast.async_checkpoint.calls.runners import Ended, Outcome, Runner
 from outlast.coordination.call_ledger import CallFailure, CallLedger, Verdict
 from outlast.errors import AsyncCallError, OutlastError, StoreError
-from outlast.system.waiting import ThreadedWait, readable
+from outlast.system.waiting import ThreadedWait
 
 log = logging.getLogger("outlast.async_checkpoint")
 
@@ -103,15 +101,13 @@ class Reporter:
     be called where the program was interrupted, and by the garbage collector in any thread.
     """
 
-    def __init__(self, runner: Runner, ledger: CallLedger, verdicts: Verdicts) -> None:
-        self._runner = runner
-        self._using = threading.Lock()  # the runner
+    def __init__(
+        self, make_runner: Callable[[Ended], Runner], ledger: CallLedger, verdicts: Verdicts
+    ) -> None:
+        self._runner = make_runner(self._ended)
         self._ledger = ledger
         self._verdicts = verdicts
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # for the thread
-        self._wake, self._woken = socket.socketpair()
-        self._woken.setblocking(False)
-        self._wake.setblocking(False)
         # Of the thread:
         self._names: dict[int, str] = {}  # of calls without a reported outcome
         self._left: set[int] = set()  # the main thread no longer needs them
@@ -131,24 +127,22 @@ class Reporter:
         if fn is None:
             self.report(index, name, Outcome())
             return
-        self._do(lambda: self._names.update({index: name}))  # first: it may end at once
-        with self._using:
-            self._runner.start(index, fn, args, kwargs)
-        self._wake_up()
+        self._work.put(lambda: self._names.update({index: name}))  # first: it may end at once
+        self._runner.start(index, fn, args, kwargs)
 
     def report(self, index: int, name: str, outcome: Outcome) -> None:
         """Reports an outcome that does not come from a background process. Takes no lock."""
-        self._do(lambda: self._report(index, name, outcome))
+        self._work.put(lambda: self._report(index, name, outcome))
 
     def leave(self, index: int) -> None:
         """Marks that the main thread no longer needs the call. Takes no lock."""
-        self._do(lambda: self._left.add(index))
+        self._work.put(lambda: self._left.add(index))
 
     def drop(self, calls: Mapping[int, str], cause: str) -> None:
         """Kills the calls in flight, and fails these calls (name by index) on all ranks, except
         those that all ranks have finished. Waits for nothing, and takes no lock.
         """
-        self._do(lambda: self._drop(calls, cause))
+        self._work.put(lambda: self._drop(calls, cause))
 
     def end(self, calls: Mapping[int, str], cause: str) -> None:
         """`drop` and `leave` for these calls; then the thread ends. Processes that still run are
@@ -161,77 +155,43 @@ class Reporter:
             self._left.update(left)
             self._ending = True
 
-        self._do(end)
+        self._work.put(end)
 
     def join(self, timeout: float | None = None) -> bool:
         """Waits for the end of the thread, at most `timeout` seconds; returns whether it ended."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def _do(self, work: Callable[[], None]) -> None:
-        self._work.put(work)
-        self._wake_up()
+    def _ended(self, index: int, outcome: Outcome) -> None:
+        def report() -> None:
+            if index in self._names:  # else it was dropped
+                self._report(index, self._names[index], outcome)
 
-    def _wake_up(self) -> None:
-        try:
-            self._wake.send(b"w")
-        except (BlockingIOError, OSError):
-            return  # the thread is awake already, or has ended
+        self._work.put(report)
 
     # -- in the thread -----------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            while True:
-                while not self._work.empty():
-                    self._work.get()()
-                self._collect()
+            while not self._ending or self._names:
+                self._work.get()()
                 for index in sorted(self._left - self._names.keys()):
                     self._left.remove(index)
                     self._verdicts.await_wait(index)
                     self._try(self._ledger.forget, index)
-                if self._ending and not self._names:
-                    return
-                self._wait()
         except Exception as e:
             # A bug, or a system out of resources: the main thread must not wait for outcomes.
             log.exception("the thread that reports background calls has failed")
             error = AsyncCallError(f"background calls are not reported any more: {e!r}")
             self._verdicts.give_up(error)
         finally:
-            with self._using:
-                self._runner.close()
-            self._wake.close()
-            self._woken.close()
-
-    def _wait(self) -> None:
-        with self._using:
-            descriptors = self._runner.descriptors()
-        # If the main thread starts another call now, it wakes this thread.
-        readable(self._woken.fileno(), *descriptors)
-        try:
-            while self._woken.recv(4096):
-                pass
-        except BlockingIOError:
-            return
-
-    def _collect(self, *, only_done: bool = False) -> None:
-        with self._using:
-            ended = self._runner.collect()
-        for index, outcome in ended:
-            # Without a name, it was dropped.
-            if index in self._names and not (only_done and outcome.cause):
-                self._report(index, self._names[index], outcome)
+            self._runner.close()
 
     def _drop(self, calls: Mapping[int, str], cause: str) -> None:
-        with self._using:
-            self._runner.kill()
-        # Calls that have succeeded count; all others, killed or not, are dropped. So is a call that
-        # this rank has just finished: others may not have, and nothing waits for them now. If all
-        # have, this claim comes too late and changes nothing.
-        in_flight = {**calls, **self._names}
-        self._collect(only_done=True)
-        for index, name in in_flight.items():
+        self._runner.kill()
+        # A call that this rank has just finished is dropped too: others may not have, and nothing
+        # waits for them now. If all have, this claim comes too late and changes nothing.
+        for index, name in {**calls, **self._names}.items():
             self._report(index, name, Outcome(cause))
 
     def _report(self, index: int, name: str, outcome: Outcome) -> None:

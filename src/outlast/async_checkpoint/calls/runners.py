@@ -22,13 +22,13 @@ import dataclasses
 import json
 import os
 import pickle
+import queue
 import signal
 import sys
-from collections import deque
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from outlast.async_checkpoint.calls.request import name_of
 from outlast.system.background_process import BackgroundProcess, start_process
 from outlast.system.error_text import describe, exit_text, traceback_text
 from outlast.system.fork import flush_streams, fork_detached
@@ -75,8 +75,12 @@ class Outcome:
         return cls(cause, traceback)
 
 
+Ended = Callable[[int, Outcome], None]
+"""Called in a thread of a runner, with the index of a call and its outcome."""
+
+
 class Runner(Protocol):
-    """Runs calls in the background. One thread at a time may use it."""
+    """Runs calls in the background; the main thread uses it."""
 
     def start(
         self, index: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -89,17 +93,23 @@ class Runner(Protocol):
             OSError: if the system cannot start another process.
         """
 
-    def descriptors(self) -> list[int]:
-        """The descriptors to wait on: one is readable when there is something to `collect`."""
-
-    def collect(self) -> list[tuple[int, Outcome]]:
-        """The calls that have ended since this was last called. Does not wait."""
-
     def kill(self) -> None:
-        """Kills all running calls. Does not wait; their outcomes can be collected."""
+        """Kills all running calls, and drops those that wait. No call is started afterwards."""
 
     def close(self) -> None:
-        """Kills and reaps all processes, and releases their resources."""
+        """Kills and reaps all processes, and releases their resources. Not in a thread of the
+        runner.
+        """
+
+
+def name_of(fn: Callable[..., Any] | None) -> str:
+    """The name of a function in messages; the same on all ranks."""
+    if fn is None:
+        return "nothing"
+    inner = getattr(fn, "func", fn)  # of a `functools.partial`
+    name = getattr(inner, "__qualname__", None) or type(inner).__qualname__
+    module = getattr(inner, "__module__", None)
+    return f"{module}.{name}" if module and module != "__main__" else str(name)
 
 
 def run_here(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
@@ -125,11 +135,13 @@ def _await_copies() -> None:
 
 
 class ForkRunner:
-    """A `Runner` that forks for every call, so calls run in parallel."""
+    """A `Runner` that forks for every call, so calls run in parallel. A thread waits for each."""
 
-    def __init__(self, nice: int = 10) -> None:
+    def __init__(self, ended: Ended, nice: int = 10) -> None:
+        self._ended = ended
         self._nice = nice
-        self._calls: dict[int, tuple[int, int]] = {}  # pidfd, descriptor of the report
+        self._calls: dict[int, threading.Thread] = {}  # by pidfd
+        self._reaping = threading.Lock()
 
     def start(
         self, index: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -143,7 +155,7 @@ class ForkRunner:
                 new_session=False,
             )
             # Fails with too many open files; or it has ended, in a program that ignores SIGCHLD.
-            self._calls[index] = os.pidfd_open(pid), report
+            pidfd = os.pidfd_open(pid)
         except BaseException:
             os.close(report)
             if pid:
@@ -151,37 +163,36 @@ class ForkRunner:
                     os.kill(pid, signal.SIGKILL)
                     os.waitpid(pid, 0)
             raise
-
-    def descriptors(self) -> list[int]:
-        return [pidfd for pidfd, _ in self._calls.values()]
-
-    def collect(self) -> list[tuple[int, Outcome]]:
-        ended = readable(*self.descriptors(), timeout=0)
-        over = [index for index, (pidfd, _) in self._calls.items() if pidfd in ended]
-        return [(index, self._take(index)) for index in over]
+        self._calls[pidfd] = threading.Thread(
+            target=self._wait, args=(index, pidfd, report), name="outlast-call", daemon=True
+        )
+        self._calls[pidfd].start()
 
     def kill(self) -> None:
-        for pidfd in self.descriptors():
-            send_signal(pidfd, signal.SIGKILL)
+        with self._reaping:
+            for pidfd in self._calls:
+                send_signal(pidfd, signal.SIGKILL)
 
     def close(self) -> None:
         self.kill()
-        while self._calls:
-            self._take(next(iter(self._calls)))
+        for thread in list(self._calls.values()):
+            thread.join()
 
-    def _take(self, index: int) -> Outcome:
-        pidfd, report = self._calls.pop(index)
-        code = reap(pidfd)
+    def _wait(self, index: int, pidfd: int, report: int) -> None:
+        readable(pidfd)
+        with self._reaping:
+            code = reap(pidfd)
+            del self._calls[pidfd]
+            os.close(pidfd)
         data = os.pread(report, os.fstat(report).st_size, 0)
         os.close(report)
-        os.close(pidfd)
         try:
             outcome = Outcome.decode(data)
         except ValueError:  # an empty or incomplete report
-            return Outcome.of_lost(code)
+            outcome = Outcome.of_lost(code)
         # The report is the child's last action. Its exit code agrees, unless other code reaped it
         # first; a signal at the last moment counts as one in the middle of the call.
-        return Outcome.of_lost(code) if code < 0 else outcome
+        self._ended(index, Outcome.of_lost(code) if code < 0 else outcome)
 
 
 def _run_child(body: Callable[[], Outcome], parent: int, report: int, nice: int) -> None:
@@ -199,18 +210,24 @@ def _run_child(body: Callable[[], Outcome], parent: int, report: int, nice: int)
 
 
 class WorkerRunner:
-    """A `Runner` with one persistent process, started at the first call; calls run in sequence."""
+    """A `Runner` with one persistent process, started at the first call; calls run in sequence. A
+    thread hands them to the process.
+    """
 
-    def __init__(self, nice: int = 10) -> None:
+    def __init__(self, ended: Ended, nice: int = 10) -> None:
+        self._ended = ended
         self._nice = nice
         self._worker: BackgroundProcess | None = None
-        self._waiting: deque[tuple[int, int]] = deque()  # index, descriptor of the pickle
-        self._running: int | None = None
-        self._hung_up = False  # the channel has closed; the worker is about to end
+        self._starting = threading.Lock()
+        self._waiting: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._killed = False
 
     @property
     def pid(self) -> int | None:
-        return None if self._worker is None else self._worker.pid
+        """The process id of the worker; `None` while there is none."""
+        worker = self._worker
+        return None if worker is None else worker.pid
 
     def start(
         self, index: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -221,93 +238,79 @@ class WorkerRunner:
                 'must stand under `if __name__ == "__main__":`'
             )
         _await_copies()
-        self._waiting.append((index, _pickled(fn, args, dict(kwargs))))
+        descriptor = _pickled(fn, args, dict(kwargs))
         try:
-            self._next()
+            self._running()
         except OSError:
-            os.close(self._waiting.pop()[1])  # the last one: this call
+            os.close(descriptor)
             raise
-
-    def descriptors(self) -> list[int]:
-        if self._worker is None:
-            return []
-        if self._hung_up:
-            return [self._worker.pidfd]
-        return [self._worker.pidfd, self._worker.channel.fileno()]
-
-    def collect(self) -> list[tuple[int, Outcome]]:
-        outcomes: list[tuple[int, Outcome]] = []
-        while self._worker is not None:
-            outcome = self._outcome_of(self._worker)
-            if outcome is None:
-                break
-            if self._running is not None:
-                outcomes.append((self._running, outcome))
-                self._running = None
-            self._start_next(outcomes)
-        return outcomes
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="outlast-worker", daemon=True)
+            self._thread.start()
+        self._waiting.put((index, descriptor))
 
     def kill(self) -> None:
-        while self._waiting:
-            os.close(self._waiting.popleft()[1])
-        if self._worker is not None:
-            self._worker.kill()
+        self._killed = True
+        with self._starting:
+            if self._worker is not None:
+                self._worker.kill()
 
     def close(self) -> None:
         self.kill()
-        self._running, self._hung_up = None, False
+        self._waiting.put(None)
+        if self._thread is not None:
+            self._thread.join()
         if self._worker is not None:
             self._worker.close()
             self._worker = None
 
-    def _outcome_of(self, worker: BackgroundProcess) -> Outcome | None:
-        """The outcome that the worker reported, or that its end implies; `None` if none yet."""
-        alive = worker.alive  # read first: a report sent before its end is received below
-        if not self._hung_up and readable(worker.channel.fileno(), timeout=0):
-            try:
-                return Outcome.decode(worker.channel.receive()[0])
-            except EOFError:
-                # The worker is ending, or a call has closed its end of the channel, which ends all
-                # reports. If it is ending already, the kill no longer changes its exit code.
-                self._hung_up = True
-                worker.kill()
-        if alive:
-            return None
-        self._worker, self._hung_up = None, False
-        return Outcome.of_lost(worker.close())
+    def _running(self) -> tuple[BackgroundProcess, bool]:
+        """The worker, and whether it is new. One that has died between two calls is replaced."""
+        with self._starting:
+            worker = self._worker
+            if worker is not None and worker.alive:
+                return worker, False
+            if worker is not None:
+                worker.close()
+            self._worker = worker = start_process(_WORKER, arguments=[str(self._nice)])
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            worker.channel.send(json.dumps(_surroundings()).encode())
+        return worker, True
 
-    def _start_next(self, outcomes: list[tuple[int, Outcome]]) -> None:
-        """Hands over the next call; a call for which no worker can be started fails."""
-        while self._waiting and self._running is None and not self._hung_up:
-            try:
-                self._next()
-            except OSError as e:
-                index, descriptor = self._waiting.popleft()
-                os.close(descriptor)
-                outcomes.append((index, Outcome.of(e, "no worker: ")))
+    def _run(self) -> None:
+        while (call := self._waiting.get()) is not None:
+            index, descriptor = call
+            if not self._killed:
+                try:
+                    outcome = self._outcome_of(descriptor)
+                except OSError as e:
+                    outcome = Outcome.of(e, "no worker: ")
+                self._ended(index, outcome)
+            os.close(descriptor)
 
-    def _next(self) -> None:
-        if self._running is not None or self._hung_up or not self._waiting:
-            return  # `collect` calls this again once the previous call or the worker has ended
-        index, descriptor = self._waiting[0]
-        worker, new = self._worker, self._worker is None
-        if worker is None:
-            worker = start_process(_WORKER, arguments=[str(self._nice)])
-            self._worker = worker
+    def _outcome_of(self, descriptor: int) -> Outcome:
+        worker, new = self._running()
         try:
-            if new:
-                worker.channel.send(json.dumps(_surroundings()).encode())
             worker.channel.send(b"", [descriptor])
         except (BrokenPipeError, ConnectionResetError):
-            # The worker has died. The call goes to the next one; but if this one was new, the call
-            # fails, otherwise workers would be started forever.
-            self._hung_up = True
+            # It has died. The call goes to the next one; but if this one was new, the call fails,
+            # otherwise workers would be started forever.
+            if not new and not self._killed:
+                self._end()
+                return self._outcome_of(descriptor)
+        try:
+            return Outcome.decode(worker.channel.receive()[0])
+        except EOFError:
+            # It is ending, or a call has closed its end of the channel, which ends all reports. If
+            # it is ending already, a kill no longer changes its exit code.
+            return Outcome.of_lost(self._end())
+
+    def _end(self) -> int:
+        with self._starting:
+            worker, self._worker = self._worker, None
+            assert worker is not None
             worker.kill()
-            if not new:
-                return
-        os.close(descriptor)
-        self._waiting.popleft()
-        self._running = index
+            return worker.close()
 
 
 def _pickled(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -129,7 +129,7 @@ class KeeperClient(ProcessClient):
         """The port at which the keeper listens."""
         assert self._arrangement is not None
         assert self._arranged is not None
-        if self._process is None and self._arranged.done:
+        if self._process is None and self._arranged.done():
             self._arranged = self.begin(Keeper.arrange, **self._arrangement)
         return self._arranged.result(self.timeout_s)
 
@@ -153,9 +153,9 @@ class KeeperClient(ProcessClient):
         def send() -> None:
             try:
                 super(KeeperClient, self)._send_request(pending, arguments)
-            except (OSError, ProcessFailed) as e:
+            except Exception as e:  # noqa: BLE001 - a caller waits for the request
                 cause = f"the keeper of copies cannot be reached: {describe(e)}"
-                pending.end(ProcessFailed(cause))
+                pending.set_exception(ProcessFailed(cause))
 
         threading.Thread(target=send, name="outlast-keeper-request", daemon=True).start()
 
@@ -185,8 +185,8 @@ class Arrangement:
         cls, keeper: KeeperClient, ledger: CallLedger, hosts: list[str], bytes_per_s: float
     ) -> Arrangement:
         """Agrees on the token, and starts the keeper; does not wait for it."""
-        # Whoever can read the job's store sees what was agreed. In a job with a secret that is not
-        # enough: the token depends on a key as well, which only the workers of the job have.
+        # Every process that can read the job's store sees what was agreed. In a job with a secret
+        # the token depends on a key as well, which only the workers of the job have.
         token = ledger.agree("token", secrets.token_hex(32))
         if key := copies_key():
             token = hmac.digest(key, token.encode(), "sha256").hex()

@@ -19,15 +19,17 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Collection
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from outlast.async_checkpoint.peer_copies.connection import Connection, ConnectionRefused, listen
 from outlast.async_checkpoint.peer_copies.transfer import (
+    Connection,
+    ConnectionRefused,
     Transfer,
     check_described,
     described,
+    listen,
     receive_copy,
     send_content,
 )
@@ -47,10 +49,16 @@ _MAX_CONNECTIONS = 64
 class Keeper(Service):
     """The keeper process. `config`: `socket` is where it hands its copies over, `sockets` a pattern
     for those of all keepers of this folder and host.
+
+    It holds at most two copies of each rank's snapshots, the older one complete everywhere. A rank
+    sends the copy of a save only once the copies of the save before have ended on all ranks, and
+    every keeper has released what that made superfluous (`rounds.py`). So a keeper that is sent a
+    copy holds one complete copy of that rank, besides the one that is arriving.
     """
 
     def __init__(self, channel: Channel, config: dict[str, Any]) -> None:
-        self.copies = HeldCopies()
+        self._copies: dict[tuple[str, int], StoredSnapshot] = {}  # by save and rank
+        self._lock = threading.Lock()
         self._socket = str(config["socket"])
         self._sockets = str(config["sockets"])
         self._server: CopyServer | None = None
@@ -80,7 +88,7 @@ class Keeper(Service):
         self._transfer.cancel()
         if self._server is not None:
             self._server.close()
-        return self.copies.all()
+        return self.held()
 
     # ------------------------------------------------------------- called by the main process
 
@@ -93,18 +101,14 @@ class Keeper(Service):
         # First: the main process may write into its buffers once this is answered.
         self._transfer.cancel()
         self._token, self._bytes_per_s = token, bytes_per_s
-        if self._server is not None and self._server.address != address:
+        if self._server is not None:
             self._server.close()
-            self._server = None
-        if self._server is None:
-            self._server = CopyServer(self, address, token)
-        else:
-            self._server.change_token(token)
+        self._server = CopyServer(self, address, token)
         folder, pattern = os.path.split(self._sockets)
         for announced in sorted(Path(folder).glob(pattern)):
             path = announced.with_suffix(".sock")
             for stored in take_over(path)[0] if str(path) != self._socket else ():
-                self.hold(stored)
+                self.add(stored)
         return self._server.port
 
     def send_copy(
@@ -127,65 +131,32 @@ class Keeper(Service):
             memory.close()
 
     def keep_only(self, save_id: str) -> None:
-        self.copies.keep_only(save_id)
+        self.release([each for each in self.held() if each.description["save_id"] != save_id])
 
     def describe_copies(self) -> list[SnapshotDescription]:
-        return [stored.description for stored in self.copies.all()]
+        return [stored.description for stored in self.held()]
 
-    def hold(self, stored: StoredSnapshot) -> None:
-        self.copies.add(stored)
-        self.announce(self._socket)
+    # ---------------------------------------------------------------- the copies, on any thread
 
-
-class HeldCopies:
-    """All copies of a keeper. Any thread may use it.
-
-    There are at most two copies of each rank's snapshots, the older one complete everywhere. A rank
-    sends the copy of a save only once the copies of the save before have ended on all ranks, and
-    every keeper has released what that made superfluous (`rounds.py`). So a keeper that is sent a
-    copy holds one complete copy of that rank, besides the one that is arriving.
-    """
-
-    def __init__(self) -> None:
-        self._copies: dict[tuple[str, int], StoredSnapshot] = {}
-        self._lock = threading.Lock()
-
-    def all(self) -> list[StoredSnapshot]:
+    def held(self) -> list[StoredSnapshot]:
         """The copies, the oldest first."""
         with self._lock:
             return list(self._copies.values())
 
-    def find(self, save_id: str, rank: int) -> StoredSnapshot | None:
-        with self._lock:
-            return self._copies.get((save_id, rank))
-
     def add(self, stored: StoredSnapshot) -> None:
+        """Adds a complete copy; it replaces one of the same save and rank."""
+        self.release([stored])
         with self._lock:
-            before = self._copies.pop(_key(stored), None)
             self._copies[_key(stored)] = stored
-        if before is not None:
-            before.memory.close()
+        self.announce(self._socket)
 
-    def keep_only(self, save_id: str) -> None:
-        self._release([each for each in self.all() if each.description["save_id"] != save_id])
-
-    def make_room(self, rank: int, folder_id: str) -> None:
-        """Before a copy of this rank arrives: releases all but the newest one of that rank. There
-        are more only after a fault that came before `keep_only`.
-        """
-        of_rank = [
-            each
-            for each in self.all()
-            if (each.description["rank"], each.description["folder_id"]) == (rank, folder_id)
-        ]
-        self._release(of_rank[:-1])
-
-    def _release(self, copies: Collection[StoredSnapshot]) -> None:
-        with self._lock:
-            released = [self._copies.pop(_key(each), None) for each in copies]
-        for each in released:
-            if each is not None:
-                each.memory.close()
+    def release(self, copies: Iterable[StoredSnapshot]) -> None:
+        """Releases the copies of the same saves and ranks as these."""
+        for each in copies:
+            with self._lock:
+                released = self._copies.pop(_key(each), None)
+            if released is not None:
+                released.memory.close()
 
 
 def _key(stored: StoredSnapshot) -> tuple[str, int]:
@@ -198,29 +169,25 @@ class CopyServer:
     """
 
     def __init__(self, keeper: Keeper, address: str, token: str) -> None:
-        self.address = address
         self._keeper = keeper
         self._token = token
         self._connections: set[Connection] = set()
+        self._closed = False
         self._lock = threading.Lock()
         self._free = threading.Semaphore(_MAX_CONNECTIONS)
         self._listener = listen(address)
         self.port = int(self._listener.getsockname()[1])
         threading.Thread(target=self._accept_all, name="outlast-accept", daemon=True).start()
 
-    def change_token(self, token: str) -> None:
-        """Accepts this token from now on; ends connections that were made with another one."""
-        with self._lock:
-            changed = token != self._token
-            self._token = token
-            cut = list(self._connections) if changed else []
-        for connection in cut:
-            connection.cut()
-
     def close(self) -> None:
+        """Stops listening, and ends all connections."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # ends the wait in `accept`
         self._listener.close()
+        with self._lock:
+            self._closed = True
+            for connection in self._connections:
+                connection.cut()
 
     def _accept_all(self) -> None:
         while True:
@@ -235,12 +202,11 @@ class CopyServer:
 
     def _serve(self, sock: socket.socket) -> None:
         try:
-            # A client that fails, or is none of ours, is its own problem.
+            # The errors of a client, perhaps of another program, concern only that client.
             with sock, contextlib.suppress(OSError, EOFError, ConnectionRefused):
-                token = self._token
-                connection = Connection.accept(sock, token)
+                connection = Connection.accept(sock, self._token)
                 with self._lock:
-                    if token != self._token:
+                    if self._closed:
                         return
                     self._connections.add(connection)
                 try:
@@ -258,20 +224,26 @@ class CopyServer:
             self._receive(connection, asked)
         elif asked["op"] == "fetch":
             save_id, rank = str(asked["save_id"]), int(asked["rank"])
-            stored = self._keeper.copies.find(save_id, rank)
-            if stored is None:
+            found = [each for each in self._keeper.held() if _key(each) == (save_id, rank)]
+            if not found:
                 raise CheckpointError(
                     f"there is no copy of rank {rank}'s snapshot of save {save_id}"
                 )
-            connection.send_frame(described(stored))
-            send_content(connection, stored)
+            connection.send_frame(described(found[0]))
+            send_content(connection, found[0])
         else:
             raise ValueError(f"unknown operation {asked['op']!r}")
 
     def _receive(self, connection: Connection, offer: dict[str, Any]) -> None:
         check_described(offer)
         snapshot, needed = offer["snapshot"], offer["size_bytes"] + offer["values_bytes"]
-        self._keeper.copies.make_room(snapshot["rank"], snapshot["folder_id"])
+        of_rank = [
+            each
+            for each in self._keeper.held()
+            if all(each.description[name] == snapshot[name] for name in ("rank", "folder_id"))
+        ]
+        # There are more than one only after a fault that came before `keep_only`.
+        self._keeper.release(of_rank[:-1])
         free = _available_bytes()
         if free is not None and needed > free:
             raise CheckpointError(
@@ -280,7 +252,7 @@ class CopyServer:
             )
         connection.send_frame({"ok": True})
         where = f"the snapshot of step {snapshot['step']}"
-        self._keeper.hold(
+        self._keeper.add(
             receive_copy(connection, offer, lambda: connection.receive_frame()["files"], where)
         )
         connection.send_frame({"ok": True})

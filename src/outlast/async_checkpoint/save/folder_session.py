@@ -43,7 +43,7 @@ class FolderSession:
     a replacement of this process, `inherited` what a dead process of this rank has left of it.
     """
 
-    def __init__(self, url: str, *, threads: int, linger_s: float, replicas: int) -> None:
+    def __init__(self, url: str, threads: int, linger_s: float, replicas: int) -> None:
         self.url = url
         self.options = (threads, linger_s, replicas)
         self.storage = open_storage(url)
@@ -154,32 +154,30 @@ class FolderSession:
         atexit.unregister(self._close_at_exit)  # last: see above
 
 
-def check_unused(url: str) -> None:
-    """Checks that no checkpointer of this process is using the folder."""
-    session = _sessions.get(url)
-    owner = None if session is None else session.owner
-    if owner is not None and owner.in_use:
-        raise ValueError(
-            f"this process already has a Checkpointer (or a Job) for {url}: use that one, or "
-            "close() it before you create another"
-        )
-
-
 def session_for(
     url: str, *, threads: int, linger_s: float, replicas: int
 ) -> tuple[FolderSession, bool]:
     """The session of a folder, and whether it existed before. One that was made with other options
     ends, and so does one whose end was interrupted.
+
+    Raises:
+        ValueError: if there is a checkpointer for the folder in this process that was neither
+            closed nor aborted, and was not made by an iteration that a restart in place has ended.
     """
     present = _sessions.get(url)
+    owner = None if present is None else present.owner
+    if owner is not None and owner.in_use:
+        raise ValueError(
+            f"this process already has a Checkpointer (or a Job) for {url}: use that one, or "
+            "close() it before you create another"
+        )
     options = (threads, linger_s, replicas)
     if present is not None and (present.closing or present.options != options):
-        if present.owner is not None:
-            present.owner.abort()
+        if owner is not None:
+            owner.abort()
         present.close(0.0)
     with _lock:
         if url in _sessions:
             return _sessions[url], True
-        session = FolderSession(url, threads=threads, linger_s=linger_s, replicas=replicas)
-        _sessions[url] = session
+        session = _sessions[url] = FolderSession(url, *options)
         return session, False

@@ -50,63 +50,6 @@ be done.
 """
 
 
-def failure_from(error: BaseException, index: int, name: str, rank: int) -> CallFailure:
-    """The failure of this rank by this error."""
-    if isinstance(error, Dropped | SaveCancelled):
-        return CallFailure.here(index, name, rank, ABORTED)
-    if isinstance(error, OutlastError):
-        traceback = error.remote_traceback if isinstance(error, ProcessFailed) else ""
-        return CallFailure.here(index, name, rank, str(error) or describe(error), traceback)
-    return CallFailure.of(error, index, name, rank)
-
-
-def error_of(failure: CallFailure, rank: int, late: bool = False) -> CheckpointError:
-    """The error that every rank raises when one has failed or dropped the save; `rank` is this one,
-    and `late` if a wait of it took too long.
-    """
-    if failure.cause == ABORTED:
-        return SaveCancelled(
-            f"the {failure.name} was dropped for all ranks by rank {failure.rank} on {failure.host}"
-        )
-    text = f"the {failure.name} failed on rank {failure.rank} on {failure.host}: {failure.cause}"
-    kind = CheckpointTimeout if late else CheckpointError
-    error = kind(f"{text}\n{failure.traceback.rstrip()}" if failure.traceback else text)
-    error.of_another_rank = failure.rank != rank
-    return error
-
-
-def error_of_commit(name: str, result: Mapping[str, Any], rank: int) -> CheckpointError:
-    """The error that every rank raises when rank 0 has told this result of the commit."""
-    if "dropped" in result:
-        return SaveCancelled(f"the {name} was {result['dropped']}")
-    if "unknown" in result:
-        text = f"it is not known whether the {name} was committed: {result['unknown']}"
-        return CheckpointError(text)
-    error = CheckpointError(f"the {name} was not committed: {result['error']}")
-    error.of_another_rank = rank != 0
-    return error
-
-
-def own_error(name: str, rank: int, cause: Exception) -> CheckpointError:
-    """The error of a save that this rank could not carry out. Only rank 0 commits: it knows that it
-    did not, and the other ranks cannot know without the store.
-
-    Its text says where it comes from. The frames of its traceback hold the save, whose handle holds
-    the error: until Python collected that cycle, it would keep the memory of the iteration and its
-    connections to the store. So only a bug, whose text may not be enough, keeps its traceback.
-    """
-    if isinstance(cause, OutlastError):
-        drop_tracebacks(cause)
-    if isinstance(cause, CheckpointError):
-        return cause
-    if isinstance(cause, StoreError) and rank != 0:
-        error = error_of_commit(name, {"unknown": describe(cause)}, rank)
-    else:
-        error = CheckpointError(f"the {name} failed: {describe(cause)}")
-    error.__cause__ = cause
-    return error
-
-
 def is_due_to_restart(error: Exception) -> bool:
     """Whether a save has ended without a fault of its own: it was dropped, or the store was lost.
     Such an error is raised if the caller continues, but not logged.
@@ -119,49 +62,49 @@ class SaveRound:
     `divide` is called on rank 0.
     """
 
-    def __init__(self, ledger: CallLedger, index: int, name: str, divide: Divide) -> None:
-        self.index = index
+    def __init__(
+        self, ledger: CallLedger, index: int, name: str, divide: Divide, timeout_s: float
+    ) -> None:
         self.name = name
-        self.rank = ledger.rank
+        self._index = index
+        self._rank = ledger.rank
         self._ledger = ledger
         self._divide = divide
+        self._timeout_s = timeout_s
         self._first, self._agreement, self._second = range(3 * index, 3 * index + 3)
         self._call = self._first  # in which this rank reports
         self._changed = False  # whether the first call has ended because of a new structure
         self._listening: ThreadedWait[CallFailure | None] | None = None
 
-    def failure(self, cause: str) -> CallFailure:
-        return CallFailure.here(self.index, self.name, self.rank, cause)
-
     # ------------------------------------------------------------ a structure that is new here
 
-    def agree(self, parts: bytes, timeout_s: float) -> dict[str, Any]:
+    def agree(self, parts: bytes) -> dict[str, Any]:
         """Makes all ranks agree, on the training thread: sends this rank's new parts, and returns
         the shares.
         """
         with contextlib.suppress(AsyncCallError):  # it has failed the save
             self._ledger.announce(self._first, self.name)
-        self._ledger.fail(self._first, CallFailure.here(self.index, _CHANGED, self.rank, ""))
+        self._ledger.fail(self._first, CallFailure.here(self._index, _CHANGED, self._rank, ""))
         answer: dict[str, Any] | CallFailure | None = self._note(self._verdict(self._first))
         if self._changed:
-            answer = self._exchange(parts, timeout_s)
+            answer = self._exchange(parts)
         assert answer is not None  # this rank has not reported: not all are done
         if isinstance(answer, CallFailure):
-            raise error_of(answer, self.rank)
+            raise self.error(answer)
         return answer
 
-    def _exchange(self, parts: bytes, timeout_s: float) -> dict[str, Any] | CallFailure:
+    def _exchange(self, parts: bytes) -> dict[str, Any] | CallFailure:
         ledger = self._ledger
         try:
             ledger.finish(self._agreement, parts)
             if ledger.rank == 0:
-                failure = ledger.await_verdict(self._agreement, timeout_s).failure
+                failure = ledger.await_verdict(self._agreement, self._timeout_s).failure
                 self._conclude_agreement(failure or self._divide(ledger.parts(self._agreement)))
-            answer = json.loads(ledger.await_conclusion(self._agreement, timeout_s))
+            answer = json.loads(ledger.await_conclusion(self._agreement, self._timeout_s))
         except KeyTimeout as e:
             raise CheckpointTimeout(
                 f"rank {ledger.rank} waited for the other ranks to agree who saves what, because a "
-                f"state dict has a new structure; not all came within {timeout_s:g} s"
+                f"state dict has a new structure; not all came within {self._timeout_s:g} s"
             ) from e
         if "failure" in answer:
             self._call = self._agreement  # nothing more is reported
@@ -177,45 +120,45 @@ class SaveRound:
 
     # ------------------------------------------------------------- on the thread of the saves
 
-    def begin(self, timeout_s: float) -> None:
+    def begin(self) -> None:
         """Announces the save, and begins to wait for the verdict. Fails the save if another rank
         has announced another one.
         """
         if self._call == self._first:
             if self._ledger.world_size > 1:
-                self._listening = ThreadedWait(lambda: self._listen(timeout_s), "outlast-verdict")
+                self._listening = ThreadedWait(self._listen, "outlast-verdict")
             self._ledger.announce(self._first, self.name)
 
-    def _listen(self, timeout_s: float) -> CallFailure | None:
+    def _listen(self) -> CallFailure | None:
         failure = self._note(self._verdict(self._first))
         if not self._changed:
             return failure
         try:
-            answer = self._exchange(b"", timeout_s)
+            answer = self._exchange(b"")
         except StoreError:
             raise
         except Exception as e:  # noqa: BLE001 - all ranks must know of any error
-            answer = failure_from(e, self.index, self.name, self.rank)
+            answer = self.failure(e)
             self._leave(answer)
         return answer if isinstance(answer, CallFailure) else None
 
-    def report(self, outcome: str | CallFailure, timeout_s: float) -> CallFailure | None:
+    def report(self, outcome: str | CallFailure) -> CallFailure | None:
         """Reports this rank's record, or its failure, and waits for the verdict: `None`, or the
         failure that is the same on all ranks.
         """
         listening = self._listening
         if listening is not None:
             self._report(self._first, outcome)
-            if not listening.over.wait(timeout_s):
-                self.fail(self._late(timeout_s))
+            if not listening.over.wait(self._timeout_s):
+                self.fail(self._late())
             failure = listening.result()
             if failure is not None or self._call == self._first:
                 return failure
         self._report(self._call, outcome)
         try:
-            return self._ledger.await_verdict(self._call, timeout_s).failure
+            return self._ledger.await_verdict(self._call, self._timeout_s).failure
         except KeyTimeout:
-            self._ledger.fail(self._call, self._late(timeout_s))
+            self._ledger.fail(self._call, self._late())
             return self._verdict(self._call)  # there is one now
 
     def _report(self, call: int, outcome: str | CallFailure) -> None:
@@ -224,8 +167,8 @@ class SaveRound:
         else:
             self._ledger.finish(call, outcome.encode())
 
-    def _late(self, timeout_s: float) -> CallFailure:
-        return self.failure(f"not all ranks had written their parts within {timeout_s:g} s")
+    def _late(self) -> CallFailure:
+        return self.failure(f"not all ranks had written their parts within {self._timeout_s:g} s")
 
     def records(self) -> list[bytes]:
         return self._ledger.parts(self._call)
@@ -233,12 +176,12 @@ class SaveRound:
     def conclude(self, result: dict[str, Any]) -> None:
         self._ledger.conclude(self._call, json.dumps(result).encode())
 
-    def await_conclusion(self, timeout_s: float) -> dict[str, Any]:
+    def await_conclusion(self) -> dict[str, Any]:
         """The result that rank 0 tells; `unknown`: why it has told none."""
         try:
-            return dict(json.loads(self._ledger.await_conclusion(self._call, timeout_s)))
+            return dict(json.loads(self._ledger.await_conclusion(self._call, self._timeout_s)))
         except KeyTimeout:
-            return {"unknown": f"rank 0 did not report it within {timeout_s:g} s"}
+            return {"unknown": f"rank 0 did not report it within {self._timeout_s:g} s"}
 
     def forget(self) -> None:
         """After the end of the save on this rank."""
@@ -246,6 +189,61 @@ class SaveRound:
             self._ledger.forget(call)
 
     # ------------------------------------------------------------------- failures, on any thread
+
+    def failure(self, cause: str | BaseException) -> CallFailure:
+        """The failure of this rank by this error."""
+        if isinstance(cause, Dropped | SaveCancelled):
+            cause = ABORTED
+        traceback = cause.remote_traceback if isinstance(cause, ProcessFailed) else ""
+        if isinstance(cause, OutlastError):
+            cause = str(cause) or describe(cause)
+        if isinstance(cause, str):
+            return CallFailure.here(self._index, self.name, self._rank, cause, traceback)
+        return CallFailure.of(cause, self._index, self.name, self._rank)
+
+    def error(self, failure: CallFailure, late: bool = False) -> CheckpointError:
+        """The error that every rank raises when one has failed or dropped the save; `late` if a
+        wait of this rank took too long.
+        """
+        where = f"rank {failure.rank} on {failure.host}"
+        if failure.cause == ABORTED:
+            return SaveCancelled(f"the {failure.name} was dropped for all ranks by {where}")
+        text = f"the {failure.name} failed on {where}: {failure.cause}"
+        kind = CheckpointTimeout if late else CheckpointError
+        error = kind(f"{text}\n{failure.traceback.rstrip()}" if failure.traceback else text)
+        error.of_another_rank = failure.rank != self._rank
+        return error
+
+    def error_of_commit(self, result: Mapping[str, Any]) -> CheckpointError:
+        """The error that every rank raises when rank 0 has told this result of the commit."""
+        if "dropped" in result:
+            return SaveCancelled(f"the {self.name} was {result['dropped']}")
+        if "unknown" in result:
+            text = f"it is not known whether the {self.name} was committed: {result['unknown']}"
+            return CheckpointError(text)
+        error = CheckpointError(f"the {self.name} was not committed: {result['error']}")
+        error.of_another_rank = self._rank != 0
+        return error
+
+    def own_error(self, cause: Exception) -> CheckpointError:
+        """The error of a save that this rank could not carry out. Only rank 0 commits: it knows
+        that it did not, and the other ranks cannot know without the store.
+
+        Its text says where it comes from. The frames of its traceback hold the save, whose handle
+        holds the error: until Python collected that cycle, it would keep the memory of the
+        iteration and its connections to the store. So only a bug, whose text may not be enough,
+        keeps its traceback.
+        """
+        if isinstance(cause, OutlastError):
+            drop_tracebacks(cause)
+        if isinstance(cause, CheckpointError):
+            return cause
+        if isinstance(cause, StoreError) and self._rank != 0:
+            error = self.error_of_commit({"unknown": describe(cause)})
+        else:
+            error = CheckpointError(f"the {self.name} failed: {describe(cause)}")
+        error.__cause__ = cause
+        return error
 
     def fail(self, failure: CallFailure) -> bool:
         """Claims that the save has failed, in the call that decides by now; returns whether this is
@@ -263,16 +261,16 @@ class SaveRound:
         # If the ranks have agreed by now, they wait for the second report.
         return ledger.fail(self._agreement, failure) or ledger.fail(self._second, failure)
 
-    def refuse(self, failure: CallFailure) -> None:
+    def refuse(self, cause: str | BaseException) -> None:
         """This rank has no snapshot of the save, which fails on all ranks. Called once, instead of
         `report`.
         """
-        self._leave(failure)
+        self._leave(self.failure(cause))
         self.forget()
 
     def _leave(self, failure: CallFailure) -> None:
         self.fail(failure)
-        if self.rank == 0 and self._call == self._first and self._changed:
+        if self._rank == 0 and self._call == self._first and self._changed:
             self._conclude_agreement(failure)  # the other ranks wait for it
 
     def _note(self, failure: CallFailure | None) -> CallFailure | None:

@@ -24,13 +24,7 @@ from outlast.async_checkpoint.finite import not_finite_in
 from outlast.async_checkpoint.handle import SaveHandle
 from outlast.async_checkpoint.observers import notify
 from outlast.async_checkpoint.save.folder_session import FolderSession
-from outlast.async_checkpoint.save.round import (
-    ABORTED,
-    SaveRound,
-    error_of,
-    error_of_commit,
-    failure_from,
-)
+from outlast.async_checkpoint.save.round import ABORTED, SaveRound
 from outlast.async_checkpoint.save.structures import METADATA, Catalog, Structures
 from outlast.async_checkpoint.snapshot.buffers import NoFreeBuffer
 from outlast.async_checkpoint.snapshot.snapshot import Snapshot, Snapshotter
@@ -86,7 +80,9 @@ class Save:
     ) -> None:
         self.index, self.step, self.metric, self.finite = index, step, metric, finite
         self.name = f"save of step {step}"
-        self.round = SaveRound(shared.ledger, index, self.name, shared.structures.divide)
+        self.round = SaveRound(
+            shared.ledger, index, self.name, shared.structures.divide, shared.timeout_s
+        )
         self.handle = SaveHandle(step, self.seal)
         self.taken: Snapshot | None = None
         self.began, self.blocked_s = began, 0.0
@@ -107,7 +103,7 @@ class Save:
             waits_for = earlier if self._rank == 0 and shared.ledger.world_size > 1 else ()
             if not all(save.handle._await_end(shared.timeout_s) for save in waits_for):
                 raise self._not_begun(earlier)
-            structure = structures.agree(state_dict, signature, self.round, shared.timeout_s)
+            structure = structures.agree(state_dict, signature, self.round)
         self._structure = structure.digest
         if shared.ledger.world_size == 1:
             self._catalog = structures.catalog  # the next save may replace it
@@ -143,7 +139,7 @@ class Save:
             session.copies.refuse(self.index, self.step, str(error))
         # If the store is out of reach, it is for them too; this rank's error comes first.
         with contextlib.suppress(StoreError):
-            self.round.refuse(failure_from(error, self.index, self.name, self._rank))
+            self.round.refuse(error)
 
     def _not_begun(self, earlier: Sequence[Save]) -> CheckpointTimeout:
         """The error of a save that cannot begin, because earlier ones use all buffers."""
@@ -185,17 +181,16 @@ class Save:
         late = False
         outcome: str | CallFailure
         try:
-            self.round.begin(shared.timeout_s)
+            self.round.begin()
             outcome = self.write()
         except StoreError:
             raise
         except Exception as e:  # noqa: BLE001 - every rank must know of any error
             late = isinstance(e, CheckpointTimeout)
-            outcome = failure_from(e, self.index, self.name, self._rank)
-            if shared.aborted:  # whatever this is, the abort caused it: it kills the writer
-                outcome = self.round.failure(ABORTED)
-            drop_tracebacks(e)  # it may stay in the snapshot: see `own_error`
-        failure = self.round.report(outcome, shared.timeout_s)
+            # Whatever it is, an abort has caused it, if there is one: that kills the writer.
+            outcome = self.round.failure(ABORTED if shared.aborted else e)
+            drop_tracebacks(e)  # it may stay in the snapshot: see `SaveRound.own_error`
+        failure = self.round.report(outcome)
         if failure is None:
             return self.commit()
         # Rank 0 does it for all; but a rank that was at another save has its own folder.
@@ -204,7 +199,7 @@ class Save:
             self._remove_files()
         with contextlib.suppress(StoreError):  # another rank may have restarted already
             self.round.forget()
-        raise error_of(failure, self._rank, late)
+        raise self.round.error(failure, late)
 
     def write(self) -> str:
         """Makes this rank's files durable; returns its record, which rank 0 needs for the
@@ -247,7 +242,6 @@ class Save:
         """Makes the checkpoint visible, on rank 0; on the others, waits until rank 0 has. See
         `complete`.
         """
-        shared = self._shared
         manifest: Manifest | None = None
         if self._rank == 0:
             manifest, result = self._publish()
@@ -261,11 +255,11 @@ class Save:
                 return manifest.size_bytes, None
         else:
             notify("committing")
-            result = self.round.await_conclusion(shared.timeout_s)
+            result = self.round.await_conclusion()
         with contextlib.suppress(StoreError):  # the store is gone, and its keys with it
             self.round.forget()
         if "size_bytes" not in result:
-            raise error_of_commit(self.name, result, self._rank)
+            raise self.round.error_of_commit(result)
         return int(result["size_bytes"]), manifest
 
     def _publish(self) -> tuple[Manifest | None, dict[str, Any]]:

@@ -8,6 +8,7 @@ buffer, handle, event, and on rank 0 the removal of old checkpoints.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import queue
 import threading
@@ -19,24 +20,27 @@ from torch.optim import Optimizer
 
 from outlast.async_checkpoint.handle import SaveHandle
 from outlast.async_checkpoint.policies import FailurePolicy, Retention
-from outlast.async_checkpoint.save.after_save import SaveOutcomes
 from outlast.async_checkpoint.save.folder_session import FolderSession
-from outlast.async_checkpoint.save.round import ABORTED, SaveRound, failure_from, own_error
+from outlast.async_checkpoint.save.round import ABORTED, SaveRound, is_due_to_restart
 from outlast.async_checkpoint.save.save import Save, Shared
 from outlast.async_checkpoint.save.structures import Structures
 from outlast.async_checkpoint.snapshot.snapshot import Snapshotter
 from outlast.async_checkpoint.state_dict import signature_and_leaves
+from outlast.async_checkpoint.storage.directory import list_checkpoints
+from outlast.async_checkpoint.storage.fence import stale
 from outlast.async_checkpoint.storage.manifest import Manifest
 from outlast.async_checkpoint.writer.main import Writer
+from outlast.async_checkpoint.writer.write_files import Dropped
 from outlast.coordination.agreement import OF_ALL_RANKS
 from outlast.coordination.call_ledger import CallLedger
-from outlast.errors import CheckpointError, StoreError
-from outlast.events import Emitter
+from outlast.errors import CheckpointError, OutlastError, StoreError
+from outlast.events import CheckpointCommitted, CheckpointFailed, CheckpointRemoved, Emitter
 from outlast.system.error_text import describe
 
 log = logging.getLogger("outlast.checkpoint")
 
 _CONCLUDE_S = 10.0  # for rank 0, after an abort that came too late to drop a save
+_NOT_REMOVED = "old checkpoints could not be removed"
 
 
 class Saves:
@@ -110,17 +114,16 @@ class Saves:
         if self._count:
             return
         shared = self.shared
-        index, name = self._next_index(), "preparation of saves"
-        agreement = SaveRound(shared.ledger, index, name, shared.structures.divide)
+        name, divide = "preparation of saves", shared.structures.divide
+        agreement = SaveRound(shared.ledger, self._next_index(), name, divide, shared.timeout_s)
         try:
             signature = signature_and_leaves(state_dict)[0]
-            timeout_s = shared.timeout_s
-            structure = shared.structures.agree(state_dict, signature, agreement, timeout_s)
+            structure = shared.structures.agree(state_dict, signature, agreement)
             agreement.forget()
         except BaseException as e:
             if not isinstance(e, OF_ALL_RANKS):
                 with contextlib.suppress(StoreError):
-                    agreement.refuse(failure_from(e, index, name, shared.ledger.rank))
+                    agreement.refuse(e)
             if not isinstance(e, CheckpointError | ValueError):
                 raise
             # The first save raises the same error.
@@ -163,7 +166,7 @@ class Saves:
         try:
             size_bytes, manifest = save.complete()
         except Exception as e:  # noqa: BLE001 - a bug here must not look like a slow save
-            error = own_error(save.name, self.shared.ledger.rank, e)
+            error = save.round.own_error(e)
         with self._lock:
             self._pending.remove(save)
             queued = len(self._pending)
@@ -235,3 +238,118 @@ class Saves:
                     save.round.conclude({"unknown": "rank 0 did not report it before the restart"})
         except StoreError:
             pass  # the thread of the saves, which waits on the store, gets the same error
+
+
+class SaveOutcomes:
+    """Handles the outcomes of one rank's saves. Without a policy, the first failure is raised.
+    `abandoned` is set after an abort: the program may end the writer at any time then, and a
+    removal of old checkpoints that is cut off is no failure.
+    """
+
+    def __init__(
+        self,
+        session: FolderSession,
+        keep: Retention,
+        policy: FailurePolicy | None,
+        emitter: Emitter,
+    ) -> None:
+        self.abandoned = threading.Event()
+        self._session = session
+        self._keep = keep
+        self._policy = policy
+        self._emitter = emitter
+        self._unseen: list[SaveHandle] = []
+
+    def watch(self, handle: SaveHandle) -> None:
+        """Makes `raise_unseen` raise the error of this save, unless the handle was read before."""
+        self._unseen.append(handle)
+
+    def raise_unseen(self) -> None:
+        """Raises the first error that no caller has seen, unless the policy tolerates it."""
+        unseen = [handle for handle in self._unseen if handle.unseen_error is not None]
+        self._unseen = [handle for handle in self._unseen if not handle.done()]
+        for handle in unseen:
+            error = handle.unseen_error
+            assert error is not None
+            handle._seen = True
+            if self._policy is None or self._policy.in_a_row > self._policy.max_in_a_row:
+                raise error
+
+    def ended(self, save: Save, size_bytes: int, error: Exception | None, queued: int) -> None:
+        """Reports a save that has ended, on every rank. `queued` saves are still in progress."""
+        seconds = self._emitter.clock.now() - save.began
+        if error is None:
+            if self._policy is not None:
+                self._policy.succeeded()
+            assert save.taken is not None
+            self._emitter.emit(
+                CheckpointCommitted(
+                    step=save.step,
+                    size_bytes=size_bytes,
+                    own_bytes=save.taken.size_bytes,
+                    blocked_seconds=save.blocked_s,
+                    seconds=seconds,
+                    queued=queued,
+                )
+            )
+            return
+        if is_due_to_restart(error):
+            # A restart in place drops the saves in progress, and the store may be gone before this
+            # process is told. If training continues, the next call raises the error.
+            log.debug("%s", error)
+        elif self._policy is None or not self._policy.failed(error):
+            another = isinstance(error, OutlastError) and error.of_another_rank
+            log.log(logging.INFO if another else logging.ERROR, "%s", error)
+        self._emitter.emit(
+            CheckpointFailed(
+                step=save.step,
+                cause=str(error),
+                blocked_seconds=save.blocked_s,
+                seconds=seconds,
+                queued=queued,
+            )
+        )
+
+    def apply_retention(self, manifest: Manifest) -> None:
+        """Removes the checkpoints that the commit of this one makes superfluous. On rank 0."""
+        session, keep = self._session, self._keep
+        if self.abandoned.is_set() or (keep.keeps_all and not session.credentials.writer):
+            return
+        try:
+            removable = []
+            if not keep.keeps_all:
+                removable = keep.removable(list_checkpoints(session.storage), manifest.step)
+            names = [info.folder for info in removable]
+            for folder, cause in stale(session.storage).items():
+                log.warning("removed %s/%s, %s", session.storage.where, folder, cause)
+                names.append(folder)
+            if names:
+                session.recycles = True
+                allowed = dataclasses.asdict(session.credentials)
+                self._warn(session.writer.request(Writer.hide_folders, folders=names, **allowed))
+        except (CheckpointError, OSError, Dropped):
+            self._not_removed()  # the save is committed, and old checkpoints only take up space
+        else:
+            for info in removable:
+                self._emitter.emit(CheckpointRemoved(step=info.step))
+
+    def await_removals(self) -> None:
+        """After the last save: waits until the files of removed checkpoints are gone."""
+        session = self._session
+        if session.writer.pid is None:
+            return
+        try:
+            self._warn(session.writer.request(Writer.await_removals, tidy=session.recycles))
+        except (CheckpointError, Dropped):
+            self._not_removed()
+
+    def _not_removed(self) -> None:
+        # After an abort the writer process may have ended: the next job removes them.
+        level = logging.DEBUG if self.abandoned.is_set() else logging.WARNING
+        log.log(level, "%s", _NOT_REMOVED, exc_info=True)
+
+    def _warn(self, errors: list[str]) -> None:
+        for error in errors:
+            log.warning(
+                "%s, and take up room until the next job removes them: %s", _NOT_REMOVED, error
+            )

@@ -2,15 +2,15 @@
 and the contents of a checkpoint that follow from it.
 
 A rank compares the signature of its state dict with that of the last save. If it is equal, the rank
-saves the same share as before, and tells nobody until it is done. Otherwise all ranks agree, in the
-round of the save (`round.py`).
+saves the same share as before, and tells no other rank until it is done. Otherwise all ranks agree,
+in the round of the save (`round.py`).
 """
 
 from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -141,31 +141,25 @@ class StructureMemo:
     seldom changes. A `StructureMemo` lives as long as the process works in one folder: a restart in
     place keeps the structure. But the process may have another rank now, and the shard of a DTensor
     that it holds depends on its place in the mesh, which may differ between equal meshes. So the
-    ranks of the process are part of the key.
+    `ranks` of the process are part of the key.
     """
 
     def __init__(self) -> None:
-        self._ranks: tuple[int, ...] = ()
+        self.ranks: tuple[int, ...] = ()
+        self.structure: Last[Structure] = Last()
         self._items: Last[list[Item]] = Last()
-        self._structure: Last[Structure] = Last()
         self._plans: Last[dict[int, list[Item]]] = Last()
         self._shared: Last[tuple[dict[int, list[Key]], Catalog]] = Last()
-
-    def move(self, *ranks: int) -> None:
-        self._ranks = ranks
 
     def items(
         self, state_dict: Mapping[str, Any], signature: list[Any] | None = None
     ) -> list[Item]:
         """The parts of `state_dict`, which has this signature, that this rank has: `describe`."""
-        key = self._ranks, signature or signature_and_leaves(state_dict)[0]
+        key = self.ranks, signature or signature_and_leaves(state_dict)[0]
         return list(self._items.of(key, lambda: describe(state_dict)))
 
-    def structure(self, items: Sequence[Item], keys: Collection[Key], rank: int) -> Structure:
-        key = list(items), set(keys), rank
-        return self._structure.of(key, lambda: Structure(items, keys, rank))
-
     def plans(self, parts: Sequence[bytes]) -> dict[int, list[Item]]:
+        """The decoded plans of the ranks that have sent one."""
         return self._plans.of(
             list(parts),
             lambda: {rank: decode_items(part) for rank, part in enumerate(parts) if part},
@@ -204,7 +198,6 @@ class Structures:
         state_dict: Mapping[str, Any],
         signature: list[Any],
         ranks: SaveRound,
-        timeout_s: float,
     ) -> Structure:
         """Agrees with all ranks on what this one saves of a state dict whose structure is new."""
         items = self._memo.items(state_dict, signature)
@@ -214,11 +207,13 @@ class Structures:
         else:
             # If this is interrupted, rank 0 may know of the new structure: then they agree again.
             self._structure = None
-            answer = ranks.agree(encode_items(items), timeout_s)
+            answer = ranks.agree(encode_items(items))
             sign, numbers = answer[str(self._rank)]
             chosen = set(numbers)
             keys = [item.key for i, item in enumerate(items) if (i in chosen) == (sign == "+")]
-            structure = self._memo.structure(items, keys, self._rank)
+            structure = self._memo.structure.of(
+                (items, keys, self._rank), lambda: Structure(items, keys, self._rank)
+            )
         structure.number(state_dict)
         self._signature, self._structure = signature, structure
         return structure

@@ -2,7 +2,7 @@
 
 The thread that copies a chunk has its bytes in the cache, and hashes them there in a fifth of the
 time of the copy; the writer process would have to read all of them from memory again. So the copy
-that runs during training (`OverlappedCopy`) also hashes. Where training waits for the copy
+that runs during training also hashes. Where training waits for the copy
 (`EagerCopy`), the writer hashes, and training continues sooner.
 
 The hash is of the source, not of the copy. A tensor that is written to between its copy and its
@@ -35,7 +35,7 @@ from outlast.system.shared_memory import SharedMemory, memory_at, move
 
 # Fits a core's own cache: after the copy, it is still there to be hashed.
 _CACHED_BYTES = 768 << 10
-_MOST_THREADS = 8  # fewer saturate the memory bandwidth of a host
+_MAX_THREADS = 8  # fewer saturate the memory bandwidth of a host
 
 
 def are_private(tensors: Sequence[torch.Tensor]) -> bool:
@@ -196,7 +196,7 @@ class EagerCopy:
         self._left = iter(range(len(chunks)))
         self._called_off = False
         self._error: Exception | None = None
-        count = min(torch.get_num_threads(), _MOST_THREADS, len(chunks)) - 1
+        count = min(torch.get_num_threads(), _MAX_THREADS, len(chunks)) - 1
         self._helpers = [_Helper(self._help) for _ in range(count)]
 
     def run(self) -> None:

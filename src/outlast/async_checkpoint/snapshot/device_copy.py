@@ -9,7 +9,7 @@ the hard timeout ends the process.
 
 `DeviceChunks` queues its copies behind the work that the training thread has queued so far, on a
 stream that does not hold up later work: the kernels of the next forward and backward pass run at
-the same time. They only read what is copied; `OverlappedCopy` makes the optimizer's step wait, on
+the same time. They only read what is copied; `Snapshot` makes the optimizer's step wait, on
 the host, until the copies have ended, so its kernels are queued afterwards.
 """
 
@@ -66,7 +66,7 @@ class DeviceCopy:
 
 
 class DeviceChunks:
-    """The copies from GPUs that `OverlappedCopy` makes, in the order of the buffer. The writer
+    """The copies from GPUs during training, in the order of the buffer. The writer
     takes the checksums. Create it on the training thread.
 
     Args:

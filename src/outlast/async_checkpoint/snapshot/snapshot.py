@@ -2,27 +2,46 @@
 
 A snapshot is complete when it is sealed without an error, and only the `Snapshot` knows that: the
 writer process, the copies to other hosts and the save itself are told by its seal.
+
+An eager save returns when everything is copied. An overlapped save returns at once: tensors that
+only an optimizer changes (its parameters and its state) are copied during the next forward and
+backward pass, by a thread, or by the GPU while a thread waits for it. The optimizer's `step` waits,
+in a torch hook, for the rest of the copy. All other tensors, such as batch-norm statistics, are
+copied at once.
+
+A snapshot must be the state at the moment of the save (C2), so a write to a tensor that is still
+being copied must be detected. torch counts the writes to a tensor (`_version`); a write counts when
+it ends. So the counts are compared not when the copy ends, but later, on the training thread, when
+the snapshot is sealed: no write of that thread is in progress there, and every write that began
+before has been counted. Copied bytes are written to files before that, but never committed: no rank
+reports that it has finished before its snapshot is sealed.
+
+A write that torch does not count (through `.data`, numpy or a raw pointer) to a tensor of an
+optimizer, between `save` and `step`, is not detected: such code needs an eager save. If the write
+comes between the copy of a byte and its checksum, the checkpoint fails verification
+(`snapshot/chunk_copy.py`).
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from outlast.async_checkpoint.snapshot.buffers import SnapshotBuffer
-from outlast.async_checkpoint.snapshot.chunk_copy import ChunkCache, EagerCopy, are_private
+from outlast.async_checkpoint.snapshot.chunk_copy import ChunkCache, Chunks, EagerCopy, are_private
 from outlast.async_checkpoint.snapshot.device_copy import (
     CopyPair,
     DeviceChunks,
     DeviceCopy,
     on_gpu,
 )
-from outlast.async_checkpoint.snapshot.overlapped_copy import (
-    OverlappedCopy,
+from outlast.async_checkpoint.snapshot.overlap import (
     Writes,
     addresses_of_optimizers,
     can_overlap,
@@ -36,6 +55,9 @@ from outlast.async_checkpoint.writer.main import Writer
 from outlast.async_checkpoint.writer.write_files import checksums_of
 from outlast.errors import CheckpointError, SaveCancelled
 
+# The writer, which writes pieces of this size, is notified whenever this much has been copied.
+_REPORTED_BYTES = 16 << 20
+
 
 class Snapshot:
     """One snapshot, complete or being copied during training.
@@ -44,7 +66,6 @@ class Snapshot:
         values: the pickled values, one after another.
         buffer, turn: the buffer that it is copied into, and which use of the buffer it is.
         hashed: whether the copy takes the checksums; otherwise the writer does.
-        copy: the overlapped copy, if there is one.
         sealed: set when the copy has ended, successfully or not.
         error: why the snapshot must not be used, once it is sealed.
     """
@@ -61,11 +82,20 @@ class Snapshot:
         self.buffer = buffer
         self.turn = buffer.turn
         self.hashed = False
-        self.copy: OverlappedCopy | None = None
         self.sealed = threading.Event()
         self.error: CheckpointError | None = None
         self._writer = writer
         self._now: DeviceCopy | EagerCopy | None = None
+        # Of the copy during training:
+        self._thread: threading.Thread | None = None
+        self._hook: RemovableHandle | None = None
+        self._copies: Sequence[CopyPair] = ()  # keeps the memory alive, on both sides
+        self._chunks: Chunks | DeviceChunks | None = None
+        self._optimizers: Sequence[Optimizer] = ()
+        self._writes = Writes(())
+        self._called_off = False
+        self._copy_error: BaseException | None = None
+        self._copied = threading.Event()  # the copy has ended
         self._outcome: tuple[CheckpointError | None] | None = None
         self._lock = threading.Lock()
         buffer.stop = self.call_off
@@ -83,21 +113,41 @@ class Snapshot:
         copy.run()
         self._now = None  # what holds the snapshot must not hold the model
 
+    def copy_later(
+        self,
+        copies: Sequence[CopyPair],
+        chunks: Chunks | DeviceChunks,
+        optimizers: Sequence[Optimizer],
+    ) -> None:
+        """Copies contiguous tensors in a thread, and makes the optimizers' steps wait for that.
+        `chunks` make the copies, in the order of their addresses.
+        """
+        self._copies, self._chunks, self._optimizers = copies, chunks, optimizers
+        self._writes = Writes(source for source, _ in copies)
+        self._thread = threading.Thread(target=self._copy, name="outlast-snapshot", daemon=True)
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
+        self._thread.start()
+
     def seal(self) -> None:
         """Waits for the copy and checks it. Called where no write to the tensors is in progress; a
         second call does nothing.
         """
-        if self.copy is None:
+        if self._thread is None:
             return
-        self.copy.end()  # in every call: an interrupt may come at any point
+        # In every call: an interrupt may come at any point.
+        if self._thread.ident is not None:  # else it never starts, or sees that it was called off
+            self._await_copy()
+        if self._hook is not None:
+            self._hook.remove()
         with self._lock:
             if self.sealed.is_set():
                 return
             if self._outcome is None:
-                self._outcome = (self.copy.found(),)
+                self._outcome = (self._copy_failure(),)
             # Called again, with the same outcome, if an interrupt cut the first call short.
             self.end(self._outcome[0])
-        self.copy.release()
+        # What holds the snapshot must not hold the model.
+        self._copies, self._optimizers, self._chunks, self._writes = (), (), None, Writes(())
 
     def end(self, error: CheckpointError | None) -> None:
         """Seals it: complete, or with the error."""
@@ -105,9 +155,9 @@ class Snapshot:
         number, description = self.buffer.number, self.description
         if error is None:
             if self.hashed:
-                assert self.copy is not None
+                assert self._chunks is not None
                 values = [(description["values"], memoryview(self.values))] if self.values else []
-                description["files"] = {**self.copy.checksums(), **checksums_of(values)}
+                description["files"] = {**self._chunks.checksums(), **checksums_of(values)}
             self.buffer.snapshot, self.buffer.values = description, self.values
             self._writer.tell(Writer.sealed, buffer=number, snapshot=description, blob=self.values)
         else:
@@ -120,11 +170,69 @@ class Snapshot:
         """
         if self._now is not None:
             self._now.call_off()
-        if self.copy is not None:
-            self.copy.call_off()
-            self.seal()
+        self._called_off = True
+        self.seal()
         if not self.sealed.is_set():  # an interrupt came between the copy and its seal
             self.end(SaveCancelled("the snapshot was called off"))
+
+    def _copy_failure(self) -> CheckpointError | None:
+        """Why what was copied cannot be used, after the end of the copy."""
+        if self._called_off:
+            return SaveCancelled("the snapshot was called off")
+        if not self._copied.is_set():  # the thread was never started
+            return CheckpointError("the snapshot was never copied")
+        if self._copy_error is not None:
+            return CheckpointError(f"the copy of a tensor failed: {self._copy_error}")
+        return self._writes.found(
+            "before the optimizer's step (save such tensors eagerly: leave their optimizer out of "
+            "`overlap`)"
+        )
+
+    def _await_copy(self) -> None:
+        # Not `join`: after an interrupted `join`, a thread that is still copying counts as dead
+        # (Python 3.11, bpo-45274).
+        self._copied.wait()
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if any(optimizer is each for each in self._optimizers):
+            self.seal()
+
+    # --------------------------------------------------------------------- on the copying thread
+
+    def _copy(self) -> None:
+        try:
+            chunks = self._chunks
+            assert chunks is not None
+            try:
+                self._fill_all(chunks)
+            finally:
+                chunks.settle()
+            if not self._called_off:
+                self._reached(sys.maxsize)
+        except BaseException as e:  # noqa: BLE001 - the seal reports it on the training thread
+            self._copy_error = e
+        finally:
+            self._copied.set()
+
+    def _fill_all(self, chunks: Chunks | DeviceChunks) -> None:
+        reported = 0
+        for number in range(len(chunks)):
+            if self._called_off:
+                return
+            upto = self._fill(chunks, number)
+            reported = reported or upto
+            if upto - reported >= _REPORTED_BYTES:
+                reported = upto
+                self._reached(upto)
+
+    def _fill(self, chunks: Chunks | DeviceChunks, number: int) -> int:
+        return chunks.fill(number, lambda: self._called_off)
+
+    def _reached(self, address: int) -> None:
+        buffer, memory = self.buffer.number, self.buffer.memory
+        assert memory is not None
+        upto = address - memory.address
+        self._writer.tell(Writer.copied, buffer=buffer, save_id=self.save_id, upto=upto)
 
 
 class Snapshotter:
@@ -172,19 +280,12 @@ class Snapshotter:
             snapshot.hashed = False
             snapshot.end(error)
             return snapshot
-        number, save_id, address = buffer.number, snapshot.save_id, memory.address
-
-        def reached(upto: int) -> None:
-            self._writer.tell(Writer.copied, buffer=number, save_id=save_id, upto=upto - address)
-
         chunks = (
             DeviceChunks(later)
             if by_gpu
             else self._later.chunks(memory, files, later, hashed=snapshot.hashed)
         )
-        optimizers = self._optimizers
-        snapshot.copy = OverlappedCopy(later, chunks, optimizers, snapshot.seal, reached)
-        snapshot.copy.start()
+        snapshot.copy_later(later, chunks, self._optimizers)
         return snapshot
 
     def _are_private(self, sources: Sequence[torch.Tensor]) -> bool:

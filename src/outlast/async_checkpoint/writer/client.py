@@ -10,14 +10,17 @@ what the lost one was doing has failed.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import logging
 import os
 import select
 import threading
-import time
 from collections.abc import Callable, Iterator
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
+from concurrent import futures
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout  # another class before Python 3.11
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from outlast.async_checkpoint.observers import writer_program
 from outlast.async_checkpoint.writer.main import Writer
@@ -56,50 +59,44 @@ class ProcessTimeout(ProcessFailed, CheckpointTimeout):
     """The process did not answer a request within the time limit, and was killed."""
 
 
-class Pending(Generic[R]):
+class Pending(Future[R]):
     """A request that is being carried out."""
 
     def __init__(self, client: ProcessClient, method: str) -> None:
+        super().__init__()
         self.method = method
         self.process: BackgroundProcess | None = None
         self._client = client
-        self._ended = threading.Event()
-        self._outcome: dict[str, Any] | ProcessFailed = {}
 
-    @property
-    def done(self) -> bool:
-        return self._ended.is_set()
-
-    def wait(self, timeout_s: float | None) -> bool:
-        return self._ended.wait(timeout_s)
-
-    def result(self, timeout_s: float | None) -> R:
+    def result(self, timeout: float | None = None) -> R:
         """Waits for the answer.
 
         Raises:
-            ProcessTimeout: if there is none within `timeout_s`; the process is then killed.
+            ProcessTimeout: if there is none within `timeout`; the process is then killed.
             ProcessFailed: names the cause.
             Dropped: if the request was dropped.
         """
-        if not self.wait(timeout_s):
-            assert timeout_s is not None
-            self._client.kill_late(self.process or self._client._process)
-            raise self._client.too_late(self, timeout_s)
-        if isinstance(self._outcome, ProcessFailed):
-            raise self._outcome
-        if "dropped" in self._outcome:
-            raise Dropped
-        if "error" in self._outcome:
-            traceback = self._outcome["traceback"]
-            if self._outcome["outside"]:  # its text says enough
+        try:
+            return super().result(timeout)
+        except (builtins.TimeoutError, FutureTimeout):
+            if self.done():  # with such an error
+                raise
+        assert timeout is not None
+        self._client.kill_late(self.process or self._client._process)
+        raise self._client.too_late(self, timeout)
+
+    def answered(self, answer: dict[str, Any]) -> None:
+        """Ends it with the answer of the process."""
+        if "dropped" in answer:
+            self.set_exception(Dropped())
+        elif "error" in answer:
+            traceback = answer["traceback"]
+            if answer["outside"]:  # its text says enough
                 log.debug("%s", traceback)
                 traceback = ""
-            raise ProcessFailed(self._outcome["error"], traceback)
-        return cast(R, self._outcome["value"])
-
-    def end(self, outcome: dict[str, Any] | ProcessFailed) -> None:
-        self._outcome = outcome
-        self._ended.set()
+            self.set_exception(ProcessFailed(answer["error"], traceback))
+        else:
+            self.set_result(answer["value"])
 
 
 class ProcessClient:
@@ -172,13 +169,12 @@ class ProcessClient:
         time, because its disk does not respond, is killed and will be replaced: the buffers are
         mapped here too.
         """
-        deadline = time.monotonic() + timeout_s
-        for pending in list(self._pending.values()):
-            if not pending.wait(max(deadline - time.monotonic(), 0.0)):
-                process = pending.process
-                if process is not None:
-                    self._busy = process  # before the kill: it takes a moment
-                    process.kill()
+        pending = list(self._pending.values())
+        futures.wait(pending, timeout_s)
+        for process in {each.process for each in pending if not each.done()}:
+            if process is not None:
+                self._busy = process  # before the kill: it takes a moment
+                process.kill()
 
     def kill_late(self, process: BackgroundProcess | None) -> None:
         """Kills a process that did not read or answer a message in time. The channel may hold a
@@ -195,7 +191,7 @@ class ProcessClient:
         if "url" in self._config:
             where, why = f" in {self._config['url']}", " (the disk may not respond)"
         return ProcessTimeout(
-            f"the {self.name} {process.pid if process else ''} could not {what}{where} within "
+            f"the {self.name}{f' {process.pid}' if process else ''} could not {what}{where} within "
             f"{timeout_s:g} s{why}, and was killed"
         )
 
@@ -255,14 +251,20 @@ class ProcessClient:
         process = start_process(
             self._program(), arguments=[pack(self._config).decode().rstrip("\n")]
         )
-        process.channel.limit(max(self.timeout_s, _LEAST_S))
-        self._over = over = threading.Event()
-        self._reader = threading.Thread(
-            target=self._read, args=(process, over), name="outlast-answers", daemon=True
-        )
-        self._reader.start()
-        for call, pending in self._replayed(method):
-            self._send(process, call if pending is None else self._numbered(call, process, pending))
+        try:
+            process.channel.limit(max(self.timeout_s, _LEAST_S))
+            self._over = over = threading.Event()
+            name = f"outlast-{self.name.partition(' ')[0]}"
+            self._reader = threading.Thread(
+                target=self._read, args=(process, over), name=name, daemon=True
+            )
+            self._reader.start()
+            for call, pending in self._replayed(method):
+                numbered = call if pending is None else self._numbered(call, process, pending)
+                self._send(process, numbered)
+        except BaseException:  # an interrupt: another process will be started
+            process.kill()
+            raise
         if process is self._late:
             raise ProcessTimeout(
                 f"the {self.name} {process.pid} was not ready for {self._config.get('url')} within "
@@ -278,7 +280,7 @@ class ProcessClient:
                 answer, _ = unpack(process.channel.receive()[0])
                 pending = self._pending.pop(answer["number"], None)
                 if pending is not None:
-                    pending.end(answer)
+                    pending.answered(answer)
         with self._sending:  # a request that comes now starts another process
             if self._process is process:
                 self._process = None
@@ -292,10 +294,11 @@ class ProcessClient:
         if process is self._busy:
             how = "was still at work when a restart took its buffers back, and was killed for that"
         for pending in lost.values():
-            error: ProcessFailed = ProcessLost(
-                f"the {self.name} {process.pid} {how or exit_text(code)}"
-            )
-            pending.end(self.too_late(pending, self.timeout_s) if process is self._late else error)
+            if process is self._late:
+                pending.set_exception(self.too_late(pending, self.timeout_s))
+            else:
+                text = f"the {self.name} {process.pid} {how or exit_text(code)}"
+                pending.set_exception(ProcessLost(text))
         over.set()
 
 

@@ -36,21 +36,12 @@ class HeldBuffer:
     index: str = ""
     snapshot: SnapshotDescription | None = None
     values: bytes = b""
-    written: tuple[str, dict[str, Any]] | None = None
+    written: tuple[str, dict[str, Any]] = ("", {})
     copies: dict[str, _Copy] = dataclasses.field(default_factory=dict)
 
     def copy_of(self, save_id: str) -> _Copy:
         """The copy of a save. Two threads ask; both get the same object."""
         return self.copies.setdefault(save_id, _Copy())
-
-    def take_checksums(self) -> None:
-        """Gives the snapshot the checksums that it was written with. The thread that seals and the
-        thread that writes both call this after they have set their half, in either order: the
-        later one finds both halves.
-        """
-        snapshot, written = self.snapshot, self.written
-        if snapshot is not None and written is not None and snapshot["save_id"] == written[0]:
-            snapshot["files"] = written[1]
 
 
 class HeldBuffers:
@@ -102,7 +93,7 @@ class HeldBuffers:
     def invalidate(self, number: int) -> None:
         """Forgets the snapshot in a buffer, and ends every wait for more of it."""
         buffer = self[number]
-        buffer.snapshot = buffer.written = None
+        buffer.snapshot, buffer.written = None, ("", {})
         with self._changed:
             while buffer.copies:
                 buffer.copies.popitem()[1].torn = True
@@ -126,8 +117,10 @@ class HeldBuffers:
                 continue
             added: Any = {"buffer": number, "index": buffer.index}
             stored = StoredSnapshot({**snapshot, **added}, buffer.values, memory)
-            if snapshot.get("files") is None:  # sealed, but not yet written and hashed
-                snapshot["files"] = checksums_of(stored.parts)
-                stored.description["files"] = snapshot["files"]
+            written_as, files = buffer.written
+            if snapshot.get("files") is None:  # sealed without checksums
+                same = written_as == snapshot["save_id"]
+                snapshot["files"] = files if same else checksums_of(stored.parts)
+            stored.description["files"] = snapshot["files"]
             found.append(stored)
         return found

@@ -45,7 +45,6 @@ class Writer(Service):
         self.threads = config["threads"]
         self.storage = wrap(open_storage(config["url"]))
         self.buffers = HeldBuffers()
-        self._kept: SharedMemory | None = None
         self._removals: queue.Queue[str] = queue.Queue()
         self._removal_errors: list[str] = []  # since they were last reported
         self._recycles = False  # whether there may be recycled files of this process
@@ -69,9 +68,6 @@ class Writer(Service):
 
     def snapshots(self) -> list[StoredSnapshot]:
         return self.buffers.stored()
-
-    def kept_memory(self) -> SharedMemory | None:
-        return self._kept
 
     # ------------------------------------------------------------------ calls without an answer
 
@@ -97,9 +93,9 @@ class Writer(Service):
         """Keeps this memory, instead of what was kept before: if the main process is killed, its
         replacement gets it at `socket`, with the snapshots.
         """
-        if self._kept is not None:
-            self._kept.close()
-        self._kept = memory
+        if self.kept is not None:
+            self.kept.close()
+        self.kept = memory
         self.announce(socket)
 
     def reuse_buffer(self, buffer: int) -> None:
@@ -121,7 +117,6 @@ class Writer(Service):
         held = self.buffers[buffer]
         held.values = blob
         held.snapshot = snapshot
-        held.take_checksums()
         self.buffers.reached(buffer, snapshot["save_id"], sys.maxsize)
         self.announce(snapshot["socket"])
 
@@ -172,7 +167,6 @@ class Writer(Service):
         if hashed:  # the sealed snapshot comes with its checksums
             return {}
         held.written = save_id, written
-        held.take_checksums()
         return written
 
     def commit(

@@ -79,6 +79,7 @@ class Service:
         self.linger_s = float(config["linger_s"])
         self.announcement = Announcement(config["main"])
         self.requests: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self.kept: SharedMemory | None = None  # given to a replacement besides the snapshots
         self._goodbye = False
         self.answering = threading.Thread(
             target=self._answer_all, name="outlast-answers", daemon=True
@@ -91,9 +92,6 @@ class Service:
     def snapshots(self) -> Sequence[StoredSnapshot]:
         """What a replacement of the main process gets."""
         raise NotImplementedError
-
-    def kept_memory(self) -> SharedMemory | None:
-        return None
 
     def tidy_up(self) -> None:
         """Called at the end."""
@@ -157,7 +155,7 @@ def run(make: Callable[[Channel, dict[str, Any]], Service], nice: int) -> None:
             hand_over(
                 service.announcement,
                 service.snapshots(),
-                service.kept_memory(),
+                service.kept,
                 service.linger_s,
                 service.launcher,
             )
