@@ -125,7 +125,7 @@ test-ray: $(FRAMEWORKS_STAMP)
 
 # Hangs wait for their timeouts, and each killed process is replaced by one that imports torch.
 campaign: $(STAMP)
-	$(BIN)/outlast chaos campaign --faults 1000 --out build/campaign --markdown docs/campaign.md
+	$(BIN)/outlast chaos campaign --faults 1000 --out build/campaign --markdown benchmarks/CAMPAIGN.md
 
 # Each trial is a process; a failed one prints the command that runs it again. ONLY= chooses some.
 TORTURE_SECONDS ?= 3600

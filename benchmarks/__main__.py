@@ -1,7 +1,7 @@
 """`python -m benchmarks [NAME ...] [--quick] [--write-docs]`: runs benchmarks, and stores results.
 
 Results go to build/benchmarks.json, each with the machine and the versions that it was measured on.
-`--write-docs` updates the tables in docs/benchmarks.md from that file.
+`--write-docs` updates the tables in benchmarks/RESULTS.md from that file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
         action="store_true",
         help="restart: measure only outlast; keep the stored results of the peer",
     )
-    parser.add_argument("--write-docs", action="store_true", help="update docs/benchmarks.md")
+    parser.add_argument("--write-docs", action="store_true", help="update benchmarks/RESULTS.md")
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks.json"))
     options = parser.parse_args()
     names = options.name or ([] if options.write_docs else list(MODULES))
@@ -52,8 +52,8 @@ def main() -> None:
         for sheet in module.sheets(data):
             show(console, sheet)
     if options.write_docs:
-        write_docs(Path("docs/benchmarks.md"), json.loads(options.out.read_text()))
-        console.print("docs/benchmarks.md was updated")
+        write_docs(Path("benchmarks/RESULTS.md"), json.loads(options.out.read_text()))
+        console.print("benchmarks/RESULTS.md was updated")
 
 
 def _store(path: Path, name: str, result: dict[str, Any]) -> None:

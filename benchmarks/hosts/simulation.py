@@ -19,9 +19,8 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.lib.members import Member
-from outlast.coordination import Link, ViewRecord, barrier, membership
-from outlast.coordination.decisions import deciding
-from outlast.coordination.decisions.decision import Decision, decode_record, encode_record
+from outlast.coordination import Link, ViewRecord, barrier, deciding, membership
+from outlast.coordination.decision import Decision, decode_record, encode_record
 from outlast.coordination.ops import Op, request
 from outlast.coordination.replicated.operations import Operation, Result
 from outlast.coordination.replicated.table import Table
@@ -178,7 +177,7 @@ class _Upstream:
 class _SimulatedMember(Member):
     """A member whose function waits for the fault of the last member, after all have started."""
 
-    def assign(self, record: ViewRecord, member: int) -> AssignedRank:
+    async def assign(self, link: Link, record: ViewRecord, member: int) -> AssignedRank:
         return AssignedRank(member, len(record.slots()))  # no member is lost here
 
     async def call(self, iteration: int) -> Returned | Raised | Interrupted:

@@ -1,23 +1,22 @@
 """Counts the store operations of a rank during undisturbed training.
 
-The counting store is passed as `store_factory`, so the main process and its monitor process both
-use it. Each operation on a connection counts.
+Each request that the clients of the main process and of its monitor process send counts.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import mmap
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 from benchmarks.lib.rank_processes import RankProcesses, wrapped
 from outlast import inprocess
+from outlast.coordination.stores import tcp_client
+from outlast.coordination.stores.tcp_client import Query
 
-__all__ = ["CountingStore", "operations_at_rest"]
+__all__ = ["operations_at_rest"]
 
 OPERATIONS = ("set", "get", "add", "append", "check", "wait", "compare_set", "delete_key")
 _WHO = ("main", "monitor")
@@ -27,24 +26,15 @@ _counts: Any = None
 _main_pid = 0
 
 
-def _counted(name: str) -> Callable[..., Any]:
-    original = getattr(inprocess.store.TCPStore, name)
+_send = tcp_client._send
 
-    @functools.wraps(original)
-    def operation(self: Any, *args: Any) -> Any:
+
+def _counted(connection: Any, request: Query, *arguments: bytes) -> None:
+    name = request.name.lower()
+    if name in OPERATIONS:
         row = 0 if os.getpid() == _main_pid else 1
         _counts[row * len(OPERATIONS) + OPERATIONS.index(name)] += 1
-        return original(self, *args)
-
-    return operation
-
-
-class CountingStore(inprocess.store.TCPStore):
-    """A TCP store that counts the operations of this rank's processes."""
-
-
-for _name in OPERATIONS:
-    setattr(CountingStore, _name, _counted(_name))
+    _send(connection, request, *arguments)
 
 
 def operations_at_rest(ranks: int, seconds: float) -> dict[str, Any]:
@@ -71,6 +61,7 @@ def _rank(slot: int, seconds: float, folder: str) -> None:
     global _counts, _main_pid
     _counts = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("q")
     _main_pid = os.getpid()
+    tcp_client._send = _counted  # the monitor process is forked from this one
 
     def train(call: inprocess.CallWrapper) -> list[int]:
         time.sleep(1.5)  # past the start and the first heartbeats
@@ -82,6 +73,6 @@ def _rank(slot: int, seconds: float, folder: str) -> None:
         after = _counts[: 2 * len(OPERATIONS)].tolist()
         return [now - then for now, then in zip(after, before, strict=True)]
 
-    counts = wrapped(train, inprocess.Wrapper(store_factory=CountingStore))()
+    counts = wrapped(train, inprocess.Wrapper())()
     with open(os.path.join(folder, f"counts{slot}.json"), "w") as file:
         json.dump(counts, file)

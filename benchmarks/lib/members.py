@@ -92,7 +92,7 @@ class Member(MinimalHost):
     def at(self, state: RecoveryState, iteration: int, member: int) -> None:
         self.member = member
 
-    def assign(self, record: ViewRecord, member: int) -> AssignedRank:
+    async def assign(self, link: Link, record: ViewRecord, member: int) -> AssignedRank:
         alive = [m for m in record.slots() if m is not None]
         return AssignedRank(alive.index(member), len(alive))
 

@@ -70,7 +70,7 @@ def test_a_round_on_hosts_of_which_one_after_another_is_cut_off(
     plan = dataclasses.replace(PLAN, launcher=faults)
     stand_in.use(monkeypatch, "slow")
     before = {process.pid for process in _unshared()}
-    result = stand_in.campaign(out=tmp_path, linger_s=1)[0].replay(plan)
+    result = stand_in.campaign(tmp_path)[0].replay(plan)
     assert not result.failures, result.rounds[0].problems
     assert [one.kind for one in result.fired] == ["host_cut_off", "host_lost"]
     assert result.rounds[0].exit_codes == [0, 0, 0]
@@ -81,13 +81,12 @@ def test_without_network_namespaces_these_faults_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(campaign, "unavailable", lambda: "they need root")
-    running, output = stand_in.campaign(out=tmp_path)
+    running, output = stand_in.campaign(tmp_path)
     shape = Shape(ranks=4, faults=4, kinds=parse_kinds([]))
     assert not set(OF_HOSTS) & set(running._possible(shape).kinds)
     assert output.getvalue() == "without host_cut_off, host_lost: they need root\n"
     for ranks, why in ((4, "they need root"), (2, "2 ranks cannot share them equally")):
-        kinds = parse_kinds(["host_lost"])
-        only, _ = stand_in.campaign(out=tmp_path, ranks=ranks, kinds=kinds)
+        only, _ = stand_in.campaign(tmp_path, ranks=ranks, kinds="host_lost")
         with pytest.raises(
             CampaignError, match=f"without three hosts or more there is no host_lost: {why}"
         ):

@@ -23,7 +23,7 @@ from outlast.chaos import (
 )
 from outlast.coordination.training_step import report_step
 from outlast.errors import ChaosError
-from outlast.inprocess import observers
+from outlast.inprocess import call_wrapper as observers
 
 
 @dataclass

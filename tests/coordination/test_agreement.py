@@ -11,9 +11,9 @@ import pytest
 
 from outlast.coordination.agreement import Agreement
 from outlast.coordination.call_ledger import CallLedger
-from outlast.coordination.stores.memory_store import MemoryStore
+from outlast.coordination.stores.store import MemoryStore
 from outlast.errors import CheckpointError, FolderUnusable
-from outlast.inprocess.interruption.fault_echo import is_consequence
+from outlast.inprocess.interruption.error_kinds import is_consequence
 
 LIMIT_S = 60.0  # the other rank must not wait for so long
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.coordination import KeyTimeout, MemoryStore, Store, TorchStore, process_group_store
+from outlast.coordination import KeyTimeout, MemoryStore, Store, TorchStore
 from outlast.coordination.call_ledger import CallFailure, CallLedger, Verdict, connect_ledger
 from outlast.errors import AsyncCallError
 
@@ -214,16 +214,6 @@ def torch_store(kind: str, folder: Path) -> dist.Store:
     if kind == "file":
         return dist.FileStore(str(folder / "store"), -1)  # type: ignore[attr-defined]
     return dist.HashStore()  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("kind", ["tcp", "file", "hash"])
-def test_a_connection_of_its_own_where_torch_cannot_clone(kind: str, tmp_path: Path) -> None:
-    store = torch_store(kind, tmp_path)
-    other = process_group_store._cloned(object(), store)  # torch before 2.8 has no `clone`
-    other.set("key", "value")
-    assert store.get("key") == b"value"
-    assert store.delete_key("key")
-    assert not other.check(["key"])
 
 
 @pytest.mark.parametrize("kind", ["tcp", "file", "hash"])

@@ -10,8 +10,7 @@ import pytest
 
 from outlast.coordination import MemoryStore, barrier, drive, perform_on
 from outlast.coordination.barrier import arrive, done_key
-from outlast.coordination.decisions.decision import Held, Rules, decode_record
-from outlast.coordination.decisions.repeated_faults import RepeatedFaults
+from outlast.coordination.decision import Held, Rules, decode_record
 from outlast.coordination.lost_host import report_killed
 from outlast.coordination.membership import COMPLETED, RESTART, MembershipProtocol
 from outlast.coordination.ops import Link
@@ -22,6 +21,7 @@ from outlast.coordination.records import (
     StopRecord,
     suspects_link,
 )
+from outlast.coordination.repeated_faults import RepeatedFaults
 from outlast.events.restart_causes import RestartCount
 from outlast.inprocess.recovery.host_protocol import GrowPolicy
 from outlast.inprocess.recovery.waits import end_iteration_to_join

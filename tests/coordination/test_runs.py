@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.coordination.runs import pack, pack_records, unpack, unpack_records
+from outlast.coordination.records import pack, pack_records, unpack, unpack_records
 
 VALUES = st.one_of(st.none(), st.integers(-3, 3), st.booleans(), st.text(max_size=2))
 

@@ -16,15 +16,14 @@ from typer.testing import CliRunner
 from events.pages import Page, hostile_run, large_run
 from events.synthetic_run import SyntheticRun
 from events.test_goodput import run_with_redone_steps
-from events.test_report_hosts import run_without_a_host
-from events.test_report_render import a_run, log
-from events.test_report_stops import stopped_run
+from events.test_report_faults import run_without_a_host, stopped_run
+from events.test_report_views import a_run, log
 from outlast.events import Event, ReplicaMismatch, StragglerFound
 from outlast.events.report import build, render_html
 from outlast.events.report.model import Span
 from outlast.events.report.page import thin_marks, thin_spans
 from outlast.events.report.report import Mark
-from outlast.events.report.words import PARTS, cause_text, parts_of, share
+from outlast.events.report.sentences import PARTS, cause_text, parts_of, share
 from outlast.launch.cli import app
 
 

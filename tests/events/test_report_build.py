@@ -33,7 +33,7 @@ from outlast.events import (
     WorkerFailed,
 )
 from outlast.events.report import build, to_json
-from outlast.events.report.words import cause_text
+from outlast.events.report.sentences import cause_text
 
 
 def run_with_an_exception() -> SyntheticRun:

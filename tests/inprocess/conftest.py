@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from outlast.inprocess.progress.shared_page import SharedPage
+from outlast.inprocess.monitor.shared_page import SharedPage
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from outlast.inprocess.progress.shared_page import SharedPage
+from outlast.inprocess.monitor.shared_page import SharedPage
 from outlast.metrics.progress_page import read_progress
 
 READS = """

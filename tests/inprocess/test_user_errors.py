@@ -11,8 +11,8 @@ import pytest
 
 import outlast
 from outlast.errors import InternalError, OutlastError, RestartAbort, StoreError
+from outlast.inprocess.interruption.error_kinds import remove_own_frames
 from outlast.inprocess.interruption.interrupter import Interrupter
-from outlast.inprocess.user_errors import remove_own_frames
 from outlast.system.arguments import as_int
 
 
@@ -55,7 +55,7 @@ def calls(function: Callable[[], Any]) -> Callable[[], Any]:
 
 def test_what_leads_to_the_function_is_removed() -> None:
     error = raised_in_a_function(fails(KeyError("x")))
-    assert names(error) == ["run", "_user_region", "function"]
+    assert names(error) == ["run", "user_region", "function"]
     remove_own_frames(error)
     assert names(error) == ["function"]
 
@@ -104,4 +104,4 @@ def test_at_debug_everything_is_kept(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "outlast.inprocess")
     error = raised_in_a_function(fails(StoreError("x")))
     remove_own_frames(error)
-    assert names(error) == ["run", "_user_region", "function"]
+    assert names(error) == ["run", "user_region", "function"]

@@ -7,11 +7,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from outlast.coordination.decisions.view import Joiner, ViewRecord, decide
+from outlast.coordination.decision import Joiner, ViewRecord, decide
 from outlast.errors import RankDiscarded
 from outlast.inprocess.rank_assignment import RankAssignment
 from outlast.inprocess.rank_filter import RankFilter
-from outlast.inprocess.recovery.ranks.next_view import state_in_view
+from outlast.inprocess.recovery.next_ranks import state_in_view
 from outlast.inprocess.state import State
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -127,7 +128,12 @@ def test_nothing_is_left_of_a_good_run(tmp_path: Path) -> None:
 
 
 def orphan_killers(run: Run) -> list[psutil.Process]:
-    return [p for p in run.alive() if "orphan_killer.py" in " ".join(p.cmdline())]
+    found = []
+    for process in run.alive():
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if "orphan_killer.py" in " ".join(process.cmdline()):
+                found.append(process)
+    return found
 
 
 def test_a_worker_whose_launcher_is_gone_does_not_start() -> None:

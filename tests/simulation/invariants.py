@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from outlast.coordination import barrier
-from outlast.coordination.decisions.decision import Decision
-from outlast.coordination.decisions.view import ViewRecord
+from outlast.coordination.decision import Decision, ViewRecord
 from outlast.coordination.membership import COMPLETED, MembershipProtocol, decision_key
 from outlast.coordination.ops import Link, drive, perform_on
 from outlast.coordination.records import FaultRecord, ends, lines

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
-from outlast.coordination.decisions.decision import Rules
-from outlast.coordination.decisions.view import ViewRecord
+from outlast.coordination.decision import Decision, Rules
+from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link
-from outlast.coordination.records import FaultRecord, StopRecord
+from outlast.coordination.records import FaultRecord
 from outlast.inprocess.attribution import Interruption
 
 
@@ -17,11 +17,7 @@ class MinimalHost:
     preferred_rank: int
     host_id = ""
     member = -1
-    fault_came_back = False
     rules = Rules()
-
-    async def exchange(self, link: Link, record: ViewRecord, member: int) -> None:
-        return None
 
     async def wait_over(self, link: Link, iteration: int, timeout: float | None) -> bytes:
         return await link.wait_for(f"over/{iteration}", timeout)
@@ -32,17 +28,13 @@ class MinimalHost:
     def serve(self) -> str | None:
         return ""
 
-    def may_have_hung(self, iteration: int) -> bool:
-        return False
-
-    def hang_report(self, iteration: int, faults: list[FaultRecord]) -> FaultRecord | None:
+    async def hang_report(
+        self, membership: MembershipProtocol, iteration: int
+    ) -> FaultRecord | None:
         return None
 
-    def least_ranks(self) -> int:
-        return 0
-
-    def progress(self) -> tuple[int, int]:
-        return 0, 0
+    def progress(self) -> dict[str, int]:
+        return {"step": 0, "pings": 0, "least": 0}
 
     def fault(self, iteration: int, interruption: Interruption, cause: str) -> FaultRecord:
         return FaultRecord(
@@ -55,14 +47,8 @@ class MinimalHost:
     def timing(self, name: str) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def stopped(self, stop: StopRecord, cause: FaultRecord | None, reports: bool) -> None:
-        return None
-
-    def restarting(self, cause: FaultRecord | None, *, reports: bool) -> None:
+    def decided(self, decision: Decision, *, reports: bool) -> None:
         return None
 
     def leaves_with(self, error: BaseException) -> None:
-        return None
-
-    def unrecoverable(self, cause: FaultRecord, why: str, reports: bool) -> None:
         return None

@@ -16,8 +16,7 @@ from typing import Any
 
 from fake_clock import FakeClock
 from outlast.coordination.ops import Op, perform_on
-from outlast.coordination.stores.memory_store import MemoryStore
-from outlast.coordination.stores.store import KeyTimeout, Store
+from outlast.coordination.stores.store import KeyTimeout, MemoryStore, Store
 
 _STORE_OPS = frozenset(name for name in vars(Store) if not name.startswith("_"))
 

@@ -6,11 +6,10 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from outlast.clock import Clock
-from outlast.coordination.decisions.decision import Rules
-from outlast.coordination.decisions.repeated_faults import RepeatedFaults
-from outlast.coordination.decisions.view import ViewRecord
+from outlast.coordination.decision import Decision, Rules, ViewRecord
 from outlast.coordination.ops import Link, Op, request
 from outlast.coordination.records import FaultRecord
+from outlast.coordination.repeated_faults import RepeatedFaults
 from outlast.errors import RankDiscarded, RestartAbort, RestartError
 from outlast.inprocess.attribution import Interruption
 from outlast.inprocess.recovery.host_protocol import (
@@ -84,7 +83,7 @@ class SimulatedMember(MinimalHost):
         elif state is RecoveryState.DONE:
             self.inside = False
 
-    def assign(self, record: ViewRecord, member: int) -> AssignedRank:
+    async def assign(self, link: Link, record: ViewRecord, member: int) -> AssignedRank:
         self.iteration = record.iteration
         self.invariants.decided(record)
         self.maybe_leave("assign")
@@ -133,11 +132,12 @@ class SimulatedMember(MinimalHost):
         self.maybe_leave("finalize")
         self.inside = False
 
-    def restarting(self, cause: FaultRecord | None, *, reports: bool) -> None:
-        self.invariants.caused(self.iteration, cause)
-
-    def unrecoverable(self, cause: FaultRecord, why: str, reports: bool) -> None:
-        self.invariants.stopped(self.machine.record.iteration - 1, cause, reports)
+    def decided(self, decision: Decision, *, reports: bool) -> None:
+        k, ended = decision.view.iteration - 1, decision.history.cause
+        if ended is not None:
+            self.invariants.stopped(k, ended, reports)
+        elif not decision.ends:
+            self.invariants.caused(k, decision.cause)
 
     def give(self, error: BaseException) -> BaseException:
         """The error that this member is to end with."""

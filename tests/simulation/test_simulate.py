@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from inprocess.mutations import mutate
-from outlast.coordination import barrier
-from outlast.coordination.decisions import view
-from outlast.coordination.decisions.decision import Facts, next_record
+from outlast.coordination import barrier, decision
+from outlast.coordination.decision import Facts, next_record
 from outlast.coordination.lost_host import report_host_lost, report_killed
 from outlast.coordination.membership import MembershipProtocol
 from outlast.errors import RestartError
@@ -98,12 +97,12 @@ STOP_MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
         "if False:",
     ),
     "the job is restarted more than once": (
-        view.ViewRecord.with_stop,
+        decision.ViewRecord.with_stop,
         "bool(stop.done) or tried or",
         "bool(stop.done) or",
     ),
     "members that are late restart after the stop": (
-        view.ViewRecord.with_stop,
+        decision.ViewRecord.with_stop,
         "bool(stop.done) or tried or None in self.slots()",
         "False",
     ),
@@ -201,16 +200,16 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
         "if True:",
     ),
     "a decision does not know the lost": (
-        view.decide,
+        decision.decide,
         "lost=frozenset(m for m in base if m is not None and m in lost)",
         "lost=frozenset()",
     ),
     "a decision takes in dead newcomers": (
-        view.decide,
+        decision.decide,
         "and j.member not in lost",
         "",
     ),
-    "a decision takes in who is in": (view.decide, "j.member not in inside and", ""),
+    "a decision takes in who is in": (decision.decide, "j.member not in inside and", ""),
     "a decision forgets the newcomers": (
         next_record,
         "facts.joiners if rules.grow else []",

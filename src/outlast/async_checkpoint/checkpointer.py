@@ -31,10 +31,10 @@ from outlast.async_checkpoint.save.saves import Saves
 from outlast.async_checkpoint.snapshot.overlap import optimizers_of
 from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.directory import CheckpointInfo
-from outlast.coordination import MemoryStore, restarts
+from outlast.coordination import MemoryStore
 from outlast.coordination.agreement import Agreement
 from outlast.coordination.call_ledger import CallLedger, connect_ledger
-from outlast.coordination.training_step import report_step
+from outlast.coordination.training_step import report_step, restart_count
 from outlast.errors import CheckpointError, SaveCancelled
 from outlast.events import Emitter, Sink
 from outlast.system.arguments import Duration, as_int, as_timedelta, as_wait
@@ -121,7 +121,7 @@ class Checkpointer:
                 f"there are {ranks()} ranks (WORLD_SIZE) and no process group: call "
                 "torch.distributed.init_process_group before making a Checkpointer"
             )
-        self._restarts = restarts.count()
+        self._restarts = restart_count()
         if alone:
             group, ledger = None, CallLedger(MemoryStore(), "checkpoint", 0, 1)
         else:
@@ -290,7 +290,7 @@ class Checkpointer:
         """Whether it can save: it was neither closed nor aborted, and the iteration of a restart in
         place that made it, if any, is not over.
         """
-        return not self._closed and self._restarts == restarts.count()
+        return not self._closed and self._restarts == restart_count()
 
     # ------------------------------------------------------------------------------ ending
 
@@ -362,7 +362,7 @@ class Checkpointer:
         saves of an iteration that a fault has ended are dropped: its store is going away, and
         other ranks may never finish theirs.
         """
-        if self.world_size > 1 and self._restarts != restarts.count():
+        if self.world_size > 1 and self._restarts != restart_count():
             self.abort()
             return
         try:

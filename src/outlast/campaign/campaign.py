@@ -15,12 +15,21 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from outlast.campaign import round as rounds
-from outlast.campaign.generate import Shape, plans, reference_plan, shorten
+from outlast.campaign.generate import (
+    OF_SCRIPTS,
+    Card,
+    Shape,
+    parse_kinds,
+    plans,
+    reference_plan,
+    shorten,
+)
 from outlast.campaign.network import unavailable
+from outlast.campaign.options import Options
 from outlast.campaign.plan import OF_HOSTS, Fault, RoundPlan, hosts_for
 from outlast.campaign.programs import CampaignError, Program, Reference
-from outlast.campaign.results import CampaignResult, Display, Failure, RoundResult
-from outlast.campaign.round import Options, run_round
+from outlast.campaign.results import CampaignResult, Display, RoundResult
+from outlast.chaos import Kind
 
 _LOOK_S = 0.1
 _MOST_RUNS = 12
@@ -35,29 +44,33 @@ class Cancelled(BaseException):
     """Ends a round, because the campaign ends."""
 
 
-def default_jobs() -> int:
-    """The number of cores that this process may use, at most 8."""
-    return min(len(os.sched_getaffinity(0)), _MOST_JOBS)
-
-
 class Campaign:
     """Runs the rounds of a campaign.
+
+    Args:
+        folder: of the results; failed rounds stay in it, others are removed.
 
     Raises:
         CampaignError: if an undisturbed run fails, or differs from another one, or none of the
             kinds is possible here.
+        ValueError: if a kind is not known, or not possible with a script.
     """
 
-    def __init__(self, options: Options, display: Display) -> None:
+    def __init__(self, options: Options, folder: Path, display: Display) -> None:
         self._options = options
+        self._folder = folder
         self._display = display
         own = not options.command
+        self._kinds = _kinds(options.kinds, own)
+        self._wanted = options.faults
+        if options.faults is None and options.seconds is None:
+            self._wanted = 1000 if own else 20
+        self._jobs = options.jobs or min(len(os.sched_getaffinity(0)), _MOST_JOBS)
         self._program = Program(options.command or (str(rounds.TRAINING),), own=own)
         self._since = time.monotonic()
         self._lock = threading.Lock()
         # Written by the threads of the rounds:
         self._rounds: list[RoundResult] = []
-        self._failures: dict[int, Failure] = {}  # by the number of the round
         self._steps: dict[str, int] = {}
         self._ended: deque[RoundResult] = deque()
         self._faults = 0  # of the rounds that have ended, and planned for those that run
@@ -66,9 +79,10 @@ class Campaign:
 
     def run(self) -> CampaignResult:
         options = self._options
+        self._display.faults = self._wanted
         most = options.per_round if options.seconds is None else min(options.per_round, _FEW)
-        faults = most if options.faults is None else max(1, min(most, options.faults))
-        shape = self._possible(Shape(ranks=options.ranks, faults=faults, kinds=options.kinds))
+        faults = most if self._wanted is None else max(1, min(most, self._wanted))
+        shape = self._possible(Shape(ranks=options.ranks, faults=faults, kinds=self._kinds))
         reference, steps = self._reference(reference_plan(options.seed, shape))
         self._run_all(plans(options.seed, shape.with_steps(steps)), reference)
         return self.result()
@@ -81,17 +95,16 @@ class Campaign:
         return dataclasses.replace(self.result(), seed=plan.seed, ranks=plan.ranks)
 
     def folder_of(self, plan: RoundPlan) -> Path:
-        return self._options.out / f"round-{plan.number:04d}"
+        return self._folder / f"round-{plan.number:04d}"
 
     def result(self) -> CampaignResult:
         with self._lock:
             return CampaignResult(
                 seed=self._options.seed,
                 ranks=self._options.ranks,
-                command=self._options.command,
-                jobs=self._options.jobs,
+                command=self._options.command or (),
+                jobs=self._jobs,
                 rounds=sorted(self._rounds, key=lambda one: one.plan.number),
-                failures=[failure for _, failure in sorted(self._failures.items())],
                 seconds=time.monotonic() - self._since,
             )
 
@@ -113,7 +126,7 @@ class Campaign:
     def _reference(self, plan: RoundPlan) -> tuple[Reference, int]:
         places = {"the undisturbed run": "reference", "its repetition": "reference-again"}
         names = list(places)[: self._program.undisturbed_runs]
-        folders = [self._new(self._options.out / places[name]) for name in names]
+        folders = [self._new(self._folder / places[name]) for name in names]
 
         def run(folder: Path, name: str) -> None:
             if wrong := self._run_one(plan, folder, name, None).wrong():
@@ -140,7 +153,7 @@ class Campaign:
         options = self._options
         with self._lock:
             faults, longest = self._faults, self._longest
-        if options.faults is not None and faults >= options.faults:
+        if self._wanted is not None and faults >= self._wanted:
             return False
         if options.seconds is None or not longest:
             return True
@@ -154,7 +167,7 @@ class Campaign:
         A signal raises an exception in the main thread, which must not come between the start of a
         launcher and the code that ends it: so also a single task runs in a thread.
         """
-        jobs, running = self._options.jobs, set[Future[None]]()
+        jobs, running = self._jobs, set[Future[None]]()
         with ThreadPoolExecutor(jobs, thread_name_prefix="outlast-round") as pool:
             try:
                 while True:
@@ -198,11 +211,8 @@ class Campaign:
 
         def note(shortened: RoundPlan, repeated: bool) -> None:
             (folder / "shortened.json").write_text(shortened.to_json())
-            failure = Failure(
-                result=result, shortened=shortened, repeated=repeated, folder=str(folder)
-            )
             with self._lock:
-                self._failures[plan.number] = failure
+                result.shortened, result.repeated, result.folder = shortened, repeated, str(folder)
 
         note(plan, repeated=False)  # the campaign may be stopped before the plan is shortened
         numbers = itertools.count(1)
@@ -227,7 +237,8 @@ class Campaign:
             self._steps[what] = step
 
         try:
-            return run_round(plan, folder, self._program, self._options, reference, tell)
+            round_ = rounds.Round(plan, folder, self._program, self._options.standby)
+            return round_.run(reference, tell)
         finally:
             self._steps.pop(what, None)
 
@@ -243,3 +254,14 @@ class Campaign:
                 )
             shutil.rmtree(folder)
         return folder
+
+
+def _kinds(names: str, own: bool) -> tuple[Card, ...]:
+    chosen = parse_kinds([name for part in names.split(",") if (name := part.strip())])
+    if own:
+        return chosen
+    if not names:
+        return OF_SCRIPTS
+    if others := [str(kind) for kind in chosen if not isinstance(kind, Kind)]:
+        raise ValueError(f"{', '.join(others)}: only for the training of the campaign")
+    return chosen

@@ -15,13 +15,7 @@ MARK = "OUTLAST_CAMPAIGN"
 
 
 def job_environment(mark: str, temporary: Path, fired: Path) -> Mapping[str, str]:
-    """The environment of the launcher of one job.
-
-    Args:
-        mark: identifies the processes of the job.
-        temporary: the folder of its temporary files, which must be empty in the end.
-        fired: where the job records which faults have fired.
-    """
+    """The environment of the launcher of one job; `mark` identifies its processes."""
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith("OUTLAST_")},
         MARK: mark,

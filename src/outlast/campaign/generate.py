@@ -44,19 +44,13 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What the rounds of a campaign have in common.
+    """What the rounds of a campaign have in common."""
 
-    Attributes:
-        ranks: how many.
-        faults: in each round.
-        kinds: which ones; the names of kinds of fault plans and of actions on the launcher.
-        known_steps: of the training; by default as many as the faults need.
-    """
-
-    ranks: int
-    faults: int
+    ranks: int  # how many
+    faults: int  # in each round
+    # which ones; the names of kinds of fault plans and of actions on the launcher
     kinds: tuple[Card, ...] = (*Kind, *_ENDS_JOB[1:])
-    known_steps: int | None = None
+    known_steps: int | None = None  # of the training; by default as many as the faults need
 
     @property
     def steps(self) -> int:

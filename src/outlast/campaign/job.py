@@ -20,6 +20,8 @@ from outlast.campaign.network import Network
 from outlast.campaign.notes import Progress
 from outlast.campaign.plan import Action, LauncherFault, RoundPlan
 
+LINGER_S = 15.0
+"""How long after the end of the launchers other processes may end."""
 _LOOK_S = 0.05
 _DUMP_S = 5.0
 _TAIL_LINES = 15
@@ -52,10 +54,8 @@ class Job:
         faults: what is left to do to the launcher or to hosts.
         command: `outlast run`, its options, its script, and the script's arguments.
         directory: where it is started; `None`: here.
-        fired: where the job records which faults have fired.
         temporary: the folder of its temporary files.
-        logs: the folder of its output.
-        linger_s: how long after the end of the launchers other processes may end.
+        folder: of the round, with the record of fired faults, and the output of the launchers.
 
     Attributes:
         taken: the actions that were carried out. On this machine at most one, which ends the job.
@@ -71,20 +71,16 @@ class Job:
         faults: Sequence[LauncherFault],
         command: Sequence[str],
         directory: Path | None,
-        fired: Path,
         temporary: Path,
-        logs: Path,
-        linger_s: float,
+        folder: Path,
     ) -> None:
         self._plan = plan
         self._number = number
         self._faults = list(faults)
         self._command = command
         self._directory = directory
-        self._fired = fired
         self._temporary = temporary
-        self._logs = logs
-        self._linger_s = linger_s
+        self._folder = folder
         self._mark = uuid.uuid4().hex
         self._launchers: dict[str, subprocess.Popen[bytes]] = {}
         self._network: Network | None = None
@@ -97,7 +93,7 @@ class Job:
         if not self._plan.hosts:
             self._start(str(self._number))
             return self
-        self._network = Network(self._plan.hosts, self._logs)
+        self._network = Network(self._plan.hosts, self._folder)
         try:
             for name in self._network.names:
                 self._start(name)
@@ -111,7 +107,7 @@ class Job:
             if kind is None or self._network is None:
                 for launcher in self._launchers.values():
                     launcher.kill()
-                self.orphans = reap_orphans(self._mark, self._linger_s)
+                self.orphans = reap_orphans(self._mark, LINGER_S)
         finally:
             if self._network is not None:
                 self._network.close()
@@ -202,7 +198,7 @@ class Job:
         # The launchers of one host find what the one before has left.
         temporary = self._temporary / (name if self._network else "host")
         temporary.mkdir(exist_ok=True)
-        environment = job_environment(self._mark, temporary, self._fired)
+        environment = job_environment(self._mark, temporary, self._folder / "fired")
         with self._log(name).open("ab") as log:
             if self._network is not None:
                 launcher = self._network.start(name, self._command, environment, log)
@@ -219,7 +215,7 @@ class Job:
         self._launchers[name] = launcher
 
     def _log(self, name: str) -> Path:
-        return self._logs / f"launcher-{name}.log"
+        return self._folder / f"launcher-{name}.log"
 
     def _print_stacks(self) -> None:
         """Makes all processes print their stacks, which ends them, except for the launchers: they

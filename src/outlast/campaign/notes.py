@@ -61,11 +61,7 @@ def notes_in(work: Path) -> Path:
 
 
 def read_notes(folder: Path) -> list[Note]:
-    """The notes of a run of the own training, in the order in which they were written.
-
-    Raises:
-        EventLogError: if a line is damaged.
-    """
+    """The notes of a run of the own training, in the order in which they were written."""
     path = notes_in(work_of(folder))
     if not path.exists():
         return []

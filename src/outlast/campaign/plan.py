@@ -58,23 +58,14 @@ Fault = chaos.PlannedFault | LauncherFault
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundPlan:
-    """The plan of a round.
+    """The plan of a round."""
 
-    Attributes:
-        seed: of the campaign; also that of the training.
-        number: of the round in the campaign.
-        ranks: how many.
-        steps: of the training.
-        faults: inside the ranks.
-        launcher: to the launcher, in the order of their steps.
-    """
-
-    seed: int
-    number: int
-    ranks: int
-    steps: int
-    faults: tuple[chaos.PlannedFault, ...] = ()
-    launcher: tuple[LauncherFault, ...] = ()
+    seed: int  # of the campaign; also that of the training
+    number: int  # of the round in the campaign
+    ranks: int  # how many
+    steps: int  # of the training
+    faults: tuple[chaos.PlannedFault, ...] = ()  # inside the ranks
+    launcher: tuple[LauncherFault, ...] = ()  # to the launcher, in the order of their steps
 
     @property
     def all_faults(self) -> tuple[Fault, ...]:
@@ -105,11 +96,7 @@ class RoundPlan:
 
     @classmethod
     def load(cls, path: Path) -> RoundPlan:
-        """Reads the plan of a round.
-
-        Raises:
-            ChaosError: if it cannot be read or is invalid; names the file and the field.
-        """
+        """Reads the plan of a round; a `ChaosError` names the file and the field."""
         names = [field.name for field in dataclasses.fields(cls)]
         values = load_json(path)
         if not isinstance(values, dict) or sorted(values) != sorted(names):

@@ -28,6 +28,8 @@ _LOSS = "the loss"
 """Begins the names of values that a run may lack: a rank that dies between the collective of a step
 and its note has none of that step, if the other ranks have completed it.
 """
+_OWN_STALL_S = 150.0
+_STALL_S = 900.0  # more than the default timeouts of the wrapper, after which hangs end
 _GENERATORS = "random."  # in a checkpoint of `Job`
 _NAMED = 5
 
@@ -61,6 +63,8 @@ class Program:
         self.own = own
         self._stays_here = own or any(FOLDER in argument for argument in self._arguments)
         self.undisturbed_runs = 1 if own else 2
+        self.stall_s = _OWN_STALL_S if own else _STALL_S
+        """A job in which no rank completes a step for this long has failed."""
         self.temporary = "" if own else "outlast"
         """The beginning of the names of temporary files that must not be left."""
 
@@ -85,10 +89,8 @@ class Program:
         return Progress(folder, own=self.own)
 
     def reference(self, folders: Sequence[Path]) -> Reference:
-        """The result of the undisturbed runs.
-
-        Raises:
-            CampaignError: if there is none, or if they differ.
+        """The result of the undisturbed runs; a `CampaignError` says that there is none, or that
+        they differ.
         """
         first: dict[str, str | None] = dict(self._values(folders[0]))
         if not first:
@@ -110,11 +112,7 @@ class Program:
         return first
 
     def steps(self, folder: Path) -> int:
-        """The steps of a run that has ended.
-
-        Raises:
-            CampaignError: if there are none.
-        """
+        """The steps of a run that has ended."""
         progress = self.progress(folder)
         progress.update()
         if not progress.last:

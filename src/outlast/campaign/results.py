@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markdown import Markdown
@@ -34,91 +35,72 @@ PROBLEMS = ("differences", "orphans", "leaks", "leftovers", "believed")
 """
 
 _BEGIN, _END = "<!-- campaign: begin -->", "<!-- campaign: end -->"
+_OF_FAILURES = ("shortened", "repeated", "folder")
 _NOTE = "Seen, back: median and maximum, in seconds from the fault."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fired:
-    """A fault that has fired.
+    """A fault that has fired."""
 
-    Attributes:
-        kind: of a fault plan, or the action on the launcher.
-        phase: where in the training it fired.
-        rank: the rank; -1 for the launcher.
-        seen: seconds until the last survivor had seen it; `None` if it caused no restart.
-        back: seconds until the last survivor was in the training function again.
-        redone: how many steps were trained again; `None` if it is not known.
-    """
-
-    kind: str
-    phase: str = "step"
-    rank: int = -1
+    kind: str  # of a fault plan, or the action on the launcher
+    phase: str = "step"  # where in the training it fired
+    rank: int = -1  # the rank; -1 for the launcher
     step: int = -1
+    # seconds until the last survivor had seen it; `None` if it caused no restart
     seen: float | None = None
-    back: float | None = None
-    redone: int | None = None
+    back: float | None = None  # seconds until the last survivor was in the training function again
+    redone: int | None = None  # how many steps were trained again; `None` if it is not known
 
 
 @dataclasses.dataclass(kw_only=True)
 class RoundResult:
-    """The result of a round.
-
-    Attributes:
-        fired: the faults that have fired; a planned one may come too late.
-        problems: what was wrong, by kind, in words.
-        exit_codes: of its launchers, in order.
-        wall_seconds, productive_seconds: of the job, as its report says.
-        seconds: of the whole round, with its starts and checks.
-    """
+    """The result of a round."""
 
     plan: RoundPlan
+    # the faults that have fired; a planned one may come too late
     fired: list[Fired] = field(default_factory=list)
+    # what was wrong, by kind, in words
     problems: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in PROBLEMS})
-    exit_codes: list[int] = field(default_factory=list)
+    exit_codes: list[int] = field(default_factory=list)  # of its launchers, in order
+    # of the job, as its report says
     wall_seconds: float = 0.0
     productive_seconds: float = 0.0
-    seconds: float = 0.0
+    seconds: float = 0.0  # of the whole round, with its starts and checks
+    # of a failed round, the shortest plan found that still has problems
+    shortened: RoundPlan | None = None
+    repeated: bool = False  # whether it failed again with the whole plan
+    folder: str = ""  # of a failed round, with its plans, logs and events
 
     def wrong(self) -> list[str]:
         return [f"{kind}: {text}" for kind, texts in self.problems.items() for text in texts]
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Failure:
-    """A round with problems, and the shortest plan found that still has some.
-
-    Attributes:
-        repeated: whether the round failed again with the whole plan.
-        folder: where the plans, logs and events are.
-    """
-
-    result: RoundResult
-    shortened: RoundPlan
-    repeated: bool
-    folder: str
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain values; `CampaignResult.to_json` lists the failures apart."""
+        values = {**dataclasses.asdict(self), "plan": self.plan.to_dict()}
+        return {name: values[name] for name in values if name not in _OF_FAILURES}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CampaignResult:
-    """The result of a campaign.
-
-    Attributes:
-        command: the user's script and its arguments; empty for the training of the campaign.
-        jobs: how many rounds ran at the same time.
-        seconds: of the whole campaign.
-    """
+    """The result of a campaign."""
 
     seed: int
     ranks: int
-    command: tuple[str, ...] = ()
-    jobs: int = 1
+    # the user's script and its arguments; empty for the training of the campaign
+    command: Sequence[str] = ()
+    jobs: int = 1  # how many rounds ran at the same time
     rounds: Sequence[RoundResult]
-    failures: Sequence[Failure] = ()
-    seconds: float
+    seconds: float  # of the whole campaign
 
     @property
     def fired(self) -> list[Fired]:
         return [fault for one in self.rounds for fault in one.fired]
+
+    @property
+    def failures(self) -> list[tuple[RoundResult, RoundPlan]]:
+        """The rounds that have failed, with the shortened plan of each."""
+        return [(one, one.shortened) for one in self.rounds if one.shortened is not None]
 
     @property
     def goodput(self) -> float | None:
@@ -174,18 +156,16 @@ class CampaignResult:
             "seconds": self.seconds,
             "goodput": self.goodput,
             "faults": len(self.fired),
-            "rounds": [
-                {**dataclasses.asdict(one), "plan": one.plan.to_dict()} for one in self.rounds
-            ],
+            "rounds": [one.to_dict() for one in self.rounds],
             "failures": [
                 {
-                    "round": one.result.plan.number,
-                    "problems": one.result.wrong(),
+                    "round": one.plan.number,
+                    "problems": one.wrong(),
                     "repeated": one.repeated,
-                    "shortened": one.shortened.to_dict(),
+                    "shortened": shortened.to_dict(),
                     "folder": one.folder,
                 }
-                for one in self.failures
+                for one, shortened in self.failures
             ],
         }
         return json.dumps(values, indent=2)
@@ -194,14 +174,14 @@ class CampaignResult:
 class Display:
     """Shows a campaign on a terminal: its state on one line; elsewhere, a line per round.
 
-    Args:
+    Attributes:
         faults: how many faults are to be fired; `None` if that is not known.
     """
 
-    def __init__(self, console: Console, status: Status, faults: int | None) -> None:
+    def __init__(self, console: Console, status: Status) -> None:
         self._console = console
         self._status = status
-        self._all = "" if faults is None else f" of {faults}"
+        self.faults: int | None = None
         self._fired = 0
         self._failed = 0
 
@@ -209,7 +189,7 @@ class Display:
         """These jobs are running, and each has come to this step."""
         failed = f", {self._failed} rounds failed" if self._failed else ""
         jobs = "".join(f"; {what}: step {step}" for what, step in steps.items())
-        self._status.update(f"{self._fired}{self._all} faults{failed}{jobs}")
+        self._status.update(f"{self._so_far()}{failed}{jobs}")
 
     def ended(self, result: RoundResult) -> None:
         """A round has ended. One that failed is shortened after that."""
@@ -220,7 +200,7 @@ class Display:
         # One that is planned for a moment that never comes does not fire.
         faults = f"{count} faults" if count == planned else f"{count} of {planned} planned faults"
         fired = f"{faults} in {result.seconds:.0f} s, {'FAILED' if wrong else 'identical'}"
-        self.line(f"round {result.plan.number}: {fired}; {self._fired}{self._all} faults")
+        self.line(f"round {result.plan.number}: {fired}; {self._so_far()}")
         for problem in wrong:
             self.line(f"  {problem}")
 
@@ -228,23 +208,25 @@ class Display:
         self.line(f"Campaign with seed {result.seed}, {result.ranks} ranks")
         self._console.print(Markdown(result.table()))
         self.line(", ".join(f"{name}: {value}" for name, value in result.totals().items()))
-        for failure in result.failures:
-            plan = failure.shortened
+        for failed, plan in result.failures:
             self.line(
                 f"Round {plan.number} of seed {result.seed} failed. Its logs and events: "
-                f"{failure.folder}"
+                f"{failed.folder}"
             )
-            before, after = len(failure.result.plan.all_faults), len(plan.all_faults)
-            if failure.repeated:
+            before, after = len(failed.plan.all_faults), len(plan.all_faults)
+            if failed.repeated:
                 self.line(f"Shortened from {before} to {after} faults:")
             else:
                 self.line(
                     "It was not shortened: it did not fail again, or was not run again. The plan:"
                 )
             self.line(plan.to_json())
-            replay = f"outlast chaos campaign --replay {shlex.quote(failure.folder)}/shortened.json"
+            replay = f"outlast chaos campaign --replay {shlex.quote(failed.folder)}/shortened.json"
             script = f" -- {shlex.join(result.command)}" if result.command else ""
             self.line(f"Run it again: {replay}{script}")
+
+    def _so_far(self) -> str:
+        return f"{self._fired}{'' if self.faults is None else f' of {self.faults}'} faults"
 
     def line(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -26,11 +26,7 @@ _USAGE = "usage: python -m outlast.chaos.bootstrap (SCRIPT | -m MODULE) [ARGUMEN
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Installs the plan that the environment names, and runs the script or module.
-
-    Raises:
-        SystemExit: with 2, if there is no script or no valid plan.
-    """
+    """Installs the plan that the environment names, and runs the script or module."""
     as_module = arguments[:1] == ["-m"]
     target, *rest = arguments[int(as_module) :] or [""]
     if not target or (target.startswith("-") and not as_module):

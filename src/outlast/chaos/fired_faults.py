@@ -130,14 +130,8 @@ def identity(pid: int) -> str:
 
 
 def planned_events(plan: Path, state: Path) -> list[PlannedFault]:
-    """One event for each planned fault, and for each random one that fired.
-
-    Args:
-        plan: the plan of the job.
-        state: the directory of its fired faults, after the end of the job.
-
-    Raises:
-        ChaosError: if the plan is not valid any more, or the directory cannot be used.
+    """One event for each planned fault, and for each random one that fired; `state` is the
+    directory of the fired faults, after the end of the job.
     """
     records = {record["key"]: record for record in MarkerDirectory(state).records() if record}
     planned = {f"planned-{index}": fault for index, fault in enumerate(Plan.load(plan).faults)}

@@ -27,7 +27,7 @@ def install(plan: Injector | Plan | Sequence[PlannedFault]) -> Injector:
     global _installed
     # Imported here: a script that only calls `step` needs neither torch nor the wrapper.
     from outlast.async_checkpoint import observers as saves
-    from outlast.inprocess.observers import add_observer, remove_observer
+    from outlast.inprocess.call_wrapper import add_observer, remove_observer
 
     if _installed is not None:
         raise RuntimeError("an injector is installed already: call uninstall() first")

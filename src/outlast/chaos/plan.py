@@ -235,11 +235,7 @@ def _without_defaults(of: PlannedFault | RandomFaults) -> dict[str, Any]:
 
 
 def load_json(path: Path) -> Any:
-    """Reads a JSON file.
-
-    Raises:
-        ChaosError: if it cannot be read or is not JSON; names the file.
-    """
+    """Reads a JSON file; a `ChaosError` names the file."""
     try:
         return json.loads(path.read_bytes())
     except OSError as error:

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 from outlast.system.lazy_exports import exports
 
 if TYPE_CHECKING:
-    from outlast.coordination.decisions.view import Joiner, ViewRecord, decide
+    from outlast.coordination.decision import Joiner, ViewRecord, decide
     from outlast.coordination.membership import COMPLETED, RESTART, MembershipProtocol
     from outlast.coordination.ops import Link, Op, drive, perform_on
     from outlast.coordination.records import FaultRecord, LostRecord, first_cause
-    from outlast.coordination.stores.memory_store import MemoryStore
-    from outlast.coordination.stores.store import KeyTimeout, Store
+    from outlast.coordination.stores.store import KeyTimeout, MemoryStore, Store
     from outlast.coordination.stores.torch_store import TorchStore
 
 __all__ = [
@@ -43,10 +42,9 @@ _NAMES = {
     "membership": ("COMPLETED", "RESTART", "MembershipProtocol"),
     "ops": ("Link", "Op", "drive", "perform_on"),
     "records": ("FaultRecord", "LostRecord", "first_cause"),
-    "stores.memory_store": ("MemoryStore",),
-    "stores.store": ("KeyTimeout", "Store"),
+    "stores.store": ("KeyTimeout", "MemoryStore", "Store"),
     "stores.torch_store": ("TorchStore",),
-    "decisions.view": ("Joiner", "ViewRecord", "decide"),
+    "decision": ("Joiner", "ViewRecord", "decide"),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 

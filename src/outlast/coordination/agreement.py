@@ -142,15 +142,14 @@ class Agreement:
                     own = str(e)
                     answer = {"error": f"rank 0: {own}", "rank": 0, "kind": type(e).__name__}
                 ledger.conclude(index, json.dumps(answer).encode())
-            said = json.loads(self._await(lambda: ledger.await_conclusion(index, self._timeout)))
+            answer = json.loads(self._await(lambda: ledger.await_conclusion(index, self._timeout)))
             self._end()
-            if "error" in said:
-                kind = _KINDS.get(said.get("kind", ""), CheckpointError)
-                raise self._as_shared(kind(own or said["error"]), said["rank"])
-            return said["is"]  # type: ignore[no-any-return]
+            if "error" in answer:
+                kind = _KINDS.get(answer.get("kind", ""), CheckpointError)
+                raise self._as_shared(kind(own or answer["error"]), answer["rank"])
+            return answer["is"]  # type: ignore[no-any-return]
 
     def exchange(self, part: Any) -> list[Any]:
-        """The parts of all ranks in their order, on every rank."""
         return self.gather(part, list)
 
     def _begin(self, *, concludes: bool = False) -> int:
@@ -199,7 +198,7 @@ class Agreement:
     def _fail_step(self, failure: CallFailure) -> bool:
         """Fails the step that this rank is in; returns whether the other ranks learn of a failure
         there. If all ranks have finished their parts, they do not, unless they wait for the result
-        of this one. They may wait for the verdict or for the result, so both say it.
+        of this one. They may wait for the verdict or for the result, so it is recorded for both.
         """
         index, ledger = self._steps, self._ledger
         ledger.fail(index, failure)

@@ -31,9 +31,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from outlast.coordination import runs
 from outlast.coordination.ops import Link
-from outlast.coordination.records import lines
+from outlast.coordination.records import lines, pack_records, unpack_records
 
 LEDGER = "ledger"
 
@@ -50,14 +49,14 @@ async def lost_members(link: Link) -> frozenset[int]:
 
 def summary(done: bytes) -> dict[int, dict[str, Any]]:
     """The record of each member that has arrived, from the value of the key `done`."""
-    return {record["member"]: record for record in runs.unpack_records(done)}
+    return {record["member"]: record for record in unpack_records(done)}
 
 
 async def log(link: Link, name: str) -> dict[int, dict[str, Any]]:
     """The record of each member that has arrived so far. The values in `most` of `arrive` are the
     greatest of all members.
     """
-    records = sorted(lines(await link.read(f"{name}/arrived")), key=lambda said: said["member"])
+    records = sorted(lines(await link.read(f"{name}/arrived")), key=lambda each: each["member"])
     most: dict[str, int] = {}
     for record in records:
         for key, value in record.pop("most", {}).items():
@@ -71,15 +70,15 @@ async def record_arrival(
     member: int,
     expected: frozenset[int],
     most: Mapping[str, int] | None = None,
-    **said: Any,
+    **values: Any,
 ) -> bool:
     """Records the arrival of `member`; returns whether it may be the last, which then has to check.
 
     Args:
         most: numbers of which only the greatest of all members counts.
-        said: what the others learn of this member; `None` stands for nothing.
+        values: what the others learn of this member; `None` stands for nothing.
     """
-    known = {key: value for key, value in said.items() if value is not None}
+    known = {key: value for key, value in values.items() if value is not None}
     line = {"member": member, **known, **({"most": dict(most)} if most else {})}
     record = json.dumps(line, separators=(",", ":")).encode() + b"\n"
     await link.append(f"{name}/arrived", record)
@@ -90,12 +89,12 @@ async def record_arrival(
 
 
 async def arrive(
-    link: Link, name: str, member: int, expected: frozenset[int], **said: Any
+    link: Link, name: str, member: int, expected: frozenset[int], **values: Any
 ) -> bytes | None:
     """Records the arrival of `member`, and completes the barrier if it is the last: then returns
     the value of `done`.
     """
-    if await record_arrival(link, name, member, expected, **said):
+    if await record_arrival(link, name, member, expected, **values):
         return await complete(link, name, expected)
     return None
 
@@ -108,7 +107,7 @@ async def complete(link: Link, name: str, expected: frozenset[int]) -> bytes | N
     absent = expected - arrived.keys()
     if absent and absent - await lost_members(link):
         return None
-    return await link.claim(done_key(name), runs.pack_records(list(arrived.values())))
+    return await link.claim(done_key(name), pack_records(list(arrived.values())))
 
 
 async def missing(link: Link, name: str, expected: frozenset[int]) -> frozenset[int]:

@@ -38,6 +38,8 @@ import json
 import socket
 from typing import Any
 
+import msgspec
+
 from outlast.coordination import MemoryStore, Store
 from outlast.errors import AsyncCallError
 from outlast.system.error_text import describe, traceback_text
@@ -61,12 +63,10 @@ class CallFailure:
 
     @classmethod
     def here(cls, call: int, name: str, rank: int, cause: str, traceback: str = "") -> CallFailure:
-        """A failure on this host."""
         return cls(call, name, rank, socket.gethostname(), cause, traceback)
 
     @classmethod
     def of(cls, error: BaseException, call: int, name: str, rank: int) -> CallFailure:
-        """An exception on this host, with its traceback."""
         return cls.here(call, name, rank, describe(error), traceback_text(error))
 
     def encode(self) -> bytes:
@@ -76,16 +76,8 @@ class CallFailure:
     def decode(cls, data: bytes) -> CallFailure:
         """The inverse of `encode`; an `AsyncCallError` if `data` is not such a record."""
         try:
-            values: dict[str, Any] = json.loads(data)
-            return cls(
-                call=int(values["call"]),
-                name=str(values["name"]),
-                rank=int(values["rank"]),
-                host=str(values["host"]),
-                cause=str(values["cause"]),
-                traceback=str(values["traceback"]),
-            )
-        except (ValueError, KeyError, TypeError) as e:
+            return msgspec.convert(json.loads(data), type=cls)
+        except (ValueError, msgspec.ValidationError) as e:
             raise AsyncCallError(f"not a record of a failed call: {data[:200]!r}") from e
 
     def to_error(self) -> AsyncCallError:
@@ -130,7 +122,6 @@ class CallLedger:
             self._levels.append(-(-self._levels[-1] // _WIDTH))
 
     def child(self, name: str) -> CallLedger:
-        """A ledger of the same ranks, with separate keys. Not a collective."""
         return CallLedger(self._store, f"{self._prefix}/{name}", self.rank, self.world_size)
 
     def agree(self, name: str, value: str) -> str:
@@ -140,16 +131,11 @@ class CallLedger:
         return self._store.claim(f"{self._prefix}/{name}", value.encode()).decode()
 
     def announce(self, index: int, name: str) -> None:
-        """Announces that this rank has scheduled `name` as call `index`.
-
-        Raises:
-            AsyncCallError: if another rank has scheduled another call under this index; names
-                both. The call has then failed for all ranks.
+        """Announces that this rank has scheduled `name` as call `index`. An `AsyncCallError` if
+        another rank has scheduled another call under this index: it has failed for all ranks then.
         """
-        said = json.dumps({"rank": self.rank, "name": name}, separators=(",", ":"))
-        first: dict[str, Any] = json.loads(
-            self._store.claim(self._key(index, "name"), said.encode())
-        )
+        own = json.dumps({"rank": self.rank, "name": name}, separators=(",", ":")).encode()
+        first = json.loads(self._store.claim(self._key(index, "name"), own))
         if first["name"] == name:
             return
         cause = (
@@ -190,11 +176,10 @@ class CallLedger:
         """Claims that the call has failed. Returns whether that is now the verdict: another rank
         may have failed before, or all may have finished.
         """
-        said = Verdict(failure).encode()
-        return self._store.claim(self._key(index, "verdict"), said) == said
+        verdict = Verdict(failure).encode()
+        return self._store.claim(self._key(index, "verdict"), verdict) == verdict
 
     def verdict(self, index: int) -> Verdict | None:
-        """How the call ended; `None` while it is undecided."""
         data = self._store.read(self._key(index, "verdict"))
         return None if data is None else Verdict.decode(data)
 
@@ -284,19 +269,19 @@ def connect_ledger(purpose: str, group: Any = None) -> CallLedger:
     """A new ledger of the ranks of a process group, on the group's store.
 
     All ranks call this in the same order; the first call for a group is a collective. All ledgers
-    of a group share their connections (`process_group_store.py`). The default group is used by
+    of a group share their connections (`collectives.py`). The default group is used by
     default. Without a group, or with one rank, the ledger is in this process.
 
     Raises:
         ValueError: if this rank is not in the group.
         StoreError: if the group's store cannot be reached.
     """
-    from outlast.coordination import process_group_store
+    from outlast.coordination import collectives
 
-    place = process_group_store.place_in(group)
+    place = collectives.place_in(group)
     if place is None:
         return CallLedger(MemoryStore(), purpose, 0, 1)
     rank, world_size, _ = place
-    store = process_group_store.shared_store(group)
-    prefix = process_group_store.unique_prefix(purpose, group)
+    store = collectives.shared_store(group)
+    prefix = collectives.unique_prefix(purpose, group)
     return CallLedger(store, prefix, rank, world_size)

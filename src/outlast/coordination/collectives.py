@@ -1,12 +1,23 @@
-"""The few small collectives that this package needs."""
+"""What the ranks of a process group share: a few small collectives, and the group's store.
+
+The backend of a group talks through the group's connection at any time, and a connection serves one
+operation at a time: a wait on it would hold up the backend. So all ledgers of a process share one
+client per group, on connections of its own.
+"""
 
 from __future__ import annotations
 
+import secrets
+import weakref
+from collections import Counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
+from outlast.coordination import TorchStore
+from outlast.coordination.stores.tcp_client import SharedClient
 from outlast.errors import AsyncCallError
 
 
@@ -48,3 +59,83 @@ def _device(group: Any) -> torch.device:
     kinds = [device.type for device in resolved._device_types]
     # NCCL takes only tensors on the GPU; gloo takes both, and those on the CPU need no copy.
     return torch.device("cpu" if "cpu" in kinds or not kinds else kinds[0])
+
+
+_torch: Any = dist  # its stubs do not name the stores
+
+
+class _Shared:
+    """What the ledgers of one process group share in this process.
+
+    The number and the counts live as long as the group. They must not end with the last ledger:
+    that moment depends on the garbage collector and differs between ranks, and then one rank would
+    enter the all-reduce of `unique_prefix` and another would not. The connections do end with the
+    last ledger that uses them, or with its last blocked wait.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self.ledgers: Counter[str] = Counter()  # how many were made, by purpose
+        self.store: weakref.ref[SharedClient | TorchStore] | None = None
+
+
+_shared: weakref.WeakKeyDictionary[Any, _Shared] = weakref.WeakKeyDictionary()  # by group
+
+
+def place_in(group: Any) -> tuple[int, int, str] | None:
+    """This rank, the world size and the group's name; `None` for a process alone.
+
+    Raises:
+        ValueError: if this rank is not in the group.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        if group is not None:
+            raise ValueError("a group was given, but no process group is initialized")
+        return None
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise ValueError("this rank is not in the group")
+    return (rank, size, str(_resolved(group).group_name)) if size > 1 else None
+
+
+def unique_prefix(purpose: str, group: Any) -> str:
+    """A prefix for the keys of one ledger, equal on all ranks and never used before.
+
+    All ranks make the ledgers of a group in the same order, for the life of the group: the first
+    one is a collective, in which they agree on a random number, and each rank counts the ledgers
+    of each purpose. The number is needed because a store may outlive a group, and a launcher that
+    restarts all workers keeps it: the verdict on a call of an earlier ledger must never be taken
+    for one of this ledger.
+    """
+    resolved = _resolved(group)
+    shared = _shared.setdefault(resolved, _Shared())
+    if shared.number is None:
+        shared.number = least(secrets.randbits(62), group)
+    shared.ledgers[purpose] += 1
+    count = shared.ledgers[purpose]
+    return f"outlast/{purpose}/{resolved.group_name}/{shared.number:x}/{count}"
+
+
+def shared_store(group: Any) -> SharedClient | TorchStore:
+    """The store that all ledgers of this group share in this process. Not a collective."""
+    resolved = _resolved(group)
+    shared = _shared.setdefault(resolved, _Shared())
+    store: SharedClient | TorchStore | None
+    store = None if shared.store is None else shared.store()
+    if store is None:
+        base = distributed_c10d._get_process_group_store(resolved)
+        while isinstance(base, _torch.PrefixStore):
+            base = base.underlying_store
+        if isinstance(base, _torch.TCPStore):
+            # Not torch's client: connections end while they are used, in a restart in place or with
+            # the rank that serves the store.
+            store = SharedClient(base.host, base.port, base.timeout.total_seconds())
+            store.connect()
+        else:
+            store = TorchStore(base, type(base).__name__)
+        shared.store = weakref.ref(store)
+    return store
+
+
+def _resolved(group: Any) -> Any:
+    return distributed_c10d._get_default_group() if group is None else group

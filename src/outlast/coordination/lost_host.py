@@ -17,22 +17,16 @@ refuses, because the reporter acts only once the store has closed itself to the 
 from __future__ import annotations
 
 import dataclasses
+import json
 
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link
-from outlast.coordination.records import FaultRecord, LostRecord, lines, to_line
-
-
-@dataclasses.dataclass(frozen=True)
-class Resident:
-    """A process that runs on a host: the token with which it registers."""
-
-    token: str
+from outlast.coordination.records import FaultRecord, LostRecord, lines
 
 
 async def enter_host(link: Link, host: str, token: str) -> None:
     """Records that the process with `token` lives on `host`; before it registers."""
-    await link.append(f"hosts/{host}", to_line(Resident(token)))
+    await link.append(f"hosts/{host}", json.dumps({"token": token}).encode() + b"\n")
 
 
 async def report_killed(
@@ -45,14 +39,10 @@ async def report_killed(
 ) -> None:
     """Records that a process ended without leaving the job; called by its monitor.
 
-    Args:
-        host: of the process and its monitor; empty on a job with one host.
-        rank, token: with which the process registers. If it did not know its member ID yet, the
-            monitor claims its rank of the first view for it, so that the others do not wait for a
-            process that will never arrive. It enters the host first: the loss of the host in the
-            middle of this report would leave a claim that belongs to no host.
-        member: its ID; -1 if it is not known.
-        fault: what is known of its end; the member is filled in.
+    `member` is its ID; -1 if it did not know that yet. Then the monitor claims `rank` of the first
+    view for it, with its `token`, so that the others do not wait for a process that will never
+    arrive. It enters the host first: the loss of the host in the middle of this report would leave
+    a claim that belongs to no host. `fault` is what is known of its end, without the member.
     """
     if member < 0:
         if host:
@@ -69,16 +59,10 @@ async def report_killed(
 async def report_host_lost(
     membership: MembershipProtocol, host: str, ranks: range, fault: FaultRecord
 ) -> frozenset[int]:
-    """Records all members on a lost host as lost. It may be called again, also by another process:
-    a member that is in the ledger already is left out.
-
-    Args:
-        host: the ID under which its processes have entered.
-        ranks: the ranks that its processes were started as.
-        fault: what is known of the loss; iteration, member and rank are filled in.
-
-    Returns:
-        The members that this call has recorded.
+    """Records all members on a lost host as lost; returns those that this call has recorded. It may
+    be called again, also by another process: a member that is in the ledger already is left out.
+    `ranks` are those that its processes were started as; `fault` is what is known of the loss,
+    without iteration, member and rank.
     """
     link = membership.link
     claimed = {rank: await membership.register(rank, f"lost with {host}") for rank in ranks}

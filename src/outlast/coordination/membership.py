@@ -40,15 +40,14 @@ import json
 from collections.abc import Sequence
 
 from outlast.coordination import barrier
-from outlast.coordination.decisions.deciding import (
+from outlast.coordination.deciding import (
     COMPLETED,
     GONE,
     RESTART,
     Decisions,
     decision_key,
 )
-from outlast.coordination.decisions.decision import Decision, encode_record, forgotten
-from outlast.coordination.decisions.view import Joiner, ViewRecord
+from outlast.coordination.decision import Decision, Joiner, ViewRecord, encode_record, forgotten
 from outlast.coordination.ops import Link
 from outlast.coordination.records import (
     FaultRecord,
@@ -72,9 +71,7 @@ def resume_key(iteration: int) -> str:
 
 
 class MembershipProtocol(Decisions):
-    """The membership protocol of one call, for one process: what it adds to the facts. See
-    `Decisions` for the arguments.
-    """
+    """The membership protocol of one call, for one process: what it adds to the facts."""
 
     async def register(self, rank: int, token: str) -> int | None:
         """Claims `rank` of the first view; returns the member id, or `None` if it was claimed
@@ -139,12 +136,8 @@ class MembershipProtocol(Decisions):
     async def report_lost(
         self, lost: LostRecord, iteration: int, fault: FaultRecord | None = None
     ) -> None:
-        """Records that a member has left the job; wakes all members that may wait for it.
-
-        Args:
-            lost: the member, and why.
-            iteration: its last known one; -1 if none is known.
-            fault: the cause of its death, if that is a fault of the iteration.
+        """Records that a member has left the job, for `fault` if that is one of the iteration, its
+        last known one (-1: none is known); wakes all members that may wait for it.
         """
         await self.report_all_lost([lost], iteration, [] if fault is None else [fault])
 
@@ -179,9 +172,7 @@ class MembershipProtocol(Decisions):
             await barrier.complete(self.link, "goodbye", view.expected)
 
     async def announce_kill(self, process: str, why: str) -> None:
-        """Records that a monitor is about to kill its process, whose name (`process_name`) the
-        launcher knows.
-        """
+        """Records, for the launcher, that a monitor is about to kill its process."""
         await self.link.put(f"killed/{process}", why.encode())
 
     async def announced_kill(self, process: str) -> str:
@@ -189,11 +180,9 @@ class MembershipProtocol(Decisions):
         return (await self.link.read(f"killed/{process}") or b"").decode()
 
     async def is_registered(self, rank: int) -> bool:
-        """Whether a process has registered as this rank, or a reporter of its loss for it."""
         return await self.link.read(f"claim/{rank}") is not None
 
     async def say_goodbye(self, member: int, iteration: int) -> None:
-        """Records that this member no longer needs the store."""
         view = await self.view(iteration)
         if view is not None:
             await barrier.arrive(self.link, "goodbye", member, view.expected)
@@ -243,7 +232,6 @@ class MembershipProtocol(Decisions):
         await self.link.put("last-save", str(limit_s).encode())
 
     async def last_save(self) -> float | None:
-        """How long the save for a stop may take, in seconds; `None` before it has begun."""
         data = await self.link.read("last-save")
         return None if data is None else float(data)
 
@@ -274,7 +262,6 @@ class MembershipProtocol(Decisions):
         await self.decide(iteration)
 
     async def restart_counts(self) -> tuple[RestartCount, ...]:
-        """The restarts of this call by cause."""
         newest = await self.decision(await self.current())
         return () if newest is None else newest.history.restarts
 

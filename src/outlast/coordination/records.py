@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from outlast.events.restart_causes import HUNG, hung_ranks
@@ -30,23 +31,8 @@ def process_name(host: str, pid: int) -> str:
 class FaultRecord:
     """A fault in one iteration, as its own process, its monitor or an observer reported it.
 
-    Attributes:
-        interruption: a name of `outlast.inprocess.attribution.Interruption`.
-        cause: one line.
-        traceback: the whole traceback, or an empty string.
-        consequence: whether it looks like the consequence of another fault, such as the closed
-            connection of a peer.
-        overtaken: whether the exception was on its way out of the function, or handled there, when
-            another fault's restart interrupted the function; see `fault_echo.overtaken`.
-        pings, collectives: the progress of the member; among hung ranks, the one that is furthest
-            behind is the likely cause. -1 collectives if it is not known.
-        idle: how long it had made no progress, in seconds.
-        own_report: whether the hung member reports itself: it knows where it was.
-        where: the place where the exception was raised; empty if there was none.
-        permanent: whether a restart would raise it again: `always`, `at start` (if the job has not
-            trained yet), or empty.
-        step: the last training step in this iteration; 0 if none is known.
-        mistake: whether a mistake in the user's program raises such an exception.
+    `pings` and `collectives` are the progress of the member: among hung ranks, the one that is
+    furthest behind is the likely cause.
     """
 
     iteration: int
@@ -54,19 +40,19 @@ class FaultRecord:
     rank: int
     host: str
     pid: int
-    interruption: str
-    cause: str
-    traceback: str = ""
-    consequence: bool = False
+    interruption: str  # a name of `outlast.inprocess.attribution.Interruption`
+    cause: str  # one line
+    traceback: str = ""  # the whole traceback, or an empty string
+    consequence: bool = False  # it looks like that of another fault: a closed connection
     pings: int = 0
-    collectives: int = -1
-    idle: float = 0.0
-    own_report: bool = False
-    where: str = ""
-    permanent: str = ""
-    step: int = 0
-    overtaken: bool = False
-    mistake: bool = False
+    collectives: int = -1  # -1 if not known
+    idle: float = 0.0  # how long the member had made no progress, in seconds
+    own_report: bool = False  # the hung member reports itself: it knows where it was
+    where: str = ""  # the place where the exception was raised, if there was one
+    permanent: str = ""  # whether a restart would raise it again: `always`, `at start`, or empty
+    step: int = 0  # the last training step in this iteration; 0 if none is known
+    overtaken: bool = False  # see `error_kinds.overtaken`
+    mistake: bool = False  # a mistake in the user's program raises such an exception
 
     @property
     def may_be_harmless(self) -> bool:
@@ -86,10 +72,8 @@ class LostRecord:
 
 @dataclasses.dataclass(frozen=True)
 class StopRecord:
-    """A request to stop the job: all members leave with `exit_code` once its state is saved.
-
-    Attributes:
-        done: what was saved, once a member has done all that the stop requires; empty before.
+    """A request to stop the job: all members leave with `exit_code` once its state is saved. `done`
+    is what was saved, once a member has done all that the stop requires; empty before.
     """
 
     reason: str
@@ -99,17 +83,11 @@ class StopRecord:
 
 @dataclasses.dataclass(frozen=True)
 class SizeRecord:
-    """What the members that hold a restart for replacements tell the launchers.
+    """What the members that hold a restart for replacements tell the launchers."""
 
-    Attributes:
-        ranks: how many are there.
-        least: how many the function needs at least; -1 if it has not got far enough to say.
-        wait_s: for how long the program wants to wait for replacements; 0 if it does not say.
-    """
-
-    ranks: int
-    least: int
-    wait_s: float = 0.0
+    ranks: int  # how many are there
+    least: int  # how many the function needs at least; -1 if it has not got far enough to say
+    wait_s: float = 0.0  # for how long the program wants to wait; 0 if it does not say
 
 
 def to_line(record: Any) -> bytes:
@@ -167,3 +145,48 @@ _ENDS = frozenset((*_SEVERITY, "BASE_EXCEPTION"))
 def ends(fault: FaultRecord) -> bool:
     """Whether the member no longer took part after this fault."""
     return fault.interruption in _ENDS
+
+
+def pack(values: Iterable[Any]) -> list[list[Any]]:
+    """`values` as runs: what all members read must not grow with their number. In a job of any
+    size, members and ranks mostly count up, and most other values are equal. So the list of 16,384
+    ranks is one run, `[0, 16384, 1]`: the first value, how many, and the step.
+    """
+    runs: list[list[Any]] = []
+    for value in values:
+        if runs:
+            first, count, step = runs[-1]
+            countable = type(first) is type(value) is int
+            if count == 1 and countable and value == first + 1:
+                runs[-1] = [first, 2, 1]
+                continue
+            if value == (first + count * step if countable else first) and (
+                type(value) is type(first)
+            ):
+                runs[-1][1] += 1
+                continue
+        runs.append([value, 1, 0])
+    return runs
+
+
+def unpack(runs: Iterable[list[Any]]) -> list[Any]:
+    """The inverse of `pack`."""
+    values: list[Any] = []
+    for first, count, step in runs:
+        values += range(first, first + count) if step else [first] * count
+    return values
+
+
+def pack_records(records: list[dict[str, Any]]) -> bytes:
+    """Records with the same names, as one line of JSON with a sequence of runs for each name."""
+    names = sorted({name for record in records for name in record})
+    columns = {name: pack(record.get(name) for record in records) for name in names}
+    return json.dumps(columns, separators=(",", ":")).encode()
+
+
+def unpack_records(data: bytes) -> list[dict[str, Any]]:
+    """The inverse of `pack_records`."""
+    columns = {name: unpack(runs) for name, runs in json.loads(data).items()}
+    return [
+        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
+    ]

@@ -1,7 +1,8 @@
-"""The training step that this process has reached, from what counts steps to what follows progress.
+"""The progress of this process: the training step that it has reached, and how often the function
+has been left because of a fault.
 
-`Job.step` and `Checkpointer.save` report it; `inprocess.Wrapper`, which does not know them, uses it
-to tell a fault that comes back from one after progress, and fault injection to fire at a step.
+`Job.step` and `Checkpointer.save` report steps; `inprocess.Wrapper`, which does not know them, uses
+them to tell a fault that comes back from one after progress, and fault injection to fire at a step.
 """
 
 from __future__ import annotations
@@ -32,3 +33,20 @@ def observed_steps(observer: Callable[[int, bool], None]) -> Iterator[None]:
         yield
     finally:
         _observers.remove(observer)
+
+
+_restarts = 0
+
+
+def restart_count() -> int:
+    """How often the training function has been left because of a fault. Only changes mean
+    something: an object that was made before the count changed belongs to an iteration that is
+    over. A new one may take its place, although the old one was never closed.
+    """
+    return _restarts
+
+
+def count_restart() -> None:
+    """Counts: the training function has been left, and may be called again."""
+    global _restarts
+    _restarts += 1

@@ -167,9 +167,8 @@ class WorkerExited(Event, kind="worker_exited"):
 
 
 class WorkerFailed(Event, kind="worker_failed"):
-    """A process of the launcher failed, and what the launcher did: `decision` is a value of
-    `outlast.launch.agent.decisions.Decision`. `failed_time` is when the process failed, which may
-    be before its end; `message` is the last line of its traceback or of its standard error.
+    """A process of the launcher failed, and what the launcher decided. `failed_time` may be before
+    its end; `message` is the last line of its traceback or of its standard error.
     """
 
     worker_pid: int = -1

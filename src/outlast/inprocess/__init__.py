@@ -4,7 +4,7 @@ The names are those of nvidia-resiliency-ext 0.2. `outlast.compat.nvrx.inprocess
 signatures of 0.4; `docs/migration.md` compares them.
 """
 
-from outlast.coordination.decisions.repeated_faults import RepeatedFaults
+from outlast.coordination.repeated_faults import RepeatedFaults
 from outlast.inprocess import (
     abort,
     attribution,
@@ -28,10 +28,9 @@ from outlast.inprocess.exception import (
     RestartError,
     UnrecoverableFault,
 )
-from outlast.inprocess.progress.adaptive_timeout import Adaptive
 from outlast.inprocess.recovery.host_protocol import GrowPolicy
 from outlast.inprocess.state import State, Status
-from outlast.inprocess.timeouts import Timeouts
+from outlast.inprocess.timeouts import Adaptive, Timeouts
 from outlast.inprocess.wrapper import Wrapper
 
 __all__ = [

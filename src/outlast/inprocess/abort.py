@@ -2,14 +2,14 @@
 
 * NCCL groups are aborted with NCCL's abort, each in a separate thread, so that a hanging abort does
   not delay the others.
-* gloo groups are aborted by shutting down their sockets (`distributed/gloo_sockets.py`), including
+* gloo groups are aborted by shutting down their sockets (`interruption/gloo.py`), including
   subgroups and DDP's groups.
 * A rank may also be blocked while creating a group, waiting on the group's store for a peer that
   will never arrive. Therefore the connections to that store that this iteration opened are shut
   down as well. Connections that were open before the wrapped call are not touched.
 
 The groups' resources are released afterwards, in the thread that used them
-(`distributed/release.py`).
+(`interruption/release.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from __future__ import annotations
 import abc
 import importlib
 import logging
+import os
+import socket
 import threading
 import time
 from typing import Any
@@ -24,9 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from outlast.inprocess.distributed.connection import peer
-from outlast.inprocess.distributed.gloo_abort import GlooAbort
 from outlast.inprocess.environment import store_endpoint
+from outlast.inprocess.interruption.gloo import GlooAbort
 from outlast.inprocess.state import State
 from outlast.system.sockets import shut_down, socket_inodes
 
@@ -98,7 +99,7 @@ class AbortTorchDistributed(Abort):
         if endpoint is None:
             return
         for descriptor, inode in socket_inodes().items():
-            if inode not in self._open_before and peer(descriptor) == endpoint:
+            if inode not in self._open_before and _peer(descriptor) == endpoint:
                 shut_down(descriptor, inode)
 
 
@@ -130,6 +131,18 @@ def interrupt_collectives(done: threading.Event) -> None:
         if done.wait(_AGAIN_S):
             return
         gloo.wake_blocked(settled=not connected)
+
+
+def _peer(descriptor: int) -> tuple[str, int] | None:
+    """The peer's address and port; `None` if the socket has no peer, or the peer has no port."""
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            address = connection.getpeername()
+    except OSError:
+        return None
+    if not isinstance(address, tuple):
+        return None
+    return str(address[0]).removeprefix("::ffff:"), int(address[1])
 
 
 def _nccl_backends() -> list[Any]:

@@ -28,28 +28,10 @@ class Interruption(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class InterruptionRecord:
-    """An interruption of `rank`. `from_str` parses the text that `str()` returns."""
+    """An interruption of `rank`."""
 
     rank: int
     interruption: Interruption
 
     def __str__(self) -> str:
         return f"{self.rank}:{self.interruption.value}"
-
-    @classmethod
-    def from_str(cls, text: str) -> InterruptionRecord:
-        """Parses the text that `str()` returns.
-
-        Raises:
-            ValueError: if `text` does not have that form; quotes it.
-        """
-        rank, separator, kind = text.partition(":")
-        try:
-            if not separator:
-                raise ValueError("no colon")
-            return cls(int(rank), Interruption(kind))
-        except ValueError as e:
-            known = ", ".join(i.value for i in Interruption)
-            raise ValueError(
-                f"not an interruption record: {text!r} (RANK:KIND with a kind of {known}): {e}"
-            ) from e

@@ -1,16 +1,16 @@
-"""The wrapped function's handle to its wrapper."""
+"""The wrapped function's handle to its wrapper; and observers of calls, such as fault injection."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
 
 from outlast.clock import Clock
-from outlast.inprocess.interruption.atomic import AtomicSection
-from outlast.inprocess.observers import observers
-from outlast.inprocess.progress.adaptive_timeout import GapEstimator
-from outlast.inprocess.progress.shared_page import SharedPage
+from outlast.inprocess.interruption.interrupter import AtomicSection
+from outlast.inprocess.monitor.shared_page import SharedPage
 from outlast.inprocess.state import State
+from outlast.inprocess.timeouts import GapEstimator
 from outlast.system.arguments import Duration, as_timedelta, seconds
 
 
@@ -95,3 +95,38 @@ class CallWrapper:
             page.soft_limit = before
             page.progress = page.pinged = self._clock.now()
             self._last_ping = None
+
+
+class Observer(Protocol):
+    """Called in the function's thread, as part of the function: it may be interrupted, and its
+    exceptions count as the function's.
+    """
+
+    def entered(self, call: CallWrapper) -> None:
+        """Called just before the function, in every iteration."""
+
+    def pinged(self, call: CallWrapper, pings: int) -> None:
+        """Called at each `call.ping()`; `pings` counts from 1 in every iteration."""
+
+    def recovering(self, iteration: int, rank: int) -> None:
+        """Called in a restart in place, as part of finalize and of initialize, which have these
+        iterations: the one that has ended, and the one that begins.
+        """
+
+
+_observers: list[Observer] = []
+
+
+def add_observer(observer: Observer) -> None:
+    """Adds an observer to every wrapped call of this process."""
+    _observers.append(observer)
+
+
+def remove_observer(observer: Observer) -> None:
+    """Removes an observer; a `ValueError` if it was not added."""
+    _observers.remove(observer)
+
+
+def observers() -> tuple[Observer, ...]:
+    """All observers, in the order in which they were added."""
+    return tuple(_observers)

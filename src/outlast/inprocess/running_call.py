@@ -1,58 +1,101 @@
-"""The running call of a wrapped function, as other packages of `outlast` see it.
-
-It outlives the iterations: what is asked of it holds for the rest of the call, on every rank.
-"""
+"""The running call of a wrapped function, as other packages of `outlast` see it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import TracebackType
+from typing import Any
 
-from outlast.coordination.records import StopRecord
+from outlast.coordination.decision import ViewRecord
+from outlast.coordination.membership import MembershipProtocol
+from outlast.coordination.ops import Op, drive
+from outlast.coordination.records import FaultRecord, StopRecord
+from outlast.errors import RestartAbort
+from outlast.inprocess.call_wrapper import CallWrapper
+from outlast.inprocess.environment import Launch
+from outlast.inprocess.monitor.shared_page import SharedPage
+from outlast.inprocess.state import State
 
 
-class RunningCall(Protocol):
-    """One call of a wrapped function, on this rank."""
+class RunningCall:
+    """One call of a wrapped function, on this rank. It outlives the iterations: what is asked of it
+    holds for the rest of the call, on every rank. Any thread may call its methods; they raise a
+    `StoreError` if the store cannot be reached.
+    """
+
+    # Set by the session.
+    membership: MembershipProtocol
+    perform: Callable[[Op], Any]
+
+    wrapper: CallWrapper | None = None  # what the function was given; `None` before the first one
+    # The request to stop that was known when the present iteration was decided: the same on all
+    # ranks. This iteration is then the last one.
+    stop: StopRecord | None = None
+    # Whether the last iteration ended with a fault equal to one before it, without progress in
+    # between. A process that has joined since does not know of it.
+    fault_came_back = False
+    full = 0  # the number of active ranks at the start, if this process knows it
+    least = 0  # the smallest number of active ranks with which the function may be called again
+    least_is_known = False  # the function has called `require_ranks`, or never will
+
+    def __init__(
+        self, page: SharedPage, launch: Launch, state: State, *, awaits: bool, has_filter: bool
+    ) -> None:
+        self.page, self._launch, self.state = page, launch, state
+        self._awaits, self._has_filter = awaits, has_filter
+        self._at_end = ExitStack()
+
+    def __enter__(self) -> None:
+        global _current
+        _current = self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        global _current
+        try:
+            self._at_end.__exit__(exc_type, exc, traceback)
+        finally:
+            _current = None
 
     @property
     def rank(self) -> int:
-        """The rank of this process, in the present or the last iteration."""
-
-    @property
-    def stop(self) -> StopRecord | None:
-        """The request to stop that was known when the present iteration was decided: the same on
-        all ranks. This iteration is then the last one.
-        """
+        return self.state.rank
 
     @property
     def terminated(self) -> bool:
         """Whether the hard timeout is over, so that the monitor process ends this process: first by
         SIGTERM, which is no request to stop the job then.
         """
-
-    @property
-    def fault_came_back(self) -> bool:
-        """Whether the last iteration ended with a fault equal to one before it, without progress in
-        between. A process that has joined since does not know of it.
-        """
+        return bool(self.page.killed_hard)
 
     def request_stop(self, reason: str, exit_code: int) -> None:
-        """Records a request to stop: from the next restart on, every rank knows of it.
-
-        The first request counts. Any thread may call this.
-
-        Raises:
-            StoreError: if the store cannot be reached.
+        """Records a request to stop: from the next restart on, every rank knows of it. The first
+        request counts.
         """
+        drive(self.membership.request_stop(StopRecord(reason, exit_code)), self.perform)
 
     def saving_for_stop(self, limit_s: float) -> None:
         """Tells the launcher that the last save has begun, and how long it may take."""
+        drive(self.membership.announce_last_save(limit_s), self.perform)
 
     def finish_stop(self, done: str) -> None:
         """Records that the stop has been carried out; `done` says what was saved. Every rank that
         has not left by itself then leaves with the exit code of the request.
         """
+        drive(self.membership.finish_stop(done), self.perform)
+
+    def long_phase(self, limit_s: float | None) -> AbstractContextManager[None]:
+        """Declares a phase without pings, as `CallWrapper.long_phase`."""
+        return nullcontext() if self.wrapper is None else self.wrapper.long_phase(limit_s)
+
+    def at_end(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` when the call ends on this rank, in any way."""
+        self._at_end.callback(callback)
 
     def require_ranks(self, min_ranks: int | None) -> None:
         """Requires a number of active ranks for every further iteration; `None`: as many as at the
@@ -61,12 +104,51 @@ class RunningCall(Protocol):
         Raises:
             RestartAbort: here if there are fewer already, or at the restart that leaves fewer.
         """
+        self.least_is_known = True
+        if min_ranks is None:
+            self.least = 0 if self._awaits else self.full
+        else:
+            self.least = min_ranks
+        if self.state.active_world_size < self.least:
+            raise RestartAbort(self._refusal(self.state.active_world_size, [], None))
 
-    def long_phase(self, limit_s: float | None) -> AbstractContextManager[None]:
-        """Declares a phase without pings, as `CallWrapper.long_phase`."""
+    def assigned(self, record: ViewRecord, state: State, cause: FaultRecord | None) -> None:
+        """Takes the state of the next iteration, after a restart because of `cause`.
 
-    def at_end(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` when the call ends on this rank, in any way."""
+        Raises:
+            RestartAbort: if the job would continue with too few ranks.
+        """
+        if not self.full:
+            if state.iteration == 0:
+                self.full = state.active_world_size
+            elif not self._has_filter:
+                self.full = self._launch.world_size
+        if record.stop is None and state.active_world_size < self.least:
+            lost = [rank for rank, member in enumerate(record.slots()) if member is None]
+            raise RestartAbort(self._refusal(state.active_world_size, lost, cause))
+        self.state, self.stop = state, record.stop
+
+    def _refusal(self, size: int, lost: list[int], cause: FaultRecord | None) -> str:
+        what = ""
+        if lost:
+            ranks = "rank %s was" if len(lost) == 1 else "ranks %s were"
+            first = "" if cause is None else f" ({cause.cause}; rank {cause.rank} on {cause.host})"
+            what = f"{ranks % ', '.join(map(str, lost))} lost{first} and not replaced: "
+        if self._launch.agent:
+            why = (
+                "outlast run replaces no rank that exits with code 0, or --max-restarts allows no "
+                "further replacement, or none has joined"
+            )
+        elif self._launch.agent_store:
+            why = "torchrun replaces no single rank; `outlast run` does"
+        else:
+            why = "nothing replaces a lost rank here; `outlast run` does"
+        return (
+            f"{what}the job has {size} of {max(self.full, self.least)} ranks left, and needs "
+            f"{self.least}; {why}. To continue with fewer ranks, pass min_ranks={size} to "
+            "outlast.Job. To wait for replacements that you start yourself, use AwaitReplacements "
+            "in the rank assignment."
+        )
 
 
 _current: RunningCall | None = None
@@ -80,9 +162,3 @@ def running_call() -> RunningCall | None:
 def long_phase(limit_s: float | None) -> AbstractContextManager[None]:
     """`RunningCall.long_phase` in a wrapped function; does nothing outside of one."""
     return nullcontext() if _current is None else _current.long_phase(limit_s)
-
-
-def set_running_call(call: RunningCall | None) -> None:
-    """Sets the result of `running_call`; only the session of a call does."""
-    global _current
-    _current = call

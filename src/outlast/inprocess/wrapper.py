@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
 import inspect
 import re
-import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
-from outlast.coordination.decisions.repeated_faults import RepeatedFaults
+from outlast.coordination.repeated_faults import RepeatedFaults
 from outlast.events import Sink
 from outlast.inprocess.abort import Abort, AbortTorchDistributed
 from outlast.inprocess.call_wrapper import CallWrapper
@@ -21,14 +19,14 @@ from outlast.inprocess.ending import Completion, Terminate
 from outlast.inprocess.finalize import Finalize
 from outlast.inprocess.health_check import HealthCheck
 from outlast.inprocess.initialize import Initialize
+from outlast.inprocess.interruption.error_kinds import remove_own_frames
 from outlast.inprocess.rank_assignment import RankAssignment, ShiftRanks
 from outlast.inprocess.rank_filter import RankFilter
 from outlast.inprocess.recovery.host_protocol import GrowPolicy
 from outlast.inprocess.recovery.session import run_call
 from outlast.inprocess.recovery.settings import Settings
-from outlast.inprocess.store import TCPStore
+from outlast.inprocess.store import StoreMixin, TCPStore
 from outlast.inprocess.timeouts import Timeouts
-from outlast.inprocess.user_errors import remove_own_frames
 from outlast.system.arguments import check_options, options_of
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -54,8 +52,7 @@ class Wrapper:
 
     The function gets its `CallWrapper` for a parameter that is annotated with that class, or for an
     unannotated parameter named `call` (without a default, or with `None`) that its caller does not
-    pass. `@Wrapper` without parentheses
-    is `@Wrapper()`.
+    pass. `@Wrapper` without parentheses is `@Wrapper()`.
 
     Args:
         store_factory: a subclass of `StoreMixin`; creates the store of the job.
@@ -87,7 +84,7 @@ class Wrapper:
     def __init__(
         self,
         *,
-        store_factory: type[Any] = TCPStore,
+        store_factory: type[StoreMixin] = TCPStore,
         store_kwargs: Mapping[str, Any] | None = None,
         initialize: Initialize | None = None,
         abort: Abort | None = AbortTorchDistributed(),  # noqa: B008 - keeps no state of a call
@@ -152,7 +149,14 @@ class Wrapper:
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if not callable(function):
             raise TypeError(f"Wrapper decorates a function, not {function!r}")
-        if _is_lazy(function):
+        if any(
+            is_lazy(function)
+            for is_lazy in (
+                inspect.iscoroutinefunction,
+                inspect.isgeneratorfunction,
+                inspect.isasyncgenfunction,
+            )
+        ):
             raise TypeError(
                 f"Wrapper decorates a plain function, not the coroutine or generator function "
                 f"{function!r}: a call of it returns before it has run"
@@ -167,11 +171,11 @@ class Wrapper:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             wanted = annotated
             if signature is not None:
-                if not wanted and _takes_call_by_name(signature, args, kwargs):
-                    wanted = ["call"]
                 # Invalid arguments would fail in every iteration: they fail here, once.
-                given, named = _with_call(signature, args, kwargs, wanted, None)
                 try:
+                    if not wanted and _takes_call_by_name(signature, args, kwargs):
+                        wanted = ["call"]
+                    given, named = _with_call(signature, args, kwargs, wanted, None)
                     signature.bind(*given, **named)
                 except TypeError as e:
                     hint = f"; {_HINT}" if "missing" in str(e) and not wanted else ""
@@ -181,7 +185,6 @@ class Wrapper:
                 given, named = _with_call(signature, args, kwargs, wanted, call)
                 return function(*given, **named)
 
-            _freeze_imports()
             try:
                 return run_call(self.settings, once, name, self.event_sink)
             except BaseException as error:
@@ -189,25 +192,6 @@ class Wrapper:
                 raise error
 
         return wrapped
-
-
-def _freeze_imports() -> None:
-    """Takes what a script has imported out of all later garbage collections. Each would pass over
-    a million objects: at a restart, for which collectives wait, and several times when Python ends,
-    which takes more than a second with a framework. What the script has made before its first call
-    is freed as ever, except for reference cycles. Not in a notebook, which makes more before.
-    """
-    is_script = hasattr(sys.modules["__main__"], "__file__") and not hasattr(sys, "ps1")
-    if is_script and gc.get_freeze_count() == 0:
-        gc.freeze()
-
-
-def _is_lazy(function: Callable[..., Any]) -> bool:
-    return (
-        inspect.iscoroutinefunction(function)
-        or inspect.isgeneratorfunction(function)
-        or inspect.isasyncgenfunction(function)
-    )
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:

@@ -1,19 +1,12 @@
 """The launcher: `outlast run` starts a job's workers, keeps the survivors, replaces the dead.
 
-Contents::
-
-    cli, commands/      the command line; nothing there imports torch before a job is started
-    config/             the options of `outlast run`, and the checked job specification
-    agent/              the process that watches the workers: `decisions` (what follows from a
-                        death), `replacement` (of a dead worker), `shutdown` (on SIGTERM, at the
-                        end), `death_log`, `last_lines`, `early_ends` (before the function)
-    hosts/              a job on many hosts: the group of agents, their store, the decisions that
-                        concern all hosts (`decider`, `job_plan`) and how this agent takes part in
-                        them (`many_hosts`)
-    workers/            a worker process, how it is started, the group of all workers; standby
-                        processes, which take the place of a dead worker
-    output/             the output of the workers and the launcher's console
-    processes/          reaping, ending helpers, killing orphans of a killed launcher
-    event_loop          the only place where the launcher waits: signals, output, timers
-    environment         the environment variables of workers
+| find | where |
+|---|---|
+| the command line; nothing there imports torch before a job is started | `cli`, `commands/` |
+| the options of `outlast run`, and the checked job | `config/` |
+| what follows from a death; replacements; the end of a job; its last lines | `agent/` |
+| a worker process, its output, standby processes, reaping | `workers/` |
+| a job on many hosts: the group of agents, their store, their decisions | `hosts/` |
+| the only place where the launcher waits: signals, output, timers | `event_loop` |
+| the environment variables of workers | `environment` |
 """

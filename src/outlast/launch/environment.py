@@ -81,11 +81,7 @@ def mark(job: JobSpec) -> str:
 
 
 def step() -> SlurmStep | None:
-    """The Slurm step in which the launcher runs, if it has several nodes.
-
-    Raises:
-        ValueError: if it runs the launcher several times on a node.
-    """
+    """The Slurm step in which the launcher runs, if it has several nodes."""
     from outlast.launch.config.slurm import slurm_step
 
     return slurm_step(os.environ)
@@ -126,13 +122,8 @@ def orphan_killer_environment() -> dict[str, str]:
 def worker_environment(
     job: JobSpec, placement: Placement, *, local_rank: int, replacement: int, error_file: Path
 ) -> dict[str, str]:
-    """The complete environment of one worker.
-
-    Args:
-        placement: of its host.
-        local_rank: its number on its host.
-        replacement: number of replacements of this rank in this attempt.
-        error_file: where torch's `@record` writes an exception.
+    """The complete environment of one worker; `replacement` is the number of replacements of its
+    rank in this attempt, and torch's `@record` writes an exception to `error_file`.
     """
     rank = str(placement.ranks(job.nproc)[local_rank])
     world_size = str(placement.places * job.nproc)

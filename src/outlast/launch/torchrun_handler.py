@@ -37,8 +37,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from outlast.coordination.stores.etcd import layout
 from outlast.coordination.stores.etcd.client import EtcdClient
-from outlast.coordination.stores.etcd.connection import Endpoint, Refused
-from outlast.coordination.stores.etcd.diagnosis import diagnose, explain
+from outlast.coordination.stores.etcd.connection import Endpoint, Refused, diagnose, explain
 from outlast.coordination.stores.etcd.store import LIMIT_S, EtcdStore
 from outlast.errors import LaunchError, StoreError
 from outlast.launch.hosts.etcd.group import security_of
@@ -54,11 +53,7 @@ def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
 
 
 def create(params: RendezvousParameters) -> RendezvousHandler:
-    """The rendezvous of a torchrun agent.
-
-    Raises:
-        RendezvousConnectionError: naming the endpoint, and what is wrong with it.
-    """
+    """The rendezvous of a torchrun agent; errors name the endpoint, and what is wrong with it."""
     with contextlib.ExitStack() as stack:
         try:
             client = _connect(params)

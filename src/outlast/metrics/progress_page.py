@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import struct
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 NAME = "outlast-progress"
 """The name of the page, in every process."""
 
 SIZE = 512
-_WORD = struct.calcsize("q")
 # Indexes of 8-byte words: whole numbers first, then floating-point numbers.
 ITERATION, PINGS, STEP = 1, 4, 10
 PROGRESS = 0
@@ -51,7 +50,7 @@ def read_progress(pid: int) -> Progress | None:
     found = None
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
-            with contextlib.suppress(OSError):  # closed since it was listed
+            with contextlib.suppress(OSError, IndexError):  # closed meanwhile, or not filled yet
                 path = f"{folder}/{name}"
                 if os.readlink(path).startswith(f"/memfd:{NAME}"):
                     page = _read(path)
@@ -62,19 +61,6 @@ def read_progress(pid: int) -> Progress | None:
 
 
 def _read(path: str) -> Progress:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        content = os.pread(descriptor, SIZE, 0)
-    finally:
-        os.close(descriptor)
-
-    def whole(index: int) -> int:
-        return int(struct.unpack_from("q", content, index * _WORD)[0])
-
-    return Progress(
-        iteration=whole(ITERATION),
-        pings=whole(PINGS),
-        step=whole(STEP),
-        progress=float(struct.unpack_from("d", content, FLOATS_AT + PROGRESS * _WORD)[0]),
-        at=time.monotonic(),
-    )
+    content = memoryview(Path(path).read_bytes()[:SIZE])
+    ints, floats = content[:FLOATS_AT].cast("q"), content[FLOATS_AT:].cast("d")
+    return Progress(ints[ITERATION], ints[PINGS], ints[STEP], floats[PROGRESS], time.monotonic())

@@ -15,12 +15,7 @@ Duration: TypeAlias = "datetime.timedelta | float"
 
 
 def as_int(name: str, value: object, *, at_least: int | None = None) -> int:
-    """Checks and converts an integer: an `int`, or one of NumPy's, but not a `bool`.
-
-    Raises:
-        TypeError: if it is not an integer.
-        ValueError: if it is less than `at_least`.
-    """
+    """Checks and converts an integer: an `int`, or one of NumPy's, but not a `bool`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be an int, not {value!r}")
     if at_least is not None and value < at_least:
@@ -60,12 +55,7 @@ def check_callable(name: str, value: object) -> None:
 
 
 def as_timedelta(name: str, value: object, *, allow_zero: bool = False) -> datetime.timedelta:
-    """Checks and converts a duration.
-
-    Raises:
-        TypeError: if it is neither a number of seconds nor a `datetime.timedelta`.
-        ValueError: if it is negative, zero where that is not allowed, or not finite.
-    """
+    """Checks and converts a duration: finite and positive, or zero where that is allowed."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real | datetime.timedelta):
         raise TypeError(f"{name} must be a number of seconds or a timedelta, not {value!r}")
     if not isinstance(value, datetime.timedelta):

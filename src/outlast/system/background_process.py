@@ -94,10 +94,7 @@ class BackgroundProcess:
 
 def start_process(module: str, *, arguments: Sequence[str] = ()) -> BackgroundProcess:
     """Starts `python -m module`, whose first call must be `settle()`; the `arguments` are its
-    `sys.argv[1:]` after that.
-
-    Raises:
-        OSError: if the system cannot start another process.
+    `sys.argv[1:]` after that. An `OSError` says that the system cannot start another process.
     """
     ours, theirs = Channel.pair()
     descriptor = theirs.fileno()

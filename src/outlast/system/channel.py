@@ -49,14 +49,9 @@ class Channel:
             self._socket.settimeout(timeout_s)
 
     def send(self, payload: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Sends one message; blocks while the other end does not read. The descriptors are
-        duplicated: the caller keeps its own, and may close them at any time.
-
-        Raises:
-            TimeoutError: if the other end does not read in time (`limit`).
-            ValueError: for more than `MAX_DESCRIPTORS` descriptors.
-            OSError: when the other end is gone (`BrokenPipeError`, `ConnectionResetError`), or
-                this one is closed.
+        """Sends one message; blocks while the other end does not read, which `limit` may end by a
+        `TimeoutError`. The descriptors are duplicated: the caller keeps its own, and may close them
+        at any time. An `OSError` says that the other end is gone, or this one closed.
         """
         if len(descriptors) > MAX_DESCRIPTORS:
             raise ValueError(f"{len(descriptors)} descriptors, at most {MAX_DESCRIPTORS} allowed")
@@ -75,13 +70,10 @@ class Channel:
                 raise
 
     def receive(self) -> tuple[bytes, list[int]]:
-        """Waits for one message; returns its payload and its descriptors. The caller closes these;
-        programs that it starts do not inherit them.
-
-        Raises:
-            EOFError: when the other end is gone, even in the middle of a message.
-            TimeoutError: if the other end does not send in time (`limit`).
-            OSError: when the process has too many open files to receive the descriptors.
+        """Waits for one message; returns its payload and its descriptors, which the caller closes;
+        programs that it starts do not inherit them. An `EOFError` says that the other end is gone,
+        even in the middle of a message; an `OSError`, that too many files are open for the
+        descriptors.
         """
         descriptors: list[int] = []
         try:

@@ -45,12 +45,7 @@ class LeasePage:
 
     @classmethod
     def open(cls, path: Path) -> LeasePage:
-        """The page of another process, to read it.
-
-        Raises:
-            OSError: if there is no such file.
-            ValueError: if the file is too small for a page.
-        """
+        """The page of another process, to read it. A `ValueError` says that the file is no page."""
         return cls(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC), mmap.ACCESS_READ)
 
     @property

@@ -18,17 +18,8 @@ class ScriptUnreadable(Exception):
 
 def run_main(target: str, arguments: Sequence[str], *, as_module: bool) -> None:
     """Runs a program as `python TARGET ARGUMENTS...` or `python -m TARGET ARGUMENTS...` does.
-
     `sys.path[0]` must be the folder of the program that runs now, or the working directory; a
     script gets its own folder there. Tracebacks begin with the program's own lines.
-
-    Args:
-        target: the path of a script, or the name of a module.
-        arguments: the rest of `sys.argv`.
-        as_module: whether `target` is a module.
-
-    Raises:
-        ScriptUnreadable: before anything of the script has run.
     """
     sys.argv = [target, *arguments]
     sys.excepthook = _print_from_program

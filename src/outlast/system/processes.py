@@ -125,12 +125,8 @@ def end_with_parent(parent: int) -> None:
 
 
 def lower_priority(nice: int, *, idle_io: bool = False, own_session: bool) -> None:
-    """Lowers the priority of this process, which has one thread so far, for CPU and disk.
-
-    Args:
-        nice: its niceness, 0 to 19; a higher one that it already has stays.
-        idle_io: whether its disk access yields to all other processes.
-        own_session: whether this process is alone in its session.
+    """Lowers the priority of this process, which has one thread so far, for CPU and disk, also for
+    its group (`own_session`); `idle_io`: its disk access yields to all other processes.
     """
     own = os.getpriority(os.PRIO_PROCESS, 0)
     os.setpriority(os.PRIO_PROCESS, 0, max(own, min(nice, 19)))

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from async_checkpoint.calls import work
 from outlast.async_checkpoint import AsyncCallsQueue, AsyncRequest, Checkpointer
-from outlast.coordination import process_group_store
+from outlast.coordination import collectives
 from outlast.coordination.call_ledger import connect_ledger
 from outlast.elastic import ElasticLoader, Job
 
@@ -49,13 +49,13 @@ def train(path: str) -> None:
 
 @scenario
 def of_everything(path: str) -> None:
-    least, counts = process_group_store.least, [0]
+    least, counts = collectives.least, [0]
 
     def counted(*args: Any) -> int:
         counts[0] += 1
         return least(*args)
 
-    process_group_store.least = counted
+    collectives.least = counted
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store: Any = dist.TCPStore(address, port, WORLD_SIZE, RANK == 0)  # type: ignore[attr-defined]
     for number in range(2):  # after a restart in place, the process group has new connections

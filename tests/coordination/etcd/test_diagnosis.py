@@ -16,8 +16,13 @@ import pytest
 
 from etcd_cluster import NET_S, Cluster, etcdctl
 from outlast.coordination.stores.etcd.client import EtcdClient
-from outlast.coordination.stores.etcd.connection import Endpoint, Refused, Security
-from outlast.coordination.stores.etcd.diagnosis import diagnose, explain
+from outlast.coordination.stores.etcd.connection import (
+    Endpoint,
+    Refused,
+    Security,
+    diagnose,
+    explain,
+)
 from outlast.errors import StoreError
 from procs import free_port
 

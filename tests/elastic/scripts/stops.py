@@ -28,8 +28,7 @@ from outlast import inprocess
 from outlast.async_checkpoint import Checkpointer
 from outlast.coordination.ops import drive
 from outlast.elastic import ElasticLoader
-from outlast.inprocess.recovery.call_control import CallControl
-from outlast.inprocess.running_call import running_call
+from outlast.inprocess.running_call import CallControl, running_call
 
 PLAN: dict[str, Any] = {
     "epochs": 2,

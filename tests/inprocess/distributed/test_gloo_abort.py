@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from outlast.inprocess.distributed import gloo_sockets
+from outlast.inprocess.interruption import gloo
 from outlast.system import sockets
 
 
@@ -95,7 +95,7 @@ def is_connected(descriptor: int) -> bool:
 def test_without_gloo_none_is_found() -> None:
     with ExitStack() as stack:
         others = Others(stack)
-        assert gloo_sockets.pair_sockets() == {}
+        assert gloo.pair_sockets() == {}
         others.work()
         others.store.clear()
 
@@ -106,7 +106,7 @@ def test_exactly_the_pairs_are_found(names: list[str]) -> None:
         others = Others(stack)
         before = sockets.socket_inodes()
         with groups(names):
-            found = gloo_sockets.pair_sockets()
+            found = gloo.pair_sockets()
             # Both ends of every connection are in this process.
             assert len(found) == 2 * len(names)
             assert not set(found.items()) & set(before.items())
@@ -121,7 +121,7 @@ def test_a_collective_in_flight_ends() -> None:
     with groups(["one"]) as [[here, there]]:
         work = here.allreduce([torch.ones(4)])
         assert not work.is_completed()
-        for descriptor, inode in gloo_sockets.pair_sockets().items():
+        for descriptor, inode in gloo.pair_sockets().items():
             sockets.shut_down(descriptor, inode)
         with pytest.raises(RuntimeError, match=r"Connection|Socket|closed|reset"):
             work.wait()
@@ -158,7 +158,7 @@ def test_descriptors_may_come_and_go_while_it_looks() -> None:
     with ThreadPoolExecutor(2) as pool:
         busy = [pool.submit(churn) for _ in range(2)]
         for _ in range(200):
-            assert gloo_sockets.pair_sockets() == {}
+            assert gloo.pair_sockets() == {}
             sockets.socket_inodes()
         end.set()
         for work in busy:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from outlast.errors import InternalError
-from outlast.inprocess.recovery.iteration_store import IterationStore
+from outlast.inprocess.store import IterationStore
 from outlast.system.sockets import address_towards
 
 

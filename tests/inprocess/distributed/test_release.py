@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from outlast.inprocess.distributed import gloo_sockets
-from outlast.inprocess.distributed.release import Releaser
+from outlast.inprocess.interruption import gloo
+from outlast.inprocess.interruption.release import Releaser
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def assert_nothing_is_left() -> None:
     assert not world.pg_map
     assert not world.pg_names
     assert world.group_count == 0
-    assert not gloo_sockets.pair_sockets()
+    assert not gloo.pair_sockets()
 
 
 def test_all_groups_are_gone_and_names_begin_anew(releaser: Releaser) -> None:

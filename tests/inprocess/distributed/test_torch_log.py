@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from outlast.inprocess.distributed.torch_log import QuietTorchLog
+from outlast.inprocess.interruption.release import QuietTorchLog
 from outlast.system.sockets import shut_down, socket_inodes
 
 

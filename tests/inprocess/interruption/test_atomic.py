@@ -7,8 +7,7 @@ import threading
 import pytest
 
 from outlast.errors import RankShouldRestart
-from outlast.inprocess.interruption.atomic import AtomicSection
-from outlast.inprocess.interruption.interrupter import Interrupter
+from outlast.inprocess.interruption.interrupter import AtomicSection, Interrupter
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outlast.errors import RankShouldRestart
-from outlast.inprocess.interruption.fault_echo import is_consequence, is_interrupt, overtaken
+from outlast.inprocess.interruption.error_kinds import is_consequence, is_interrupt, overtaken
 from outlast.system.error_text import first_line
 from outlast.system.tracebacks import release_frames
 

@@ -21,8 +21,7 @@ import pytest
 
 from outlast.errors import RankShouldRestart
 from outlast.inprocess.interruption import interrupter as interrupter_module
-from outlast.inprocess.interruption.atomic import AtomicSection
-from outlast.inprocess.interruption.interrupter import INTERRUPT_SIGNAL, Interrupter
+from outlast.inprocess.interruption.interrupter import INTERRUPT_SIGNAL, AtomicSection, Interrupter
 
 
 @pytest.fixture
@@ -315,7 +314,7 @@ class At:
 
 LIBRARY = {
     Interrupter.run.__code__,
-    interrupter_module._user_region.__code__,
+    interrupter_module.user_region.__code__,
     Interrupter._let_requests_land.__code__,
     Interrupter.shield.__code__,
     Interrupter.unshield.__code__,

@@ -11,16 +11,12 @@ import pytest
 
 from fake_clock import FakeClock
 from outlast.coordination.membership import COMPLETED, RESTART
-from outlast.coordination.ops import Op
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.errors import RankShouldRestart, StoreError
 from outlast.events import AbortDone, Emitter, Event, MemorySink, Seen
-from outlast.inprocess.distributed.connection import Connection, connect
-from outlast.inprocess.interruption.atomic import AtomicSection
-from outlast.inprocess.interruption.interrupter import Interrupter
+from outlast.inprocess.interruption.interrupter import AtomicSection, Interrupter
 from outlast.inprocess.interruption.monitor_thread import IterationWatch, MonitorThread
-from outlast.inprocess.progress.shared_page import Activity, SharedPage
-from outlast.inprocess.store import TCPStore
+from outlast.inprocess.monitor.shared_page import Activity, SharedPage
 
 NET_S = 60.0
 
@@ -39,13 +35,8 @@ class Answers:
             raise answer
         return answer
 
-    can_break_off = True
-
     def break_off(self) -> None:
         self.answers.put(StoreError("broken off"))
-
-    def close(self) -> None:
-        self.closed = True
 
 
 class FullDisk(MemorySink):
@@ -66,8 +57,6 @@ class Rig:
         self.aborts: list[bool] = []
         self.abort: Callable[[bool], None] = self.aborts.append
         connection: Any = self.connection
-        self.next = Answers()
-        renewed: Any = self.next
         self.monitor = MonitorThread(
             connection,
             self.atomic,
@@ -75,7 +64,6 @@ class Rig:
             self.page,
             lambda again: self.abort(again),
             self.emitter,
-            reconnect=lambda: renewed,
         )
 
     def run(
@@ -111,58 +99,6 @@ def rig() -> Iterator[Rig]:
     made = Rig()
     yield made
     made.close()
-
-
-def test_a_wait_that_timed_out_goes_on_for_the_next_caller(rig: Rig) -> None:
-    with pytest.raises(KeyTimeout):
-        rig.monitor.wait_for(Op("wait_for", "key", timeout=0.01))
-    rig.connection.answers.put(b"value")
-    assert rig.monitor.wait_for(Op("wait_for", "key", timeout=NET_S)) == b"value"
-    assert rig.connection.asked.get() == "key"
-    assert rig.connection.asked.empty()
-
-
-def test_torch_does_not_log_a_wait_that_is_broken_off(
-    rig: Rig, capfd: pytest.CaptureFixture[str]
-) -> None:
-    server = TCPStore.serve(host_name="127.0.0.1", port=0)
-    endpoint = ("127.0.0.1", int(server.port))
-
-    def connection() -> Connection:
-        return connect(TCPStore, {}, endpoint, NET_S)
-
-    monitor = MonitorThread(
-        connection(),
-        rig.atomic,
-        rig.interrupter,
-        rig.page,
-        rig.abort,
-        rig.emitter,
-        reconnect=connection,
-    )
-    with pytest.raises(KeyTimeout):
-        monitor.wait_for(Op("wait_for", "key", timeout=0.05))
-    server.set("other", b"value")
-    assert monitor.wait_for(Op("wait_for", "other", timeout=NET_S)) == b"value"
-    monitor.close(NET_S)
-    assert capfd.readouterr().err == ""
-
-
-def test_a_wait_that_is_no_longer_needed_is_broken_off(rig: Rig) -> None:
-    with pytest.raises(KeyTimeout):
-        rig.monitor.wait_for(Op("wait_for", "key", timeout=0.01))
-    rig.next.answers.put(b"value")
-    assert rig.monitor.wait_for(Op("wait_for", "other", timeout=NET_S)) == b"value"
-    assert rig.next.asked.get() == "other"
-
-
-def test_a_wait_is_answered_in_the_thread_that_asked(rig: Rig) -> None:
-    rig.connection.answers.put(b"value")
-    assert rig.monitor.wait_for(Op("wait_for", "key")) == b"value"
-    assert rig.connection.asked.get() == "key"
-    rig.connection.answers.put(StoreError("lost"))
-    with pytest.raises(StoreError, match="lost"):
-        rig.monitor.wait_for(Op("wait_for", "key"))
 
 
 def test_the_function_is_interrupted_after_the_abort(rig: Rig) -> None:
@@ -242,8 +178,8 @@ def test_a_full_disk_under_the_events_is_logged_and_stops_nothing(
     assert watch.wait(NET_S) == RESTART
     assert watch.ending.is_set()
     assert [r.name for r in caplog.records].count("outlast.events") == 1
-    rig.connection.answers.put(b"value")  # and the thread is alive
-    assert rig.monitor.wait_for(Op("wait_for", "key")) == b"value"
+    rig.connection.answers.put(COMPLETED)  # and the thread is alive
+    assert rig.monitor.watch_iteration("over/1").wait(NET_S) == COMPLETED
 
 
 def test_a_guard_is_waited_for_within_a_limit() -> None:

@@ -12,7 +12,7 @@ from socket import AF_UNIX, socket
 
 import pytest
 
-from outlast.inprocess.interruption.quiet_hooks import QuietHooks
+from outlast.inprocess.interruption.release import QuietHooks
 
 
 @pytest.fixture

@@ -16,10 +16,9 @@ from fake_clock import FakeClock
 from outlast.clock import MonotonicClock
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link, drive, perform_on
-from outlast.coordination.stores.memory_store import MemoryStore
-from outlast.inprocess.monitor import cpu_time
-from outlast.inprocess.monitor.cpu_time import CpuTime
-from outlast.inprocess.monitor.idle_ranks import IdleRanks
+from outlast.coordination.stores.store import MemoryStore
+from outlast.inprocess.monitor import timeouts
+from outlast.inprocess.monitor.timeouts import CpuTime, IdleRanks
 
 SIZE = 3
 CONFIRM_S, AGAIN_S = 3.0, 60.0
@@ -97,7 +96,7 @@ def test_each_iteration_counts_anew() -> None:
 
 @pytest.fixture
 def cpu(monkeypatch: pytest.MonkeyPatch) -> CpuTime:
-    monkeypatch.setattr(cpu_time, "_SAMPLE_S", 0.05)
+    monkeypatch.setattr(timeouts, "_SAMPLE_S", 0.05)
     return CpuTime(os.getpid(), MonotonicClock())
 
 

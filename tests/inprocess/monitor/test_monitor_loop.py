@@ -14,9 +14,9 @@ import pytest
 
 from fake_clock import FakeClock
 from outlast.inprocess.monitor import loop as loop_module
-from outlast.inprocess.monitor.config import MonitorPlan
 from outlast.inprocess.monitor.loop import MonitorLoop
-from outlast.inprocess.progress.shared_page import Activity, SharedPage
+from outlast.inprocess.monitor.reports import MonitorPlan
+from outlast.inprocess.monitor.shared_page import Activity, SharedPage
 from outlast.inprocess.store import FileStore
 
 

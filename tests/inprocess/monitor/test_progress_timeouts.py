@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from fake_clock import FakeClock
-from outlast.inprocess.monitor import progress_timeouts
-from outlast.inprocess.monitor.progress_timeouts import ProgressTimeouts
-from outlast.inprocess.progress.shared_page import Activity, Blocked, SharedPage
+from outlast.inprocess.monitor import timeouts
+from outlast.inprocess.monitor.shared_page import Activity, Blocked, SharedPage
+from outlast.inprocess.monitor.timeouts import ProgressTimeouts
 
 HARD_S = 90.0
 
@@ -58,7 +58,7 @@ class Timeouts(ProgressTimeouts):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    monkeypatch.setattr(progress_timeouts, "send_signal", lambda *_: None)
+    monkeypatch.setattr(timeouts, "send_signal", lambda *_: None)
     clock = FakeClock()
     clock.advance(1000)
     return clock

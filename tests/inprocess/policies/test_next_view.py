@@ -11,8 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inprocess.view_strategies import ViewChange, state_of, states_in_view, view_changes
-from outlast.coordination.decisions.decision import Decision, decode_record, encode_record
-from outlast.coordination.decisions.view import Joiner, ViewRecord, decide
+from outlast.coordination.decision import (
+    Decision,
+    Joiner,
+    ViewRecord,
+    decide,
+    decode_record,
+    encode_record,
+)
 from outlast.errors import RankDiscarded, RestartAbort, RestartError
 from outlast.inprocess.compose import Compose
 from outlast.inprocess.rank_assignment import (
@@ -23,7 +29,7 @@ from outlast.inprocess.rank_assignment import (
     ShiftRanks,
 )
 from outlast.inprocess.rank_filter import MaxActiveWorldSize, RankFilter, WorldSizeDivisibleBy
-from outlast.inprocess.recovery.ranks.next_view import state_in_view
+from outlast.inprocess.recovery.next_ranks import state_in_view
 from outlast.inprocess.state import State, Status
 
 

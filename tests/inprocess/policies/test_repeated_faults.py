@@ -10,18 +10,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from outlast.coordination.decisions.repeated_faults import (
+from outlast.coordination.records import FaultRecord
+from outlast.coordination.repeated_faults import (
     FaultHistory,
     RepeatedFaults,
     add_fault,
     signature_of,
 )
-from outlast.coordination.records import FaultRecord
 from outlast.errors import CheckpointError, CheckpointMismatch, FolderInUse, FolderUnusable
 from outlast.events.restart_causes import describe_restarts
 from outlast.inprocess import Wrapper
+from outlast.inprocess.environment import Launch
 from outlast.inprocess.initialize import RetryController
-from outlast.inprocess.interruption.permanent_error import (
+from outlast.inprocess.interruption.error_kinds import (
     ALWAYS,
     AT_START,
     is_mistake,
@@ -192,11 +193,14 @@ def test_what_a_restart_would_raise_again(function: Callable[[], object], expect
     assert permanence(_raised(function)) == expected
 
 
+LAUNCH = Launch(0, 1, None, None, False, 0, 0, "")
+
+
 def test_the_option_and_what_overrides_it() -> None:
-    assert Wrapper().settings.stops_repeated_faults == RepeatedFaults()
-    assert Wrapper(repeated_faults=None).settings.stops_repeated_faults is None
+    assert Wrapper().settings.rules(LAUNCH).repeated == RepeatedFaults()
+    assert Wrapper(repeated_faults=None).settings.rules(LAUNCH).repeated is None
     controlled = Wrapper(initialize=RetryController(), repeated_faults=POLICY)
-    assert controlled.settings.stops_repeated_faults is None
+    assert controlled.settings.rules(LAUNCH).repeated is None
     for wrong in ({"max_equal": 0}, {"backoff": -1}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             RepeatedFaults(**wrong)

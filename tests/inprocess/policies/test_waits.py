@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 
 from fake_clock import FakeClock
-from outlast.coordination.decisions.decision import Decision, Rules, encode_record
-from outlast.coordination.decisions.view import ViewRecord
+from outlast.coordination.decision import Decision, Rules, ViewRecord, encode_record
 from outlast.coordination.membership import MembershipProtocol, decision_key
 from outlast.coordination.ops import Link, Op, drive, perform_on
 from outlast.coordination.records import LostRecord
-from outlast.coordination.stores.memory_store import MemoryStore
-from outlast.coordination.stores.store import KeyTimeout
+from outlast.coordination.stores.store import KeyTimeout, MemoryStore
 from outlast.errors import RankLostError
 from outlast.inprocess.recovery.host_protocol import Limits
 from outlast.inprocess.recovery.waits import leave_iteration
@@ -56,8 +54,7 @@ class Held:
             limits=Limits(barrier=1.0, completion=1.0, await_seconds=60.0),
             clock=self.clock,
             timing=lambda name: nullcontext(),
-            progress=lambda: (0, 0),
-            least_ranks=lambda: 2,
+            progress=lambda: {"step": 0, "pings": 0, "least": 2},
         )
         decision: Decision = self(leave_iteration(self.membership, host, self.view, 0))
         return decision

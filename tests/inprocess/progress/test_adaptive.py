@@ -7,7 +7,7 @@ import datetime
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.inprocess.progress.adaptive_timeout import Adaptive, GapEstimator
+from outlast.inprocess.timeouts import Adaptive, GapEstimator
 
 FLOOR = Adaptive().floor.total_seconds()
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from outlast.inprocess.progress.heartbeat_thread import HeartbeatThread
-from outlast.inprocess.progress.shared_page import Activity, SharedPage
+from outlast.inprocess.monitor.heartbeat_thread import HeartbeatThread
+from outlast.inprocess.monitor.shared_page import Activity, SharedPage
 
 INTERVAL = 0.002
 NET_S = 60.0

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from fake_clock import FakeClock
-from outlast.inprocess.monitor.frozen_notice import FrozenNotice
-from outlast.inprocess.progress.progress_notice import ProgressNotice
-from outlast.inprocess.progress.shared_page import Activity, SharedPage
+from outlast.inprocess.monitor.shared_page import Activity, SharedPage
+from outlast.inprocess.monitor.timeouts import FrozenNotice
+from outlast.inprocess.recovery.monitor_supervisor import ProgressNotice
 
 
 class Rig:

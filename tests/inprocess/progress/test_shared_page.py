@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 
-from outlast.inprocess.progress.shared_page import Activity, SharedPage
+from outlast.inprocess.monitor.shared_page import Activity, SharedPage
 
 INTS = ("activity", "iteration", "member", "rank", "pings", "killed_hard", "reported_soft")
 FLOATS = ("progress", "soft_limit", "long_limit")

@@ -15,7 +15,7 @@ from rank_actions import SHORT, collective, die, finish, join_group, rank, secon
 
 from outlast.inprocess import Adaptive, CallWrapper
 from outlast.inprocess.finalize import Finalize
-from outlast.inprocess.progress.shared_page import Activity
+from outlast.inprocess.monitor.shared_page import Activity
 from outlast.inprocess.rank_filter import MaxActiveWorldSize
 from outlast.inprocess.running_call import running_call
 
@@ -81,7 +81,7 @@ class GilIsHeldInTheWait(Finalize):
 
 
 def _hold_gil_while_waiting(held: Path) -> None:
-    page = running_call()._host.page
+    page = running_call().page
     while page.activity != Activity.WAITING:
         time.sleep(0.001)
     held.touch()

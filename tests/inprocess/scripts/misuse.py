@@ -19,8 +19,8 @@ from rank_actions import collective, die, finish, join_group, rank, seconds, wai
 from outlast.events import Completed, Event, NullSink
 from outlast.inprocess import CallWrapper, Wrapper
 from outlast.inprocess.abort import AbortTorchDistributed
-from outlast.inprocess.distributed.gloo_sockets import pair_sockets
 from outlast.inprocess.initialize import RetryController
+from outlast.inprocess.interruption.gloo import pair_sockets
 
 
 def _ask_of_rank_1(how: str, call: CallWrapper) -> None:

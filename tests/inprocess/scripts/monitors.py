@@ -12,9 +12,9 @@ from rank_actions import wait_forever
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link, drive, perform_on
 from outlast.coordination.stores.torch_store import TorchStore
-from outlast.inprocess.monitor.config import MonitorPlan
+from outlast.inprocess.monitor.reports import MonitorPlan
+from outlast.inprocess.monitor.shared_page import Activity, SharedPage
 from outlast.inprocess.monitor.start import MonitorHandle, start_monitor
-from outlast.inprocess.progress.shared_page import Activity, SharedPage
 from outlast.inprocess.store import TCPStore
 
 NET_S = 60.0

@@ -9,7 +9,7 @@ import pytest
 
 from launch.runs import WORKER, Run
 from outlast.coordination import LostRecord
-from outlast.coordination.decisions.decision import Rules
+from outlast.coordination.decision import Rules
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link, drive, perform_on
 from procs import NET_S

@@ -36,14 +36,23 @@ train()
 """
 
 LEAVES = """
-import os, threading
-from outlast.inprocess import Wrapper
+import os
+import torch
+import torch.distributed as dist
+import outlast
+from outlast import inprocess
 
-@Wrapper()
+@inprocess.Wrapper()
 def train():
-    if os.environ["RANK"] == "1":
-        os._exit(0)
-    threading.Event().wait()
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    with outlast.Job("checkpoints", model=model, optimizer=optimizer) as job:
+        job.restore()
+        if os.environ["RANK"] == "1":
+            os._exit(0)
+        dist.barrier()
 
 train()
 """

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.launch.config.job_spec import BackOff
+from outlast.launch.workers.worker_group import LONGEST_BACKOFF_S, SOON_S, backoff_s
 
-POLICY = BackOff(first_s=1.0, limit_s=60.0, soon_s=10.0)
 LIFETIMES = st.lists(st.floats(0, 1e6), max_size=2000)
 
 
@@ -28,23 +27,23 @@ LIFETIMES = st.lists(st.floats(0, 1e6), max_size=2000)
     ],
 )
 def test_examples(lifetimes: list[float], delay: float) -> None:
-    assert POLICY.delay_s(lifetimes) == delay
+    assert backoff_s(1.0, lifetimes) == delay
 
 
 @given(LIFETIMES)
 def test_it_is_never_longer_than_the_limit(lifetimes: list[float]) -> None:
-    assert 0 <= POLICY.delay_s(lifetimes) <= POLICY.limit_s
+    assert 0 <= backoff_s(1.0, lifetimes) <= LONGEST_BACKOFF_S
 
 
 @given(LIFETIMES)
 def test_another_early_death_never_shortens_it(lifetimes: list[float]) -> None:
-    assert POLICY.delay_s([*lifetimes, 0.0]) >= POLICY.delay_s(lifetimes)
+    assert backoff_s(1.0, [*lifetimes, 0.0]) >= backoff_s(1.0, lifetimes)
 
 
 @given(LIFETIMES)
 def test_a_long_life_ends_the_row(lifetimes: list[float]) -> None:
-    assert POLICY.delay_s([*lifetimes, POLICY.soon_s]) == 0
+    assert backoff_s(1.0, [*lifetimes, SOON_S]) == 0
 
 
 def test_it_can_be_turned_off() -> None:
-    assert BackOff(first_s=0).delay_s([0.0] * 5000) == 0
+    assert backoff_s(0, [0.0] * 5000) == 0

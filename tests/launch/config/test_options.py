@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import outlast
 from outlast.launch.cli import app
-from outlast.launch.commands.run import _with_options_of
+from outlast.launch.commands.shared import with_options_of
 from outlast.launch.config.from_options import has_wrapper, in_step, job_from_options, parse_std
 from outlast.launch.config.job_spec import JobSpec, Std
 from outlast.launch.config.options import RunOptions
@@ -37,7 +37,7 @@ def parsed(*words: str) -> RunOptions:
         "allow_interspersed_args": False,
         "token_normalize_func": lambda name: name.replace("_", "-"),
     }
-    sub.command(context_settings=settings)(_with_options_of(RunOptions, got.append))
+    sub.command(context_settings=settings)(with_options_of(RunOptions, got.append))
     result = CliRunner().invoke(sub, list(words), catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return got[0]

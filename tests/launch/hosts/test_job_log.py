@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outlast.coordination.stores.memory_store import MemoryStore
+from outlast.coordination.stores.store import MemoryStore
 from outlast.launch.hosts.job.job_log import JobLog
 
 

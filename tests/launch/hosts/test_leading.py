@@ -10,7 +10,7 @@ from typing import Any
 from fake_clock import FakeClock
 from launch.hosts.test_decider import Hosts, group, running
 from outlast.coordination.records import SizeRecord
-from outlast.coordination.stores.memory_store import MemoryStore
+from outlast.coordination.stores.store import MemoryStore
 from outlast.launch.agent.job_keys import JOB_KEY, JobKeys
 from outlast.launch.config.hosts_spec import HostsSpec
 from outlast.launch.hosts.job.job_log import JobLog

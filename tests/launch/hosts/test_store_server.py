@@ -17,11 +17,9 @@ import torch.distributed as dist
 from inprocess.job_output import assert_never_together, errors, full, views
 from launch.hosts.served_store import NET_S, MemoryUpstream, ServedStore, ServerProcess, served
 from outlast.coordination.stores.store import HOST_KEYS, KeyTimeout
-from outlast.coordination.stores.tcp_client import TcpClient
-from outlast.coordination.stores.torch_protocol import Query
+from outlast.coordination.stores.tcp_client import Query, TcpClient
 from outlast.errors import StoreError
-from outlast.inprocess.distributed.connection import connect
-from outlast.inprocess.store import TCPStore
+from outlast.inprocess.store import TCPStore, connect
 from outlast.launch.hosts.server import client_connection
 from procs import Job
 from zygote import Zygote

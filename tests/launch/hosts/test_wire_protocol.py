@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from outlast.coordination.stores.torch_protocol import Query
+from outlast.coordination.stores.tcp_client import Query
 from outlast.launch.hosts.server.wire_protocol import (
     MalformedRequest,
     Request,

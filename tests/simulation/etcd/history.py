@@ -48,7 +48,7 @@ class History:
         """The value of a key at a revision."""
         base = layout.base_key(self._root, key)
         found = [
-            layout.Entry(k, held.value, held.created, held.modified)
+            layout.KeyValue(k, held.value, held.created, held.modified)
             for k, held in self._kept[revision].items()
             if base <= k < layout.end_of(base)
         ]

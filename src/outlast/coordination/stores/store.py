@@ -2,13 +2,16 @@
 
 A store is a table of bytes, shared by all processes of a job. Each operation is atomic at the
 store, which therefore puts all of them into one order; the proofs in `barrier.py` and
-`membership.py` rely on that and on nothing else. There are two implementations, torch's
-(`torch_store.py`) and one in memory (`memory_store.py`); the deterministic simulation
-(`tests/simulation`) performs the operations on the latter, one at a time.
+`membership.py` rely on that and on nothing else. The implementations are `tcp_client.py`,
+`torch_store.py`, `etcd/`, and one in memory; the deterministic simulation (`tests/simulation`)
+performs the operations on the latter, one at a time.
 """
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import Counter
 from typing import Protocol
 
 from outlast.errors import OutlastError
@@ -51,3 +54,60 @@ class Store(Protocol):
 
     def delete(self, key: str) -> None:
         """Removes `key`, if it exists."""
+
+
+class MemoryStore:
+    """A `Store` in this process, for any number of threads; `ops` counts operations by name."""
+
+    def __init__(self) -> None:
+        self.table: dict[str, bytes] = {}
+        self.ops: Counter[str] = Counter()
+        self._changed = threading.Condition()
+
+    def put(self, key: str, value: bytes) -> None:
+        with self._changed:
+            self.ops["put"] += 1
+            self.table[key] = value
+            self._changed.notify_all()
+
+    def claim(self, key: str, value: bytes) -> bytes:
+        with self._changed:
+            self.ops["claim"] += 1
+            held = self.table.setdefault(key, value)
+            self._changed.notify_all()
+            return held
+
+    def read(self, key: str) -> bytes | None:
+        with self._changed:
+            self.ops["read"] += 1
+            return self.table.get(key)
+
+    def wait_for(self, key: str, timeout: float | None) -> bytes:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            self.ops["wait_for"] += 1
+            while key not in self.table:
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    raise KeyTimeout(f"{key!r} did not appear within {timeout} s")
+                self._changed.wait(left)
+            return self.table[key]
+
+    def add(self, key: str, amount: int) -> int:
+        with self._changed:
+            self.ops["add"] += 1
+            total = int(self.table.get(key, b"0")) + amount
+            self.table[key] = str(total).encode()
+            self._changed.notify_all()
+            return total
+
+    def append(self, key: str, value: bytes) -> None:
+        with self._changed:
+            self.ops["append"] += 1
+            self.table[key] = self.table.get(key, b"") + value
+            self._changed.notify_all()
+
+    def delete(self, key: str) -> None:
+        with self._changed:
+            self.ops["delete"] += 1
+            self.table.pop(key, None)

@@ -1,33 +1,65 @@
-"""A client of torch's TCP store, in Python, for connections that end while they are in use.
+"""A client of torch's TCP store, in Python: for connections that end while they are in use.
 
 A restart in place ends the connections to the store of the old process groups, and the death of
 the rank that serves a store ends all of them. torch's own client then logs a warning with a C++
 stack trace for each operation, besides raising an error, and it waits in C++, where no signal
-arrives. This client raises a `StoreError`, logs nothing, and is interrupted by signals.
-
-It speaks the protocol of torch's server (`torch_protocol`). A key gets the prefix that torch's
-client gives it, so that both see the same keys.
+arrives and no other thread can end the wait. This client raises a `StoreError`, logs nothing, is
+interrupted by signals, and can be broken off.
 """
 
 from __future__ import annotations
 
+import contextlib
+import enum
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from outlast.coordination.stores.store import KeyTimeout
-from outlast.coordination.stores.torch_protocol import LENGTH, MAGIC, NUMBER, WORD, Query
 from outlast.errors import StoreError
 from outlast.system.waiting import readable
 
 T = TypeVar("T")
 
+# torch's protocol (`TCPStoreBackend.hpp`), unchanged from torch 2.6 to 2.13. A request is one byte,
+# then its arguments in the machine's byte order: numbers have 8 bytes; keys and values are preceded
+# by their length. The first request of a connection is VALIDATE, with a magic number.
+MAGIC = 0x3C85F7CE
+LENGTH = struct.Struct("=Q")
+NUMBER = struct.Struct("=q")
+WORD = struct.Struct("=I")
+
 _NONCE = 0x6F75746C
 _ONE_KEY = LENGTH.pack(1)
 _PRESENT = b"\0"
+
+
+class Query(enum.IntEnum):
+    """The kinds of requests; later versions of torch have more."""
+
+    VALIDATE = 0
+    SET = 1
+    COMPARE_SET = 2
+    GET = 3
+    ADD = 4
+    CHECK = 5
+    WAIT = 6
+    GETNUMKEYS = 7
+    DELETE_KEY = 8
+    APPEND = 9
+    MULTI_GET = 10
+    MULTI_SET = 11
+    CANCEL_WAIT = 12
+    PING = 13
+    QUEUE_PUSH = 14
+    QUEUE_POP = 15
+    QUEUE_LEN = 16
+    LIST_KEYS = 17
+    BARRIER = 18
 
 
 class TcpClient:
@@ -37,14 +69,20 @@ class TcpClient:
 
     Args:
         timeout: how long the server may take to answer a request other than a wait, in seconds.
+
+    Attributes:
+        one_request_reads: whether a COMPARE_SET that changes nothing wakes no waiters, as on the
+            store server of a host. torch's server wakes all of a key, so a read asks twice there.
     """
 
+    one_request_reads = False
+
     def __init__(self, host: str, port: int, timeout: float) -> None:
+        self._connection: socket.socket | None = None
         self.where = f"{host}:{port}"
         self._address = (host, port)
         self._timeout = timeout
-        self._connection: socket.socket | None = None
-        self._unfinished = False
+        self._unfinished = self._broken = False
         self._turn = threading.Lock()
 
     def __del__(self) -> None:
@@ -54,7 +92,8 @@ class TcpClient:
         """Opens the connection, if it is not open.
 
         Raises:
-            StoreError: if nothing, or something other than torch's server, answers.
+            StoreError: if nothing answers; without a `__cause__`, if something other than torch's
+                server does.
         """
         self._perform(lambda connection: None)
 
@@ -63,17 +102,23 @@ class TcpClient:
 
     def claim(self, key: str, value: bytes) -> bytes:
         def work(connection: socket.socket) -> bytes:
-            absent = _bytes(b"")
-            _send(connection, Query.COMPARE_SET, _key(key), absent, _bytes(value))
-            found = _receive_bytes(connection)
-            if found == value:  # wakes the waiters, as `TorchStore.claim` explains
-                _send(connection, Query.APPEND, _key(key), absent)
+            found = _compare_set(connection, key, b"", value)
+            if found == value and not self.one_request_reads:
+                # Wakes the waiters: torch's server that is not based on libuv wakes none at a
+                # COMPARE_SET (seen on torch 2.6 to 2.15). A client does not know which one it has.
+                _send(connection, Query.APPEND, _key(key), _bytes(b""))
             return found
 
         return self._perform(work)
 
+    def compare_set(self, key: str, before: bytes, after: bytes) -> bytes:
+        """Sets `key` to `after` if its value is `before`; returns its value afterwards, or `before`
+        if it is absent.
+        """
+        return self._perform(lambda connection: _compare_set(connection, key, before, after))
+
     def read(self, key: str) -> bytes | None:
-        return self._perform(lambda connection: _read(connection, key))
+        return self._perform(lambda connection: self._read(connection, key))
 
     def wait_for(self, key: str, timeout: float | None) -> bytes:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -81,7 +126,7 @@ class TcpClient:
         def work(connection: socket.socket) -> bytes:
             # Repeated, because torch's server also ends the waits for a key when a claim on it is
             # refused and leaves it absent.
-            while (value := _read(connection, key)) is None:
+            while (value := self._read(connection, key)) is None:
                 _send(connection, Query.WAIT, _ONE_KEY, _key(key))
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())
                 if not readable(connection.fileno(), timeout=left):
@@ -108,6 +153,21 @@ class TcpClient:
 
         self._perform(work)
 
+    def break_off(self) -> None:
+        """Ends the operation of another thread with a `StoreError`; there can be no further one."""
+        # The flag first: an operation that is just opening its connection looks at it afterwards.
+        self._broken = True
+        connection = self._connection
+        if connection is not None:
+            with contextlib.suppress(OSError):  # it has just been closed
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Closes the connection. The next operation opens another."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
     def _perform(self, work: Callable[[socket.socket], T]) -> T:
         # An error, a timeout or an interrupt (a signal handler that raises, at any point) leaves
         # `_unfinished` set: the connection may hold a half-read answer, and is not used again.
@@ -118,6 +178,8 @@ class TcpClient:
             try:
                 if self._connection is None:
                     self._connection = self._connected()
+                if self._broken:
+                    raise EOFError("it was broken off")
                 result = work(self._connection)
             except (OSError, EOFError) as e:
                 raise StoreError(f"the store at {self.where} cannot be reached: {e}") from e
@@ -130,18 +192,71 @@ class TcpClient:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             _send(connection, Query.VALIDATE, WORD.pack(MAGIC))
             _send(connection, Query.PING, WORD.pack(_NONCE))
-            if _receive(connection, WORD.size) != WORD.pack(_NONCE):
-                raise StoreError(f"{self.where} does not answer as torch's store")
+            with contextlib.suppress(TimeoutError):
+                if _receive(connection, WORD.size) == WORD.pack(_NONCE):
+                    return connection
+            raise StoreError(f"{self.where} does not answer as a store")
         except BaseException:
             connection.close()
             raise
-        return connection
+
+    def _read(self, connection: socket.socket, key: str) -> bytes | None:
+        if not self.one_request_reads:
+            if not _is_present(connection, key):
+                return None
+            _send(connection, Query.GET, _key(key))
+            if value := _receive_bytes(connection):
+                return value
+            # It is empty, or was deleted after the CHECK: GET does not tell which.
+        nobodys = os.urandom(16)  # a comparison with a value that no key has
+        value = _compare_set(connection, key, nobodys, nobodys)
+        return None if value == nobodys else value
+
+
+class SharedClient(TcpClient):
+    """A client for any number of threads, on few connections.
+
+    Operations that the server answers at once share one connection. A wait has a connection to
+    itself, since it occupies the connection until the key appears: otherwise one waiter would hold
+    up another, forever if the second waits for what the first thread's rank says only after its own
+    wait. A wait takes an idle connection, or opens one if there is none, and returns it afterwards:
+    where waits never overlap, there are two connections in all.
+    """
+
+    def __init__(self, host: str, port: int, timeout: float) -> None:
+        super().__init__(host, port, timeout)
+        self._idle: list[TcpClient] = []  # taken and returned in one step each, without a lock
+        self._waiting: list[TcpClient] = []
+        self._no_waits = False
+
+    def wait_for(self, key: str, timeout: float | None) -> bytes:
+        try:
+            client = self._idle.pop()
+        except IndexError:
+            value = self.read(key)  # a server that is gone is noticed here at once
+            if value is not None:
+                return value
+            client = TcpClient(*self._address, self._timeout)
+            client.one_request_reads = self.one_request_reads
+        self._waiting.append(client)
+        try:
+            if self._no_waits:
+                client.break_off()
+            return client.wait_for(key, timeout)
+        finally:
+            self._waiting.remove(client)
+            self._idle.append(client)
+
+    def break_off(self) -> None:
+        """Ends the waits of other threads with a `StoreError`; there can be no further wait."""
+        self._no_waits = True
+        for client in tuple(self._waiting):
+            client.break_off()
 
     def close(self) -> None:
-        """Closes the connection. The next operation opens another."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
+        super().close()
+        for client in (*self._idle, *self._waiting):
+            client.close()
 
 
 def _send(connection: socket.socket, request: Query, *arguments: bytes) -> None:
@@ -149,26 +264,16 @@ def _send(connection: socket.socket, request: Query, *arguments: bytes) -> None:
 
 
 def _key(key: str) -> bytes:
-    return _bytes(b"/" + key.encode())
+    return _bytes(b"/" + key.encode())  # the prefix of torch's client: both see the same keys
 
 
 def _bytes(value: bytes) -> bytes:
     return LENGTH.pack(len(value)) + value
 
 
-def _read(connection: socket.socket, key: str) -> bytes | None:
-    if not _is_present(connection, key):
-        return None
-    _send(connection, Query.GET, _key(key))
-    if value := _receive_bytes(connection):
-        return value
-    # It is empty, or was deleted after the CHECK. A comparison with a value that no key has tells
-    # which: the answer is that value if the key is absent. Not at once, because it ends the waits
-    # of others for an absent key, which then read again.
-    nobodys = os.urandom(16)
-    _send(connection, Query.COMPARE_SET, _key(key), _bytes(nobodys), _bytes(nobodys))
-    value = _receive_bytes(connection)
-    return None if value == nobodys else value
+def _compare_set(connection: socket.socket, key: str, before: bytes, after: bytes) -> bytes:
+    _send(connection, Query.COMPARE_SET, _key(key), _bytes(before), _bytes(after))
+    return _receive_bytes(connection)
 
 
 def _is_present(connection: socket.socket, key: str) -> bool:

@@ -1,24 +1,16 @@
-"""A `torch.distributed` store as a `Store`.
-
-torch's own store is used because every launcher hosts one already, it is well maintained, and a
-wait on it is event-driven: the server answers when the key appears. This class adds errors that
-name host and port, and reads that do not wait.
+"""A `torch.distributed` store as a `Store`: torch's own client, for stores other than TCP stores,
+and for the process that serves a TCP store. All others use `TcpClient`.
 
 A read is two operations, `check`, and `compare_set` with an expected value that no key ever has,
-which returns the value. `get` would wait for a key that was deleted in between, and hold up the
-connection meanwhile. `compare_set` alone would be enough; but torch's server wakes all waiters of a
-key at every `compare_set` on it, even if that leaves the key absent (seen on torch 2.13). For the
-same reason a wait checks for the key when it returns. The store server of a host does not wake
-them, so there a read is `compare_set` alone (`one_request_reads`).
-
-torch's other server, which is not based on libuv, wakes nobody at a `compare_set` (seen on torch
-2.6 to 2.15). A client does not know which one it has; so a claim that succeeds appends nothing to
-its key, at which both wake the waiters.
+which returns the value. `get` would wait for a key that was deleted in between. `compare_set` alone
+would be enough; but torch's TCP server wakes all waiters of a key at every `compare_set` on it,
+even if that leaves the key absent (seen on torch 2.13).
 """
 
 from __future__ import annotations
 
-import datetime
+import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -32,12 +24,8 @@ from outlast.system.error_text import first_line
 
 T = TypeVar("T")
 
-# For a wait without a limit. torch takes milliseconds in a signed 64-bit number, but converts them
-# to nanoseconds in places: ten years do not overflow there.
-_FOREVER = datetime.timedelta(days=3650)
 _NEVER = "outlast: not a value"
-# The message of FileStore, a plain RuntimeError; the other stores have a type for it.
-_FILE_TIMEOUT = "Wait timeout"
+_POLL_S = 0.01  # as torch's FileStore does
 
 
 def listening(descriptor: int) -> dict[str, Any]:
@@ -48,51 +36,46 @@ def listening(descriptor: int) -> dict[str, Any]:
 
 
 class TorchStore:
-    """Performs the operations of `Store` on one torch store, i.e. on one connection.
+    """Performs the operations of `Store` on a torch store; `where` is its name in errors.
 
-    A connection serves one operation at a time: a thread that waits on it blocks all others, so
-    each waiting thread needs its own connection. `where` is its name in errors, e.g. `node1:29500`.
+    A wait polls: torch would wait in C++, where no signal arrives and no other thread can end it,
+    and would hold up the operations of all other threads.
     """
-
-    one_request_reads = False
 
     def __init__(self, store: Any, where: str) -> None:
         self.torch_store = store
         self.where = where
+        self._broken = threading.Event()
 
     def put(self, key: str, value: bytes) -> None:
         self._try(lambda: self.torch_store.set(key, value.decode()))
 
     def claim(self, key: str, value: bytes) -> bytes:
-        found = self._try(lambda: bytes(self.torch_store.compare_set(key, "", value.decode())))
-        tcp = isinstance(self.torch_store, dist.TCPStore)  # type: ignore[attr-defined]
-        if found == value and tcp and not self.one_request_reads:
-            self.append(key, b"")  # only to wake those who wait for the key
+        found = self.compare_set(key, b"", value)
+        if found == value and isinstance(self.torch_store, dist.TCPStore):  # type: ignore[attr-defined]
+            self.append(key, b"")  # only to wake those who wait for the key, as in `TcpClient`
         return found
 
+    def compare_set(self, key: str, before: bytes, after: bytes) -> bytes:
+        return self._try(
+            lambda: bytes(self.torch_store.compare_set(key, before.decode(), after.decode()))
+        )
+
     def read(self, key: str) -> bytes | None:
-        if not self.one_request_reads and not self._try(
-            lambda: bool(self.torch_store.check([key]))
-        ):
+        if not self._try(lambda: bool(self.torch_store.check([key]))):
             return None
         value = self._try(lambda: bytes(self.torch_store.compare_set(key, _NEVER, _NEVER)))
         return None if value == _NEVER.encode() else value
 
     def wait_for(self, key: str, timeout: float | None) -> bytes:
-        limit = _FOREVER if timeout is None else datetime.timedelta(seconds=max(timeout, 0.001))
-        while True:
-            late: Exception | None = None
-            try:
-                self.torch_store.wait([key], limit)
-            except RuntimeError as e:
-                if not isinstance(e, dist.DistStoreError) and str(e) != _FILE_TIMEOUT:
-                    raise self._lost(e) from e
-                late = e  # but the key may have appeared at the last moment
-            value = self.read(key)
-            if value is not None:
-                return value
-            if late is not None:
-                raise KeyTimeout(f"no {key!r} within {timeout} s at {self.where}") from late
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (value := self.read(key)) is None:
+            left = _POLL_S if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                raise KeyTimeout(f"no {key!r} within {timeout} s at {self.where}")
+            if self._broken.wait(min(_POLL_S, left)):
+                raise StoreError(f"the wait at the store {self.where} was broken off")
+        return value
 
     def add(self, key: str, amount: int) -> int:
         return self._try(lambda: int(self.torch_store.add(key, amount)))
@@ -103,11 +86,14 @@ class TorchStore:
     def delete(self, key: str) -> None:
         self._try(lambda: self.torch_store.delete_key(key))
 
+    def break_off(self) -> None:
+        self._broken.set()
+
+    def close(self) -> None:
+        self.torch_store = None
+
     def _try(self, operation: Callable[[], T]) -> T:
         try:
             return operation()
         except RuntimeError as e:
-            raise self._lost(e) from e
-
-    def _lost(self, cause: Exception) -> StoreError:
-        return StoreError(f"the store at {self.where} cannot be reached: {first_line(cause)}")
+            raise StoreError(f"the store at {self.where} cannot be reached: {first_line(e)}") from e

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from outlast.coordination import process_group_store
+from outlast.coordination import collectives
 from outlast.coordination.call_ledger import CallLedger, connect_ledger
 from outlast.errors import CheckpointError, OutlastError, RankTimeout
 from outlast.inprocess.abort import interrupt_collectives
@@ -65,10 +65,10 @@ def connect(prefix: str, group: Any, timeout: datetime.timedelta) -> CallLedger:
             afterwards.
         CheckpointError: if the ranks cannot reach each other.
     """
-    place = process_group_store.place_in(group)
+    place = collectives.place_in(group)
     assert place is not None
     rank, world_size, name = place
-    store = process_group_store.shared_store(group)
+    store = collectives.shared_store(group)
     keys = [f"outlast/{prefix}-there/{name}/{other}" for other in range(world_size)]
     store.put(keys[rank], b"1")
     time_is_up = threading.Event()

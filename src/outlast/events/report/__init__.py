@@ -6,8 +6,8 @@
     render(Path("build/demo"), Console())
 
 `build` is pure: the same events make the same report, in any order of files. `run` reads them in
-one pass; `calls`, `course` and `host_losses` find what happened, `recoveries`, `goodput` and
-`checkpoints` what it took; `model` and `report` hold it; `text`, `page` and `trace` show it.
+one pass; `calls` and `course` find what happened, `recoveries`, `goodput` and `checkpoints` what it
+took; `model` and `report` hold it; `text` and `page` show it.
 
 Two rules hold. Times of different hosts are never compared: detection and the total of a restart
 are measured on the host of the fault. And a fault that looks like the consequence of another is
@@ -28,10 +28,15 @@ from outlast.events.report.model import (
 )
 from outlast.events.report.page import render_html
 from outlast.events.report.report import Report, Saves
-from outlast.events.report.sentences import describe_cause, headline_host, lost_time
-from outlast.events.report.text import render, render_report, to_json
-from outlast.events.report.trace import to_trace
-from outlast.events.report.words import PARTS, parts_of, printable
+from outlast.events.report.sentences import (
+    PARTS,
+    describe_cause,
+    headline_host,
+    lost_time,
+    parts_of,
+    printable,
+)
+from outlast.events.report.text import render, render_report, to_json, to_trace
 from outlast.events.run_folders import load, load_run
 
 __all__ = [

@@ -11,9 +11,13 @@ import outlast.events as ev
 from outlast.errors import NO_RESTART
 from outlast.events.report.calls import Call
 from outlast.events.report.checkpoints import redone_steps, summarize_saves
-from outlast.events.report.course import course_of
+from outlast.events.report.course import (
+    course_of,
+    find_losses,
+    name_lost_hosts,
+    waits_for_lost_hosts,
+)
 from outlast.events.report.goodput import HostAccount
-from outlast.events.report.host_losses import find_losses, name_lost_hosts, waits_for_lost_hosts
 from outlast.events.report.model import Distribution, Recovery, Restart
 from outlast.events.report.report import (
     CauseCount,
@@ -25,8 +29,8 @@ from outlast.events.report.report import (
     Straggler,
 )
 from outlast.events.report.run import Run, record
+from outlast.events.report.sentences import what_happened
 from outlast.events.report.timeline import timeline_of
-from outlast.events.report.words import what_happened
 from outlast.events.restart_causes import RestartCount, describe_restarts
 from outlast.system.error_text import exit_summary
 

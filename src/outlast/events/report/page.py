@@ -20,10 +20,12 @@ from typing import Any
 from outlast.events.report.builder import distribution
 from outlast.events.report.model import Restart, Span
 from outlast.events.report.report import CauseCount, Lane, Mark, Report, Save
-from outlast.events.report.sentences import describe, describe_goodput, headline_host
-from outlast.events.report.words import (
+from outlast.events.report.sentences import (
     PARTS,
     cause_text,
+    describe,
+    describe_goodput,
+    headline_host,
     one_line,
     parts_of,
     plural,

@@ -1,7 +1,11 @@
-"""The report as text: the run in one line, tables, and a few sentences for each restart; or JSON.
+"""The report as text, as JSON, and as a trace.
 
-Everything fits 80 columns. What is longer is wrapped: nothing is cut. Text from logs is printed
+The text fits 80 columns. What is longer is wrapped: nothing is cut. Text from logs is printed
 literally: never as markup and without control characters, since a message may contain anything.
+
+The trace has Chrome's trace event format (JSON), for Perfetto (https://ui.perfetto.dev) and
+chrome://tracing: a host is a process of the trace and a lane is a thread. Times are in microseconds
+from the first event of the host with the longest wall time, by whose clock the others are placed.
 """
 
 from __future__ import annotations
@@ -9,7 +13,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -18,10 +24,18 @@ from rich.table import Table
 from rich.text import Text
 
 from outlast.events.report.builder import build
-from outlast.events.report.model import PHASE_FIELDS, HostTime, Party, Restart
-from outlast.events.report.report import Report
-from outlast.events.report.sentences import describe, describe_goodput
-from outlast.events.report.words import PARTS, cause_text, one_line, parts_of, plural, share
+from outlast.events.report.model import PHASE_FIELDS, HostTime, Party, RankRecovery, Restart, Span
+from outlast.events.report.report import HostTimeline, Lane, Report
+from outlast.events.report.sentences import (
+    PARTS,
+    cause_text,
+    describe,
+    describe_goodput,
+    one_line,
+    parts_of,
+    plural,
+    share,
+)
 from outlast.events.run_folders import load
 from outlast.system.units import duration_text
 
@@ -162,3 +176,81 @@ def _milliseconds(seconds: float | None) -> str:
     if seconds >= 10:  # all columns must fit
         return f"{seconds:.0f} s"
     return f"{seconds * 1000:.1f}" if seconds < 1 else f"{seconds * 1000:,.0f}"
+
+
+Event = dict[str, Any]
+
+
+def to_trace(report: Report) -> str:
+    """The states of each rank with the phases of its recoveries inside; marks are instants."""
+    events = [
+        event
+        for number, host in enumerate(report.timeline, start=1)
+        for event in _host(host, number, report)
+    ]
+    about = {"run": report.run_id, "command": report.command}
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about})
+
+
+def _host(host: HostTimeline, number: int, report: Report) -> Iterator[Event]:
+    yield _name("process_name", host.host, number)
+    shift = host.shift or 0.0
+    recoveries: dict[int, list[RankRecovery]] = {}
+    for restart in report.restarts:
+        for rank in restart.ranks:
+            if rank.host == host.host:
+                recoveries.setdefault(rank.lane, []).append(rank)
+    for thread, lane in enumerate(host.lanes, start=1):
+        place = {"pid": number, "tid": thread}
+        yield _name("thread_name", lane.name, number, tid=thread)
+        yield {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": thread}}
+        for count, span in enumerate(lane.spans):
+            if lane.rank >= 0:
+                yield _slice(span, shift, "state", place)
+                continue
+            for kind, moment in (("b", span.start), ("e", span.end)):  # saves may overlap
+                own = {"ph": kind, "name": span.state, "cat": lane.name, "id": f"{number}-{count}"}
+                yield {**own, "ts": _us(moment + shift), **place}
+        for phase in _inside(lane, recoveries.get(lane.rank, [])):
+            yield _slice(phase, shift, "phase", place)
+        for mark in lane.marks:
+            yield {
+                **{"ph": "i", "s": "t", "name": mark.kind, "cat": "mark"},
+                **{"ts": _us(mark.at + shift), "args": {"text": mark.text}},
+                **place,
+            }
+
+
+def _inside(lane: Lane, recoveries: list[RankRecovery]) -> Iterator[Span]:
+    """The phases within the spans in which the lane was restarting, one after another: slices of
+    one thread must not overlap by halves.
+    """
+    phases = deque(sorted((p for each in recoveries for p in each.phases), key=lambda p: p.start))
+    for span in lane.spans:
+        begin = span.start
+        while span.state == "restarting" and phases and phases[0].start < span.end:
+            phase = phases.popleft()
+            start, end = max(phase.start, begin), min(phase.end, span.end)
+            if start < end:
+                yield Span(state=phase.state, start=start, end=end)
+                begin = end
+
+
+def _slice(span: Span, shift: float, category: str, place: dict[str, int]) -> Event:
+    start, end = _us(span.start + shift), _us(span.end + shift)
+    return {
+        "ph": "X",
+        "name": span.state,
+        "cat": category,
+        "ts": start,
+        "dur": end - start,
+        **place,
+    }
+
+
+def _name(kind: str, name: str, pid: int, tid: int = 0) -> Event:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1e6)

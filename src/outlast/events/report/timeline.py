@@ -15,7 +15,7 @@ from outlast.events.report.course import Course
 from outlast.events.report.model import Cause, HostLoss, Restart, Span
 from outlast.events.report.report import HostTimeline, InjectedFault, Lane, Mark, Saves
 from outlast.events.report.run import Process, Run
-from outlast.events.report.words import one_line, what_failed
+from outlast.events.report.sentences import one_line, what_failed
 from outlast.system.units import duration_text
 
 STARTING, RESTORING, TRAINING, HUNG = "starting", "restoring", "training", "hung"

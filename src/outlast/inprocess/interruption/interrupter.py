@@ -34,15 +34,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import torch
 
 from outlast.errors import RankShouldRestart
-from outlast.inprocess.interruption.fault_echo import ending_in
-from outlast.inprocess.interruption.quiet_hooks import QuietHooks
-from outlast.inprocess.progress.shared_page import Blocked
+from outlast.inprocess.interruption.error_kinds import USER_REGION, ending_in, user_region
+from outlast.inprocess.interruption.release import QuietHooks
+from outlast.inprocess.monitor.shared_page import Blocked
 from outlast.system.user_frames import in_own_code, in_standard_library, is_own, user_place_of
 
 INTERRUPT_SIGNAL = signal.SIGURG
@@ -96,7 +96,6 @@ class Interrupter:
             self._installed = True
 
     def restore(self) -> None:
-        """Restores the hook and the signal handler, unless the user has installed others since."""
         self._hooks.restore()
         if self._installed and signal.getsignal(INTERRUPT_SIGNAL) == self._handle:
             signal.signal(INTERRUPT_SIGNAL, self._previous)
@@ -111,7 +110,7 @@ class Interrupter:
         try:
             try:
                 self._inside = True
-                value = _user_region(function)
+                value = user_region(function)
             except BaseException as e:  # noqa: BLE001 - the caller handles every outcome
                 error = ending_in(e)
             self._inside = False
@@ -137,7 +136,6 @@ class Interrupter:
             raise
 
     def unshield(self) -> None:
-        """Ends the innermost `shield()`."""
         if self._shields:  # 0 if a generator of an earlier iteration is closed only now
             self._shields -= 1
 
@@ -145,7 +143,6 @@ class Interrupter:
 
     @property
     def by_signal(self) -> bool:
-        """Whether the signal can be used."""
         return self._installed and signal.getsignal(INTERRUPT_SIGNAL) == self._handle
 
     def request(self) -> str:
@@ -189,11 +186,9 @@ class Interrupter:
         return " < ".join(places[:4])
 
     def user_place(self) -> str:
-        """The innermost line of the user on the thread's stack: `train.py:42 in step`."""
         return user_place_of(sys._current_frames().get(self.ident))
 
     def in_debugger(self) -> bool:
-        """Whether the thread is in a debugger, such as that of `breakpoint()`."""
         stack = _stack(sys._current_frames().get(self.ident))
         return any(_is_in(frame, _DEBUGGERS) for frame in stack)
 
@@ -225,7 +220,6 @@ class Interrupter:
         return Blocked.WAITS if on_device else Blocked.UNKNOWN
 
     def _sleeps(self) -> bool:
-        """Whether the thread is in `time.sleep`, as far as the kernel tells."""
         try:
             return "nanosleep" in Path(f"/proc/self/task/{self.native_id}/wchan").read_text()
         except OSError:
@@ -263,7 +257,6 @@ class Interrupter:
 
 
 def _stack(frame: FrameType | None) -> Iterator[FrameType]:
-    """The frames of the function's thread in the function, innermost first."""
     while frame is not None and frame.f_code is not USER_REGION:
         yield frame
         frame = frame.f_back
@@ -274,12 +267,62 @@ def _is_in(frame: FrameType | None, packages: tuple[str, ...]) -> bool:
     return any(f"{name}.".startswith(f"{package}.") for package in packages)
 
 
-def _user_region(function: Callable[[], Any]) -> Any:
-    """A separate frame on the user's side of the boundary: if `function` is written in C, this is
-    the innermost Python frame while it runs, not `run()`.
-    """
-    return function()
-
-
 _BOUNDARY: CodeType = Interrupter.run.__code__
-USER_REGION: CodeType = _user_region.__code__
+
+
+class AtomicSection:
+    """The context manager behind `CallWrapper.atomic()`; reentrant, for one thread.
+
+    A restart (abort and interrupt) begins only while the function's thread is outside all atomic
+    sections. Once a restart is due, the thread cannot enter another section: it is interrupted at
+    the entry. Both sides decide under one lock, so one always comes first. The function's thread
+    takes that lock under a shield, so an interrupt can never leave it locked.
+    """
+
+    def __init__(self, interrupter: Interrupter) -> None:
+        self.interrupter = interrupter
+        self._changed = threading.Condition(threading.Lock())
+        self._depth = 0
+        self._terminating = False
+
+    def __enter__(self) -> None:
+        self.interrupter.shield()
+        with self._changed:
+            refused = self._terminating and not self._depth
+            if not refused:
+                self._depth += 1
+        if refused:
+            self.interrupter.unshield()
+            raise RankShouldRestart("a restart has begun: atomic() is not entered")
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with self._changed:
+            self._depth = max(0, self._depth - 1)  # a generator may outlive its iteration
+            self._changed.notify_all()
+        self.interrupter.unshield()
+
+    def begin_termination(self) -> None:
+        """Waits until the thread is outside. From the start of this wait, the thread cannot enter
+        again: otherwise a loop of atomic sections could delay the restart forever.
+        """
+        with self._changed:
+            self._terminating = True
+            self._changed.wait_for(lambda: self._depth == 0)
+
+    def function_left(self) -> None:
+        """Call when the function has been left. A section that it still holds, in a generator that
+        lives on, does not delay the restart.
+        """
+        with self._changed:
+            self._depth = 0
+            self._changed.notify_all()
+
+    def reset(self) -> None:
+        with self._changed:
+            self._terminating = False
+            self._depth = 0

@@ -1,10 +1,6 @@
-"""The monitor thread: waits on the store, and interrupts the function when the iteration ends.
+"""The monitor thread: waits for the end of the iteration, and interrupts the function then.
 
-The function's thread never waits in C, because no signal (Ctrl-C, or the interrupt) could be
-handled there. It hands every wait on the store to this thread, which has a separate connection,
-and waits for the answer in Python. While the function runs, this thread waits for the iteration's
-key `over/k`: an event, not a poll.
-
+While the function runs, this thread waits for the iteration's key `over/k`: an event, not a poll.
 When that key says that the iteration ends in a restart, then, in this order: `atomic()` can no
 longer be entered; the abort runs; the function's thread is interrupted, repeatedly, until it has
 left the function.
@@ -12,53 +8,86 @@ left the function.
 
 from __future__ import annotations
 
-import concurrent.futures
+import dataclasses
 import logging
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any, TypeVar
+from typing import Any
+
+import torch.distributed as dist
 
 from outlast.coordination.membership import COMPLETED
-from outlast.coordination.ops import Op
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.events import AbortDone, Emitter, Event, InterruptSent, InterruptSwallowed, Seen
-from outlast.inprocess.distributed.connection import Connection
-from outlast.inprocess.distributed.torch_log import QuietTorchLog
-from outlast.inprocess.interruption.atomic import AtomicSection
-from outlast.inprocess.interruption.interrupter import Interrupter
-from outlast.inprocess.interruption.stack_sample import StackSample, sample_stack
-from outlast.inprocess.progress.shared_page import Activity, SharedPage
+from outlast.inprocess.interruption.interrupter import AtomicSection, Interrupter
+from outlast.inprocess.monitor.shared_page import Activity, SharedPage
+from outlast.inprocess.store import Connection
 
 log = logging.getLogger("outlast.inprocess")
 
-T = TypeVar("T")
+
+@dataclasses.dataclass(frozen=True)
+class StackSample:
+    """The function's thread at the end of the iteration. If a soft timeout ended it, the samples of
+    all ranks distinguish the rank that hangs from the ranks that wait for it.
+
+    `pings` and `collectives` tell how far the function had come; `collectives` counts those of the
+    default group, and is -1 if the backend does not count them.
+    """
+
+    where: str  # the innermost frames
+    waits_for_others: bool  # it was in torch code where a rank waits for others
+    idle: float  # seconds since the last progress,
+    unpinged: float  # and since the last ping, step, or entry into the function
+    declared: bool  # it was in a declared long phase
+    pings: int
+    collectives: int
+
+
+def sample_stack(interrupter: Interrupter, page: SharedPage, now: float) -> StackSample | None:
+    """Samples from another thread; `None` while the function's thread runs no user code."""
+    if page.activity not in (Activity.USER, Activity.FUNCTION):
+        return None
+    return StackSample(
+        where=interrupter.where(),
+        waits_for_others=interrupter.waits_for_others(),
+        idle=now - page.progress,
+        unpinged=now - page.pinged,
+        declared=page.long_limit != 0,
+        pings=page.pings,
+        collectives=_collectives(),
+    )
+
+
+def _collectives() -> int:
+    """The number of collectives that this rank has started in the default group. Every rank takes
+    part in all of them, so a rank that has started fewer is behind.
+    """
+    if not dist.is_available():
+        return -1
+    group: Any = dist.distributed_c10d._world.default_pg
+    if group is None:
+        return 0  # the function has not created the group yet
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:
+        return -1  # not every backend counts
 
 
 class IterationWatch:
-    """The monitor thread's watch over one iteration.
-
-    Attributes:
-        ending: set once this rank knows that the iteration ends in a restart.
-        left: set by the function's thread when it has left the function.
-        sample: the function's thread at the end of the iteration, if it was in user code.
-        outcome: a future with the iteration's outcome; a `StoreError` if the store is lost.
-    """
+    """The monitor thread's watch over one iteration."""
 
     def __init__(self) -> None:
-        self.ending = threading.Event()
-        self.left = threading.Event()
-        self.sample: StackSample | None = None
-        self.outcome: Future[bytes] = Future()
+        self.ending = threading.Event()  # this rank knows that the iteration ends in a restart
+        self.left = threading.Event()  # the function's thread has left the function
+        self.sample: StackSample | None = None  # of the end, if that thread was in user code
+        self.outcome: Future[bytes] = Future()  # a `StoreError` if the store is lost
 
     def wait(self, timeout: float | None) -> bytes:
-        """Waits for the end of the iteration.
-
-        Raises:
-            KeyTimeout: after `timeout` seconds.
-        """
+        """Waits for the end of the iteration; a `KeyTimeout` after `timeout` seconds."""
         try:
             return self.outcome.result(timeout)
         except FutureTimeout:
@@ -66,15 +95,9 @@ class IterationWatch:
 
 
 class MonitorThread:
-    """A thread with a separate connection to the store.
-
-    Args:
-        connection: used by this thread alone.
-        atomic_section, interrupter, page: of the function's thread.
-        abort: ends in-flight work. The argument is `False` the first time, and `True` for each
-            repetition until the function has been left, since new work may have started.
-        retry: pause before an interrupt is repeated, in seconds.
-        reconnect: makes another connection after a wait had to be broken off.
+    """The thread. It ends in-flight work by `abort(False)`, and by `abort(True)` for each
+    repetition until the function has been left, since new work may have started.
+    `retry` is the pause before an interrupt is repeated, in seconds.
     """
 
     def __init__(
@@ -86,41 +109,17 @@ class MonitorThread:
         abort: Callable[[bool], None],
         emitter: Emitter,
         retry: float = 0.005,
-        reconnect: Callable[[], Connection] | None = None,
     ) -> None:
-        self._connection, self._reconnect = connection, reconnect
+        self._connection = connection
         self._atomic_section, self._interrupter, self._page = atomic_section, interrupter, page
         self._abort, self._emitter, self._retry = abort, emitter, retry
-        self._pending: tuple[str, Future[bytes] | None] = ("", None)
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._watches: queue.SimpleQueue[tuple[str, IterationWatch] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="outlast-monitor", daemon=True)
         self._thread.start()
 
     @property
     def native_id(self) -> int:
         return self._thread.native_id or 0
-
-    def wait_for(self, op: Op) -> bytes:
-        """Performs a wait for the function's thread.
-
-        The timeout is kept here, not on the connection: a timeout in torch's client costs a log
-        line and two name lookups, which take seconds where no resolver answers. The wait itself
-        continues; a later call for the same key gets its answer.
-
-        Raises:
-            KeyTimeout: after `op.timeout` seconds.
-        """
-        if self._reconnect is None or not self._connection.can_break_off:
-            return self._submit(lambda: self._connection.wait_for(op.key, op.timeout)).result()
-        key, future = self._pending
-        if key != op.key or future is None:
-            self._drop_pending()
-            future = self._submit(lambda: self._connection.wait_for(op.key, None))
-            self._pending = op.key, future
-        if not concurrent.futures.wait([future], op.timeout).done:
-            raise KeyTimeout(f"no {op.key!r} within {op.timeout} s")
-        self._pending = "", None
-        return future.result()
 
     def watch_iteration(self, key: str, *, left: bool = False) -> IterationWatch:
         """Starts watching the iteration whose end is announced under `key`; with `left`, this rank
@@ -129,60 +128,22 @@ class MonitorThread:
         watch = IterationWatch()
         if left:
             watch.left.set()
-        self._drop_pending()
-        self._tasks.put(lambda: self._watch(key, watch))
+        self._watches.put((key, watch))
         return watch
 
     def close(self, timeout: float) -> None:
-        """Ends the thread, breaking off any wait in progress."""
-        with QuietTorchLog():
-            if self._pending[1] is not None:
-                self._connection.break_off()
-            self._tasks.put(None)
+        """Ends the thread; breaks off its wait after `timeout` seconds."""
+        self._watches.put(None)
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            self._connection.break_off()
             self._thread.join(timeout)
-            if self._thread.is_alive():
-                self._connection.break_off()
-                self._thread.join(timeout)
-        self._connection.close()
-
-    def break_off(self) -> None:
-        """Ends the current wait, whose answer is no longer needed."""
-        self._connection.break_off()
-
-    def _drop_pending(self) -> None:
-        """Breaks off a wait whose answer is no longer needed, and opens a new connection."""
-        future, self._pending = self._pending[1], ("", None)
-        reconnect = self._reconnect
-        if future is None or reconnect is None or future.done():
-            return
-        quiet = QuietTorchLog()
-        quiet.begin()
-        self._connection.break_off()
-
-        def replace() -> None:
-            quiet.end()  # in this thread, so the wait has ended
-            self._connection.close()
-            self._connection = reconnect()
-
-        self._submit(replace)
 
     # -- in the monitor thread -----------------------------------------------------------------
 
     def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            task()
-
-    def _submit(self, work: Callable[[], T]) -> Future[T]:
-        future: Future[T] = Future()
-
-        def task() -> None:
-            try:
-                future.set_result(work())
-            except Exception as e:  # noqa: BLE001 - raised in the thread that submitted the work
-                future.set_exception(e)
-
-        self._tasks.put(task)
-        return future
+        while (task := self._watches.get()) is not None:
+            self._watch(*task)
 
     def _watch(self, key: str, watch: IterationWatch) -> None:
         outcome: Any

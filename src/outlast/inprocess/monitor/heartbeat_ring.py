@@ -10,9 +10,7 @@ from __future__ import annotations
 from outlast.clock import Clock
 from outlast.coordination.ops import Link
 from outlast.coordination.stores.store import HOST_KEYS
-from outlast.inprocess.monitor.config import MonitorPlan
-from outlast.inprocess.monitor.fault_reports import FaultReports
-from outlast.inprocess.monitor.store_access import StoreAccess
+from outlast.inprocess.monitor.reports import FaultReports, MonitorPlan, StoreAccess
 
 
 class HeartbeatRing:
@@ -36,7 +34,6 @@ class HeartbeatRing:
         self._count, self._changed_at = -1, 0.0
 
     def beat(self) -> None:
-        """Increments this process's heartbeat and looks at the next member's, if that is due."""
         now = self._clock.now()
         if now < self.next_beat:
             return

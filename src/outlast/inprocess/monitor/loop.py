@@ -1,14 +1,14 @@
 """The event loop of the monitor process: watches the main process, and reacts to its events.
 
 * The main process ends: its pidfd becomes readable. The death is reported, and the others restart.
-* It makes no progress: the timestamps in shared memory grow old (`progress_timeouts.py`).
+* It makes no progress: the timestamps in shared memory grow old (`timeouts.py`).
 * Another member falls silent: its heartbeat stops (`heartbeat_ring.py`).
-* The main process dismisses the monitor, which then exits unless other ranks need a store that it
-  serves (`store_service.py`).
+* The main process dismisses the monitor, which exits unless other ranks need a store it serves.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import socket
@@ -16,22 +16,23 @@ from pathlib import Path
 from typing import Any
 
 from outlast.clock import MonotonicClock
+from outlast.coordination.barrier import done_key
+from outlast.coordination.membership import decision_key
+from outlast.errors import StoreError
 from outlast.events import Emitter, JsonlSink, NullSink, Sink
-from outlast.inprocess.monitor.config import MonitorPlan
-from outlast.inprocess.monitor.cpu_time import CpuTime
-from outlast.inprocess.monitor.fault_reports import FaultReports
-from outlast.inprocess.monitor.frozen_notice import FrozenNotice
 from outlast.inprocess.monitor.heartbeat_ring import HeartbeatRing
-from outlast.inprocess.monitor.idle_ranks import IdleRanks
-from outlast.inprocess.monitor.logfile import write_line
-from outlast.inprocess.monitor.progress_timeouts import ProgressTimeouts
-from outlast.inprocess.monitor.store_access import StoreAccess
-from outlast.inprocess.monitor.store_service import StoreService
-from outlast.inprocess.progress.shared_page import Activity
+from outlast.inprocess.monitor.reports import FaultReports, MonitorPlan, StoreAccess, write_line
+from outlast.inprocess.monitor.shared_page import Activity
+from outlast.inprocess.monitor.timeouts import CpuTime, FrozenNotice, IdleRanks, ProgressTimeouts
+from outlast.inprocess.store import TCPStore
 from outlast.system.processes import is_dying, open_parent, open_thread
+from outlast.system.waiting import readable
 
 # A wait that ends so much too late: this process was stopped, or the machine is overloaded.
 _STOPPED_S = 2.0
+
+_OBSERVER = 1 << 40
+"""The member ID of a monitor whose main process is not a member: after all others in the ring."""
 
 
 class MonitorLoop:
@@ -50,7 +51,7 @@ class MonitorLoop:
         self._main_alive = self._pidfd is not None
         self._poll.register(end, select.POLLIN)
         self._threads: set[int] = set()  # pidfds of threads of the main process
-        self._store = StoreAccess(plan, self._clock)
+        self._store = StoreAccess(plan)
         self._forgot = 0  # the iteration before which old ones were forgotten
         emitter = Emitter(_sink(plan))
         self._reports = FaultReports(plan, main, emitter, self._store)
@@ -64,10 +65,8 @@ class MonitorLoop:
             CpuTime(main, self._clock),
         )
         self._ring = HeartbeatRing(plan, self._clock, self._store, self._reports)
-        self._service = StoreService(plan, self._clock, self._store, self._ring)
 
     def run(self) -> None:
-        """Returns when this process has nothing left to do."""
         names = f"monitor process {os.getpid()} of process {self._main}"
         write_line(f"{names}, rank {self._plan.rank} of {self._plan.world_size}: start")
         try:
@@ -87,9 +86,9 @@ class MonitorLoop:
         elif dismissed and self._page.member < 0:
             self._reports.departure()
         if self._pidfd is not None:
-            self._service.replace_iteration_store(None if self._main_alive else self._pidfd)
+            self._replace_iteration_store(None if self._main_alive else self._pidfd)
         if self._server is not None:
-            self._service.serve_until_goodbye()
+            self._serve_until_goodbye()
 
     def _is_over(self) -> bool:
         """Whether the main process has ended, or dismissed this one."""
@@ -135,7 +134,6 @@ class MonitorLoop:
             self._store.perform(self._store.membership.forget_before(self._forgot))
 
     def _wait(self) -> list[int]:
-        """Waits for an event, or until something is due; notices if this process was stopped."""
         pause, began = self._pause(), self._clock.now()
         ready = [fd for fd, _ in self._poll.poll(pause * 1000)]
         if self._clock.now() - began - pause > _STOPPED_S:
@@ -144,7 +142,6 @@ class MonitorLoop:
         return ready
 
     def _pause(self) -> float:
-        """Seconds until the next timeout or heartbeat is due, if no event comes first."""
         due = min(self._ring.next_beat, self._timeouts.next_check())
         return max(0.001, min(due - self._clock.now(), self._plan.interval))
 
@@ -163,6 +160,50 @@ class MonitorLoop:
             os.close(descriptor)
         self._threads -= ended
         return bool(ended) and is_dying(self._main)
+
+    def _replace_iteration_store(self, dying: int | None) -> None:
+        """Takes over the port of the iteration's store, which ended with the main process, until
+        all ranks have left the iteration. Ranks that are just connecting to it retry forever, in
+        C++, where no interrupt reaches them; so a server must answer there. `dying` is the pidfd of
+        a main process of which one thread has ended: the port becomes free when all have.
+        """
+        port, deadline = self._page.store_port, self._clock.now() + self._plan.patience
+        if not port or not self._store.available:
+            return
+        if dying is not None:
+            readable(dying, timeout=self._plan.patience)
+        try:
+            server = TCPStore.serve(host_name=self._plan.address, port=port)
+        except (StoreError, RuntimeError) as e:
+            write_line(e)
+            return
+        self._stay_until(decision_key(self._page.iteration + 1, 0), deadline)
+        del server
+
+    def _serve_until_goodbye(self) -> None:
+        if self._store.available:
+            self._stay_until(done_key("goodbye"), math.inf)
+
+    def _stay_until(self, key: str, deadline: float) -> None:
+        """Keeps a store reachable for the other ranks until a key appears, or all members are lost:
+        heartbeats continue, so that it does not wait for members whose hosts have died.
+        """
+        while not self._store.appeared(key, self._plan.interval):
+            if not self._store.available or self._clock.now() >= deadline:
+                return
+            current = self._store.perform(self._store.membership.current())
+            if current is not None:
+                self._page.iteration = current
+                if self._page.member < 0:
+                    self._page.member = _OBSERVER
+            self._ring.beat()
+            if self._ring.watched is None and self._all_lost():
+                return
+
+    def _all_lost(self) -> bool:
+        view = self._store.view(self._page.iteration)
+        lost = self._store.lost_members()
+        return view is not None and lost is not None and view.expected <= lost
 
 
 def _sink(plan: MonitorPlan) -> Sink:

@@ -26,9 +26,8 @@ import sys
 import psutil
 
 from outlast.errors import StoreError
-from outlast.inprocess.monitor.config import MonitorPlan
-from outlast.inprocess.monitor.logfile import write_line
 from outlast.inprocess.monitor.loop import MonitorLoop
+from outlast.inprocess.monitor.reports import MonitorPlan, write_line
 from outlast.system.error_text import first_line
 from outlast.system.fork import fork_detached
 from outlast.system.processes import open_process
@@ -52,7 +51,6 @@ class MonitorHandle:
         self._serves = serves
 
     def watch_threads(self) -> None:
-        """Makes the monitor watch the threads whose ids are in the shared page."""
         with contextlib.suppress(OSError):  # it has ended: the heartbeat thread notices
             self.socket.send(b"T")
 

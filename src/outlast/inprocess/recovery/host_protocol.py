@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from outlast.clock import Clock
-from outlast.coordination.decisions.decision import Rules
-from outlast.coordination.decisions.view import ViewRecord
+from outlast.coordination.decision import Decision, Rules, ViewRecord
+from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link
-from outlast.coordination.records import FaultRecord, StopRecord
+from outlast.coordination.records import FaultRecord
 from outlast.inprocess.attribution import Interruption
 
 
@@ -90,18 +90,11 @@ class Host(Protocol):
     grow: GrowPolicy
     limits: Limits
     rules: Rules
-    fault_came_back: bool  # the last one is equal to one before it, without progress in between
 
     def at(self, state: RecoveryState, iteration: int, member: int) -> None:
         """Called before the machine enters `state`."""
 
-    def least_ranks(self) -> int:
-        """The fewest ranks with which the function may be called again; -1 if that is not known."""
-
-    async def exchange(self, link: Link, record: ViewRecord, member: int) -> None:
-        """Exchanges what the rank assignment needs from the other ranks."""
-
-    def assign(self, record: ViewRecord, member: int) -> AssignedRank:
+    async def assign(self, link: Link, record: ViewRecord, member: int) -> AssignedRank:
         """Applies the rank assignment and the rank filter to the view."""
 
     def serve(self) -> str | None:
@@ -121,14 +114,16 @@ class Host(Protocol):
     async def settle(self, iteration: int) -> None:
         """Waits for the abort, releases resources, and runs finalize and the health check."""
 
-    def may_have_hung(self, iteration: int) -> bool:
-        """Whether this member made no progress for long before the iteration ended."""
-
-    def hang_report(self, iteration: int, faults: list[FaultRecord]) -> FaultRecord | None:
+    async def hang_report(
+        self, membership: MembershipProtocol, iteration: int
+    ) -> FaultRecord | None:
         """This member's hang report, if it hung when a soft timeout ended the iteration."""
 
-    def progress(self) -> tuple[int, int]:
-        """The last training step of this iteration, and its pings; 0 if there are none."""
+    def progress(self) -> dict[str, int]:
+        """The last training step (`step`) of this iteration, and its `pings`; 0 if there are none.
+        And the fewest ranks with which the function may be called again (`least`); -1 if that is
+        not known.
+        """
 
     def fault(self, iteration: int, interruption: Interruption, cause: str) -> FaultRecord:
         """A fault of this member that has no exception."""
@@ -139,20 +134,10 @@ class Host(Protocol):
     def timing(self, name: str) -> AbstractContextManager[object]:
         """Measures the wait at the barrier `start` or `term`."""
 
-    def stopped(self, stop: StopRecord, cause: FaultRecord | None, reports: bool) -> None:
-        """Called before this member leaves because the job was told to stop; `cause` is that of
-        the last restart; `reports` on the one member that is to show it to the user.
-        """
-
-    def restarting(self, cause: FaultRecord | None, *, reports: bool) -> None:
-        """Called when every member has left iteration k, with the first cause of its end; `reports`
-        on the one member that is to show it to the user.
+    def decided(self, decision: Decision, *, reports: bool) -> None:
+        """Called when this member follows a decision: every member has left the iteration before.
+        `reports` on the one member that is to show the user what was decided.
         """
 
     def leaves_with(self, error: BaseException) -> None:
         """Called when this member ends with `error`, before the others are told."""
-
-    def unrecoverable(self, cause: FaultRecord, why: str, reports: bool) -> None:
-        """Called when the job ends because of its faults; `reports` on the one member that is to
-        show the cause to the user.
-        """

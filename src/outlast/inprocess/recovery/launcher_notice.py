@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 
 from outlast.coordination.records import COMPLETED_BY
-from outlast.inprocess.distributed.connection import Connection
+from outlast.inprocess.store import Connection
 
 _KEY = "outlast/job"
 
@@ -28,7 +28,6 @@ class LauncherNotice:
         self._running = self._record("running")
 
     def running(self) -> None:
-        """The call has begun."""
         held = json.loads(self._connection.claim(_KEY, self._running.encode()))
         while held["call"] < self._call:
             held = json.loads(self._change(json.dumps(held), self._running))
@@ -66,4 +65,4 @@ class LauncherNotice:
         return json.dumps({"call": self._call, "state": state, "prefix": self._prefix})
 
     def _change(self, before: str, after: str) -> str:
-        return bytes(self._connection.torch_store.compare_set(_KEY, before, after)).decode()
+        return self._connection.compare_set(_KEY, before.encode(), after.encode()).decode()

@@ -2,108 +2,132 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
-from outlast.coordination.ops import drive, perform_on
-from outlast.errors import StoreError
-from outlast.events import MonitorRestarted
-from outlast.inprocess.attribution import Interruption
-from outlast.inprocess.distributed.connection import Connection
-from outlast.inprocess.monitor.config import MonitorPlan
-from outlast.inprocess.monitor.start import MonitorHandle, start_monitor
-from outlast.inprocess.progress.heartbeat_thread import HeartbeatThread
-from outlast.inprocess.progress.progress_notice import ProgressNotice
-from outlast.inprocess.progress.shared_page import Activity
-from outlast.inprocess.recovery.rank_host import RankHost
-from outlast.inprocess.recovery.settings import Settings
-from outlast.inprocess.recovery.state_machine import Machine
+from outlast.clock import Clock
+from outlast.events import Emitter, MonitorRestarted
+from outlast.inprocess.interruption.interrupter import Interrupter
+from outlast.inprocess.monitor.heartbeat_thread import HeartbeatThread
+from outlast.inprocess.monitor.reports import MonitorPlan
+from outlast.inprocess.monitor.shared_page import NOTICE_AFTER_S, Activity, SharedPage
+from outlast.inprocess.monitor.start import start_monitor
+from outlast.inprocess.timeouts import Timeouts
 from outlast.system.arguments import seconds
 
+log = logging.getLogger("outlast.inprocess")
 
-class MonitorSupervisor:
-    """The supervisor for one wrapped call. Starts the monitor process at once.
 
-    `plan` makes a monitor process's plan; its argument says whether the process serves the store.
+class ProgressNotice:
+    """One line for a rank that makes no progress, long before its timeout.
 
-    Attributes:
-        serves: whether the current monitor process serves the store of the job.
+    The rank that hangs names its place. Ranks that wait for others in torch are silent, except rank
+    0: its line is the only one if all ranks wait. A process that cannot run Python code at all
+    writes nothing; its monitor process does (`FrozenNotice`). `soft_timeout` is in seconds.
     """
 
     def __init__(
         self,
-        settings: Settings,
+        page: SharedPage,
+        interrupter: Interrupter,
+        clock: Clock,
+        host: str,
+        soft_timeout: float,
+        write: Callable[[str], None] = log.warning,
+    ) -> None:
+        self._page, self._interrupter, self._clock = page, interrupter, clock
+        self._host, self._soft_timeout, self._write = host, soft_timeout, write
+        self._after = NOTICE_AFTER_S
+        self._told: float | None = None  # the progress after which the line was written
+
+    def check(self) -> None:
+        """Writes one line for each hang. After a step that took long and ended, only a longer one
+        is worth a line.
+        """
+        page = self._page
+        progress = page.progress
+        if self._told is not None and progress != self._told:
+            self._after = max(self._after, 2 * (progress - self._told))
+            self._told = None
+        idle = self._clock.now() - progress
+        declared = page.long_limit != 0
+        if page.activity != Activity.FUNCTION or declared or idle < self._after:
+            return
+        if self._told is not None:
+            return
+        self._told = progress
+        where = self._interrupter.user_place() or "an unknown place"
+        who = f"rank {page.rank} on {self._host}"
+        if not self._interrupter.waits_for_others():
+            limit = page.soft_limit or self._soft_timeout
+            idle_s = f"{idle:.0f} s"
+            self._write(
+                f"{who}: no progress for {idle_s}, at {where}; all ranks restart after {limit:g} s"
+            )
+        elif page.rank == 0:
+            self._write(f"{who} has waited for other ranks for {idle:.0f} s, at {where}")
+
+
+class MonitorSupervisor:
+    """The supervisor for one wrapped call. Starts the monitor process at once, with the plan that
+    `plan` makes; its argument says whether the process serves the store of the job, as the first
+    one does if it `serves`. `endpoint` is where the store is.
+    """
+
+    _report_loss: Callable[[str], None]
+
+    def __init__(
+        self,
         plan: Callable[[bool], MonitorPlan],
         serves: bool,
-        host: RankHost,
-        machine: Machine,
+        timeouts: Timeouts,
+        page: SharedPage,
+        interrupter: Interrupter,
+        emitter: Emitter,
     ) -> None:
-        self._settings, self._plan, self.serves = settings, plan, serves
-        self._host, self._membership, self._page = host, machine.membership, host.page
+        self._plan, self.serves, self._timeouts = plan, serves, timeouts
+        self._page, self._interrupter, self._emitter = page, interrupter, emitter
         self._heartbeat: HeartbeatThread | None = None
         self._lost = False
-        self._handle: MonitorHandle = start_monitor(plan(serves))
+        self._handle = start_monitor(plan(serves))
+        self.endpoint = self._handle.endpoint
 
     @property
     def pid(self) -> int:
-        """Process ID of the current monitor process."""
         return self._handle.pid
 
-    @property
-    def endpoint(self) -> tuple[str, int] | None:
-        """Host and port of the store that the monitor process has reached, or serves."""
-        return self._handle.endpoint
-
-    def start_heartbeat(self, control: Connection) -> None:
-        """Starts the heartbeat thread, and has the monitor process watch the library's threads.
-
-        `control`, the connection of the function's thread, is broken off if it hangs for
-        `barrier_timeout`.
+    def watch(self, monitor_thread: int, report_loss: Callable[[str], None]) -> None:
+        """Begins to watch the monitor process, which watches this package's threads in return: the
+        one with the ID `monitor_thread`, and the heartbeat thread, which calls `report_loss` with
+        the cause when the process has ended.
         """
+        self._page.thread_2, self._report_loss = monitor_thread, report_loss
+        self._start_heartbeat()
 
-        def report_loss() -> None:
-            self._lost = True
-            fault = self._host.fault(
-                self._page.iteration,
-                Interruption.EXCEPTION,
-                f"its monitor process {self._handle.pid} ended",
-            )
-            try:
-                drive(self._membership.report_fault(fault), perform_on(control))
-            except StoreError:
-                return  # the monitor thread also notices, and tells the function's thread
-
-        timeouts = self._settings.timeouts
-        patience = seconds(timeouts.barrier_timeout)
-        host = self._host
-        notice = ProgressNotice(
-            self._page,
-            host.atomic_section.interrupter,
-            host.clock,
-            host.emitter.host,
-            seconds(timeouts.soft),
-        )
+    def _start_heartbeat(self) -> None:
+        page, interrupter, clock = self._page, self._interrupter, self._emitter.clock
+        host, soft = self._emitter.host, seconds(self._timeouts.soft)
+        notice = ProgressNotice(page, interrupter, clock, host, soft)
 
         def every_interval() -> None:
-            control.break_off_overdue(patience)
-            if host.atomic_section.interrupter.in_debugger():  # its user takes their time
-                self._page.progress = self._page.pinged = host.clock.now()
+            if interrupter.in_debugger():  # its user takes their time
+                page.progress = page.pinged = clock.now()
             notice.check()
 
+        def lost() -> None:
+            self._lost = True
+            self._report_loss(f"its monitor process {self.pid} ended")
+
+        interval = seconds(self._timeouts.progress_watchdog_interval)
         self._heartbeat = HeartbeatThread(
-            self._page,
-            self._host.clock,
-            seconds(timeouts.progress_watchdog_interval),
-            self._handle.socket,
-            report_loss,
-            host.atomic_section.interrupter.blocked_in,
-            every_interval,
+            *(page, clock, interval, self._handle.socket),
+            *(lost, interrupter.blocked_in, every_interval),
         )
-        self._page.function_thread = host.atomic_section.interrupter.native_id
-        self._page.thread_1 = self._heartbeat.native_id
-        self._page.thread_2 = self._host.monitor_thread.native_id
+        page.function_thread = interrupter.native_id
+        page.thread_1 = self._heartbeat.native_id
         self._handle.watch_threads()
 
-    def replace_if_lost(self, control: Connection) -> None:
+    def replace_if_lost(self) -> None:
         """Replaces a lost monitor process; called in the function's thread, between iterations.
 
         The new one does not serve the store: the lost store's contents are gone.
@@ -116,11 +140,10 @@ class MonitorSupervisor:
         self.serves = False
         self._handle = start_monitor(self._plan(False))
         self._lost = False
-        self._host.emitter.emit(MonitorRestarted())
-        self.start_heartbeat(control)
+        self._emitter.emit(MonitorRestarted())
+        self._start_heartbeat()
 
     def stop_heartbeat(self) -> None:
-        """Ends the heartbeat thread."""
         if self._heartbeat is not None:
             self._heartbeat.close()
             self._heartbeat = None
@@ -130,7 +153,5 @@ class MonitorSupervisor:
         all ranks, they may need the store that this process serves as long as they run.
         """
         self._page.activity = Activity.DONE
-        patience = seconds(self._settings.timeouts.barrier_timeout)
-        if (self.serves and not completed) or self._page.store_port:
-            patience = 0.0
-        self._handle.dismiss(patience)
+        stays = (self.serves and not completed) or self._page.store_port
+        self._handle.dismiss(0.0 if stays else seconds(self._timeouts.barrier_timeout))

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-import math
 import os
-from collections.abc import Callable
 
-from outlast.coordination.decisions.repeated_faults import signature_of
+from outlast.coordination.decision import Decision
+from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.records import FaultRecord, StopRecord
-from outlast.errors import NO_RESTART, RestartAbort
+from outlast.coordination.repeated_faults import signature_of
+from outlast.errors import NO_RESTART, RestartAbort, StoreError
 from outlast.events import Emitter
 from outlast.inprocess.attribution import Interruption
-from outlast.inprocess.distributed.torch_log import QuietTorchLog
-from outlast.inprocess.interruption.fault_echo import is_consequence, overtaken
-from outlast.inprocess.interruption.permanent_error import advice, is_mistake, permanence
-from outlast.inprocess.interruption.stack_sample import StackSample
-from outlast.inprocess.monitor.fault_reports import fault_event
-from outlast.inprocess.progress.shared_page import SharedPage
-from outlast.inprocess.state import State
+from outlast.inprocess.interruption.error_kinds import (
+    advice,
+    is_consequence,
+    is_mistake,
+    overtaken,
+    permanence,
+)
+from outlast.inprocess.interruption.monitor_thread import StackSample
+from outlast.inprocess.interruption.release import QuietTorchLog
+from outlast.inprocess.monitor.reports import fault_event
+from outlast.inprocess.recovery.launcher_notice import LauncherNotice
+from outlast.inprocess.running_call import RunningCall
+from outlast.inprocess.timeouts import Timeouts
+from outlast.system.arguments import seconds
 from outlast.system.error_text import first_line
 from outlast.system.notices import notice
 from outlast.system.user_frames import user_place, user_traceback
@@ -30,35 +38,25 @@ _TRACEBACK_CHARS = 8_000  # it goes through the store, to every rank
 
 
 class RankFaults:
-    """Makes the fault records of this rank: the part of `RankHost` that is about faults.
-
-    Attributes:
-        state: the state of this rank in the current iteration.
-        sample: the function's thread when the last iteration ended.
-        pings: those in the function, in this iteration.
-        ping_timeout: of the settings, in seconds; `least_hang`: half of the shortest timeout.
-        announce_abort: tells the launcher that the job is aborted; set by the session.
-        fault_came_back: whether the last fault of the job is equal to one before it, without
-            progress in between; set by the state machine.
-        reported_cause: whether this rank has shown the user why the job ends.
-        torch_log: silent while connections are expected to fail.
+    """Makes the fault records of this rank: the part of `RankHost` that is about faults. `state` is
+    that of the current iteration.
     """
 
-    announce_abort: Callable[[], None]
-    fault_came_back = False
-    ping_timeout = math.inf
-    least_hang = 0.0
+    notice: LauncherNotice  # set by the session
 
-    def __init__(self, page: SharedPage, emitter: Emitter, state: State) -> None:
-        self.page, self.emitter, self.state = page, emitter, state
-        self.sample: StackSample | None = None
-        self.pings = 0
-        self.reported_cause = False
-        self.torch_log = QuietTorchLog()
+    def __init__(self, running: RunningCall, emitter: Emitter, timeouts: Timeouts) -> None:
+        self.running, self.page, self.emitter = running, running.page, emitter
+        self.state = running.state
+        self.sample: StackSample | None = None  # when the last iteration ended
+        self.pings = 0  # in the function, in this iteration
+        self._ping_timeout = seconds(timeouts.ping_timeout)
+        # Half of the shortest timeout that any rank can have: how long a hung one made no progress.
+        self._least_hang = min(seconds(timeouts.least_soft), self._ping_timeout) / 2
+        self.reported_cause = False  # this rank has shown the user why the job ends
+        self.torch_log = QuietTorchLog()  # silent while connections are expected to fail
         self._shown = ""
 
     def fault(self, iteration: int, interruption: Interruption, cause: str) -> FaultRecord:
-        """A fault that has no exception; emits no event."""
         return FaultRecord(
             iteration=iteration,
             member=self.page.member,
@@ -72,11 +70,9 @@ class RankFaults:
         )
 
     def fault_of(self, iteration: int, error: BaseException) -> FaultRecord:
-        """The fault for an exception that ends this member."""
         return self._of_error(iteration, Interruption.BASE_EXCEPTION, "", error)
 
     def own_fault(self, error: BaseException, where: str = "") -> FaultRecord:
-        """The fault for an exception in the function or in initialize that restarts the job."""
         return self._of_error(self.state.iteration, Interruption.EXCEPTION, where, error)
 
     def overtaken_fault(
@@ -90,16 +86,22 @@ class RankFaults:
         record = dataclasses.replace(record, overtaken=True, permanent="", mistake=False)
         return self._noted(record)
 
-    def progress(self) -> tuple[int, int]:
-        return self.page.step, self.pings
-
     def leaves_with(self, error: BaseException) -> None:
         # Both now, because the store may end as soon as the others know.
         self.torch_log.begin()
         if isinstance(error, RestartAbort):
-            self.announce_abort()
+            with contextlib.suppress(StoreError):  # the store is lost
+                self.notice.aborted(reports=self.reported_cause)
 
-    def unrecoverable(self, cause: FaultRecord, why: str, reports: bool) -> None:
+    def show(self, decision: Decision, reports: bool) -> None:
+        if decision.history.cause is not None:
+            self._show_end(decision.history.cause, decision.history.stop, reports)
+        elif decision.ended_by is None and decision.view.stop is not None and decision.ends:
+            self._show_stop(decision.view.stop, decision.last_cause, reports)
+        elif not decision.ends:
+            self._show_restart(decision.cause, reports)
+
+    def _show_end(self, cause: FaultRecord, why: str, reports: bool) -> None:
         self.reported_cause = reports
         if reports:
             trace = "" if signature_of(cause) == self._shown else cause.traceback.rstrip()
@@ -110,9 +112,9 @@ class RankFaults:
                 *("" if told else f"{cause.cause}{_place(cause)}\n", why, NO_RESTART),
             )
 
-    def show_restart(self, cause: FaultRecord | None, reports: bool) -> None:
-        """Logs the cause of a restart; users see it by default where this rank `reports`: with the
-        traceback of its own fault, unless it has just shown that of an equal one.
+    def _show_restart(self, cause: FaultRecord | None, reports: bool) -> None:
+        """With the traceback of this rank's own fault, unless it has just shown that of an equal
+        one.
         """
         if cause is None:
             log.info("restart of iteration %d: the job changes its size", self.state.iteration)
@@ -130,7 +132,7 @@ class RankFaults:
             shown=reports,
         )
 
-    def stopped(self, stop: StopRecord, cause: FaultRecord | None, reports: bool) -> None:
+    def _show_stop(self, stop: StopRecord, cause: FaultRecord | None, reports: bool) -> None:
         if stop.done:
             text = "the job was told to stop (%s): %s"
             notice(log, text, stop.reason, stop.done, shown=reports)
@@ -144,30 +146,26 @@ class RankFaults:
             fault,
         )
 
-    def may_have_hung(self, iteration: int) -> bool:
-        """Whether this rank made no progress for as long as a hung one: half of the shortest
-        timeout that any rank can have.
-        """
-        sample = self.sample
-        if sample is None:
-            return False
-        return self.page.reported_soft == iteration or sample.unpinged >= self.least_hang
-
-    def hang_report(self, iteration: int, faults: list[FaultRecord]) -> FaultRecord | None:
+    async def hang_report(
+        self, membership: MembershipProtocol, iteration: int
+    ) -> FaultRecord | None:
         """This rank's hang report, if the rank made no progress when a soft timeout ended the
-        iteration: its position and its progress.
+        iteration: its position and its progress. The faults are read only if it may have hung.
         """
         sample, hung = self.sample, Interruption.SOFT_TIMEOUT
-        idle = 0.0 if sample is None else sample.idle
-        reported = [f.idle for f in faults if f.interruption == hung.value and not f.own_report]
-        if sample is None or not reported:
+        own = self.page.reported_soft == iteration
+        if sample is None or not (own or sample.unpinged >= self._least_hang):
             return None
-        duration = "until the soft timeout"
-        if self.page.reported_soft != iteration:
+        faults = await membership.faults(iteration)
+        reported = [f.idle for f in faults if f.interruption == hung.value and not f.own_report]
+        if not reported:
+            return None
+        idle, duration = sample.idle, "until the soft timeout"
+        if not own:
             # This rank's soft timeout had not expired. The timed-out ranks wait for a rank that has
             # hung about as long as they have waited: a rank that has been idle for less than half
             # of that time is making progress. Under a limit between pings, only pings are progress.
-            if self.page.soft_limit or min(reported) >= self.ping_timeout:
+            if self.page.soft_limit or min(reported) >= self._ping_timeout:
                 idle = sample.unpinged
             if sample.declared or idle < min(reported) / 2:
                 return None

@@ -16,10 +16,10 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from outlast.clock import Clock, MonotonicClock
-from outlast.coordination import restarts
-from outlast.coordination.decisions.view import ViewRecord
+from outlast.coordination.decision import Decision, ViewRecord
 from outlast.coordination.ops import Link
-from outlast.coordination.records import FaultRecord, StopRecord
+from outlast.coordination.records import FaultRecord
+from outlast.coordination.training_step import count_restart
 from outlast.errors import HealthCheckError, InternalError, RankShouldRestart
 from outlast.events import (
     Admitted,
@@ -33,32 +33,30 @@ from outlast.events import (
     Joined,
     LeftFunction,
 )
-from outlast.inprocess.distributed.release import Releaser
+from outlast.inprocess.call_wrapper import CallWrapper, observers
 from outlast.inprocess.ending import Completion, Terminate
 from outlast.inprocess.environment import Launch, publish_rank
 from outlast.inprocess.health_check import check_cuda_context
-from outlast.inprocess.interruption.atomic import AtomicSection
-from outlast.inprocess.interruption.fault_echo import is_consequence, is_interrupt
+from outlast.inprocess.interruption.error_kinds import is_consequence, is_interrupt
+from outlast.inprocess.interruption.interrupter import AtomicSection
 from outlast.inprocess.interruption.monitor_thread import IterationWatch, MonitorThread
-from outlast.inprocess.interruption.torch_modes import TorchModes
-from outlast.inprocess.observers import notify_recovering
-from outlast.inprocess.progress.shared_page import Activity, SharedPage
+from outlast.inprocess.interruption.release import Releaser, TorchModes
+from outlast.inprocess.monitor.shared_page import Activity
 from outlast.inprocess.recovery.host_protocol import (
     AssignedRank,
     Interrupted,
-    Limits,
     Raised,
     RecoveryState,
     Returned,
 )
-from outlast.inprocess.recovery.iteration_store import IterationStore
-from outlast.inprocess.recovery.job_size import SizeRequirement, rules
+from outlast.inprocess.recovery.monitor_supervisor import MonitorSupervisor
+from outlast.inprocess.recovery.next_ranks import exchange_values, state_in_view
 from outlast.inprocess.recovery.rank_faults import RankFaults
-from outlast.inprocess.recovery.ranks.next_view import state_in_view
-from outlast.inprocess.recovery.ranks.value_exchange import exchange_values
-from outlast.inprocess.recovery.settings import Settings, assignment_parts
+from outlast.inprocess.recovery.settings import Settings
+from outlast.inprocess.running_call import RunningCall
 from outlast.inprocess.state import LazyStore, State, Status
-from outlast.system.arguments import seconds
+from outlast.inprocess.store import IterationStore
+from outlast.inprocess.timeouts import Adaptive, GapEstimator
 from outlast.system.error_text import first_line
 from outlast.system.fork import end_stray_child
 from outlast.system.tracebacks import release_frames
@@ -67,61 +65,40 @@ log = logging.getLogger("outlast.inprocess")
 
 
 class RankHost(RankFaults):
-    """The `Host` of a real rank.
+    """The `Host` of a real rank."""
 
-    Attributes:
-        monitor_thread, call_function, policy_store, replace_lost_monitor: set by the session.
-        watch: the current iteration's watch; `None` between two iterations.
-        error: the exception that the function, or initialize, raised in this iteration.
-        joining: whether this process has asked to join, but has not been admitted yet.
-        size: the number of ranks that the next iterations need.
-        stop: the request to stop that the view of the iteration contains.
-        cause: that of the last restart.
-    """
-
+    # Set by the session.
     monitor_thread: MonitorThread
-    call_function: Callable[[State], Any]
-    policy_store: Callable[[], Any]
-    replace_lost_monitor: Callable[[], None]
+    monitor: MonitorSupervisor
+    policy_store: LazyStore
 
     def __init__(
         self,
         settings: Settings,
+        function: Callable[[CallWrapper], Any],
         launch: Launch,
-        page: SharedPage,
+        running: RunningCall,
         atomic_section: AtomicSection,
         emitter: Emitter,
-        call: int,
+        number: int,
         prefix: str,
         address: str,
     ) -> None:
-        state = State(launch.rank, launch.world_size, launch.rank, launch.world_size)
-        super().__init__(page, emitter, state)
-        self.settings, self.prefix, self._call = settings, prefix, (launch.attempt, call)
+        super().__init__(running, emitter, settings.timeouts)
+        self.settings, self.function, self.prefix = settings, function, prefix
+        self._position = launch.attempt, number
         self.atomic_section = atomic_section
         self.iteration_store = IterationStore(address)
         self.clock: Clock = MonotonicClock()
         self.token, self.pid = secrets.token_hex(8), os.getpid()
         self.host_id, self.preferred_rank = launch.host_id, launch.rank
-        self.grow = settings.grow_policy
-        self.rules, await_seconds = rules(settings, launch)
-        t = settings.timeouts
-        self.limits = Limits(
-            barrier=seconds(t.barrier_timeout),
-            completion=seconds(t.completion_timeout),
-            computing=max(seconds(t.completion_timeout), seconds(t.ping_timeout)),
-            backstop=max(1.0, seconds(t.monitor_thread_interval)),
-            await_seconds=await_seconds,
-        )
-        self.ping_timeout = seconds(t.ping_timeout)
-        self.least_hang = min(seconds(t.least_soft), self.ping_timeout) / 2
-        self.size = SizeRequirement(settings, launch)
-        self.stop: StopRecord | None = None
+        self.grow, self.rules = settings.grow_policy, settings.rules(launch)
+        self.limits = settings.limits(launch)
         self.cause: FaultRecord | None = None
         self.releaser, self.torch_modes = Releaser(), TorchModes()
-        self.watch: IterationWatch | None = None
-        self.error: BaseException | None = None
-        self.joining = False
+        self.watch: IterationWatch | None = None  # of the current iteration
+        self.error: BaseException | None = None  # that the function, or initialize, raised in it
+        self.joining = False  # this process has asked to join, and is not admitted yet
 
     def at(self, state: RecoveryState, iteration: int, member: int) -> None:
         self.page.iteration, self.page.member = iteration, member
@@ -132,40 +109,22 @@ class RankHost(RankFaults):
             self.joining = True
             self.emitter.emit(Joined(preferred_rank=self.preferred_rank))
 
-    def least_ranks(self) -> int:
-        chosen = self.settings.await_replacements is not None
-        return self.size.least if self.size.known or chosen else -1
+    def progress(self) -> dict[str, int]:
+        knows = self.running.least_is_known or self.settings.await_replacements is not None
+        least = self.running.least if knows else -1
+        return {"step": self.page.step, "pings": self.pings, "least": least}
 
-    async def exchange(self, link: Link, record: ViewRecord, member: int) -> None:
-        slots = record.slots()
-        joiners = {joiner.member for joiner in record.joiners}
-        stayed = [rank for rank, m in enumerate(slots) if m is not None and m not in joiners]
-        rank = slots.index(member)
-        initial_rank = rank if self.joining else self.state.initial_rank
-        state = self.state.copy(rank=rank, world_size=len(slots), initial_rank=initial_rank)
-        # Two ranks tell the newcomers, in case one of them is lost on the way.
-        told = {"for_newcomers": bool(joiners) and rank in stayed[:2]}
-        parts = assignment_parts(self.settings.rank_assignment)
-        values = [part.publish(state, **told) for part in parts]
-        if any(value is not None for value in values):
-            found = await exchange_values(link, self, record, member, values)
-            for n, part in enumerate(parts):
-                mine = {slot: each[n] for slot, each in found.items()}
-                part.receive({slot: v for slot, v in mine.items() if v is not None})
-
-    def assign(self, record: ViewRecord, member: int) -> AssignedRank:
+    async def assign(self, link: Link, record: ViewRecord, member: int) -> AssignedRank:
+        assignment = self.settings.rank_assignment
+        await exchange_values(link, self, record, member, self.state, assignment)
         self.emitter.place(iteration=record.iteration)
         start = self.clock.now()
         # The iteration has no store of its own before its ranks are known.
-        store = LazyStore(self.policy_store)
-        before = self.state.copy(iteration=record.iteration, status=Status.INITIALIZED, store=store)
-        state = state_in_view(
-            record, member, before, self.settings.rank_assignment, self.settings.rank_filter
+        before = self.state.copy(
+            iteration=record.iteration, status=Status.INITIALIZED, store=self.policy_store
         )
-        if not self.size.full:
-            self.size.started(state)
-        self.size.check(record, state, self.cause)
-        self.stop = record.stop
+        state = state_in_view(record, member, before, assignment, self.settings.rank_filter)
+        self.running.assigned(record, state, self.cause)
         if self.joining:
             state.initial_rank, self.joining = state.rank, False
             self.emitter.emit(Admitted(rank=state.rank))
@@ -183,11 +142,8 @@ class RankHost(RankFaults):
         )
         log.debug(
             "iteration %d: assigned rank %d of %d, %d active (initial rank %d)",
-            record.iteration,
-            state.rank,
-            state.world_size,
-            state.active_world_size,
-            state.initial_rank,
+            *(record.iteration, state.rank, state.world_size),
+            *(state.active_world_size, state.initial_rank),
         )
         return AssignedRank(state.rank, state.world_size, state.active)
 
@@ -200,7 +156,7 @@ class RankHost(RankFaults):
 
     async def initialize(self, iteration: int, store: str) -> FaultRecord | None:
         self.iteration_store.where = store
-        self.replace_lost_monitor()
+        self.monitor.replace_if_lost()
         self.atomic_section.reset()
         self.page.pings = self.page.step = self.pings = 0
         self.page.soft_limit = self.page.long_limit = 0.0
@@ -208,14 +164,14 @@ class RankHost(RankFaults):
         publish_rank(
             self.state.rank,
             self.state.active_world_size,
-            (*self._call, iteration),
+            (*self._position, iteration),
             self.iteration_store.endpoint,
         )
         where = "initialize: "
         try:
             if iteration > 0:
                 with self._user_code():
-                    notify_recovering(iteration, self.state.rank)
+                    self._notify_recovering(iteration)
             if self.settings.initialize is not None:
                 with self._user_code(), self.emitter.span(InitializeDone):
                     self.state = self._kept(self.settings.initialize(self.state))
@@ -240,9 +196,7 @@ class RankHost(RankFaults):
         if not watch.ending.is_set():
             # Every `init_process_group` wraps the hook for uncaught exceptions again.
             hook = sys.excepthook
-            value, error = self.atomic_section.interrupter.run(
-                lambda: self.call_function(self.state)
-            )
+            value, error = self.atomic_section.interrupter.run(self._function)
             if getattr(sys.excepthook, "__module__", "") == "torch.distributed.distributed_c10d":
                 sys.excepthook = hook
             if os.getpid() != self.pid:
@@ -250,10 +204,10 @@ class RankHost(RankFaults):
             self.atomic_section.function_left()
             if error is not None:
                 self.torch_modes.restore()
-                restarts.record()
+                count_restart()
         self.pings = page.pings
         # A function that has pinged, and made no `Job`, makes none: it runs with any number.
-        self.size.known |= self.pings > 0
+        self.running.least_is_known |= self.pings > 0
         # In this order: once `left` is set, the monitor thread no longer writes `activity`.
         watch.left.set()
         if not watch.ending.is_set():
@@ -274,7 +228,7 @@ class RankHost(RankFaults):
 
     async def settle(self, iteration: int) -> None:
         watch, self.watch = self.watch, None
-        restarts.record()
+        count_restart()
         self.state.status = Status.ABORTING
         if watch is None:
             # The iteration ended while this rank was still at the barrier before it. The abort runs
@@ -292,7 +246,7 @@ class RankHost(RankFaults):
         log.debug("rank %d: iteration %d: finalize", self.state.rank, iteration)
         check_cuda_context(self.state.rank)
         with self._user_code(Activity.LEAVING), self.emitter.span(FinalizeDone):
-            notify_recovering(iteration, self.state.rank)
+            self._notify_recovering(iteration)
             self.releaser.release()
             if self.settings.finalize is not None:
                 result = self.settings.finalize(self.state, train_ex)
@@ -307,16 +261,28 @@ class RankHost(RankFaults):
             raise HealthCheckError(
                 f"rank {self.state.rank} on {self.emitter.host}: {first_line(e, with_type=True)}"
             ) from e
-        self.replace_lost_monitor()
+        self.monitor.replace_if_lost()
 
-    def restarting(self, cause: FaultRecord | None, *, reports: bool) -> None:
+    def run_abort(self, again: bool) -> None:
+        if again:
+            for part in self.settings.abort_parts:
+                part.again(self.state.copy())
+            return
+        self.torch_log.begin()
+        self.releaser.hold()
+        if self.settings.abort is not None:
+            self.settings.abort(self.state.copy())
+
+    def decided(self, decision: Decision, *, reports: bool) -> None:
         # Only now, when every rank has left: a torch client that finds no server retries forever,
         # in C++, where no interrupt reaches it.
         self.iteration_store.close()
         self.page.store_port = 0
         self.torch_log.end()  # every operation that the abort ended has returned
-        self.cause = cause
-        self.show_restart(cause, reports)
+        self.cause = decision.cause
+        came_back = self.rules.repeated is not None and decision.history.came_back
+        self.running.fault_came_back = came_back
+        self.show(decision, reports)
 
     def run_at_end(self, hook: Completion | Terminate | None) -> None:
         """Runs a hook at the end of the call, whose failure does not change the outcome."""
@@ -333,17 +299,33 @@ class RankHost(RankFaults):
         """Ends the call: breaks the reference cycle of session and host, which would keep all of
         their resources alive until the next garbage collection.
         """
-        self.replace_lost_monitor = self.announce_abort = _nothing
-        self.call_function = self.policy_store = _nothing
         self.watch = None
-        del self.monitor_thread
+        del self.monitor_thread, self.monitor
 
     def timing(self, name: str) -> AbstractContextManager[object]:
         log.debug("rank %d: waiting at the barrier %s", self.state.rank, name)
         return self.emitter.span(BarrierPassed, name=name)
 
+    def _function(self) -> Any:
+        soft = self.settings.timeouts.soft_timeout
+        call = CallWrapper(
+            self.state,
+            self.page,
+            self.atomic_section,
+            self.clock,
+            GapEstimator(soft) if isinstance(soft, Adaptive) else None,
+            self.monitor.pid,
+        )
+        self.running.wrapper = call
+        for observer in observers():
+            observer.entered(call)
+        return self.function(call)
+
+    def _notify_recovering(self, iteration: int) -> None:
+        for observer in observers():
+            observer.recovering(iteration, self.state.rank)
+
     def _over(self, iteration: int) -> str:
-        """The key that announces the end of the iteration."""
         return f"{self.prefix}over/{iteration}"
 
     def _present_watch(self) -> IterationWatch:
@@ -396,7 +378,3 @@ class RankHost(RankFaults):
             yield
         finally:
             self.page.enter(Activity.WAITING, self.clock.now())
-
-
-def _nothing(*args: Any) -> None:
-    """Replaces the callbacks of a call that is over."""

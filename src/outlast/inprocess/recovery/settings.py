@@ -1,25 +1,32 @@
-"""The validated arguments of the wrapper."""
+"""The validated arguments of the wrapper, and what follows from them for a restart."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from outlast.coordination.decisions.repeated_faults import RepeatedFaults
+from outlast.coordination.decision import Rules
+from outlast.coordination.repeated_faults import RepeatedFaults
 from outlast.inprocess.abort import Abort
 from outlast.inprocess.compose import iter_parts
 from outlast.inprocess.ending import Completion, Terminate
+from outlast.inprocess.environment import Launch
 from outlast.inprocess.finalize import Finalize
 from outlast.inprocess.health_check import HealthCheck
 from outlast.inprocess.initialize import Initialize, RetryController
 from outlast.inprocess.rank_assignment import AwaitReplacements, RankAssignment
 from outlast.inprocess.rank_filter import RankFilter
-from outlast.inprocess.recovery.host_protocol import GrowPolicy
+from outlast.inprocess.recovery.host_protocol import GrowPolicy, Limits
+from outlast.inprocess.recovery.next_ranks import assignment_parts
 from outlast.inprocess.store import FileStore, PrefixStore, StoreMixin, TCPStore
 from outlast.inprocess.timeouts import Timeouts
 from outlast.system.arguments import as_timedelta, check_options, options_of, seconds
+
+# `outlast run` says when a rank will not be replaced. This limit is for a replacement that hangs
+# before it asks to join. It is longer than the longest back-off plus a slow start of Python.
+_REPLACEMENT_LIMIT_S = 600.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +37,7 @@ class Settings:
         TypeError, ValueError: naming the invalid argument.
     """
 
-    store_factory: Callable[..., Any]
+    store_factory: type[StoreMixin]
     store_kwargs: Mapping[str, Any]
     initialize: Initialize | None
     abort: Abort | None
@@ -46,36 +53,34 @@ class Settings:
     terminate: Terminate | None = None
 
     def __post_init__(self) -> None:
-        self._check_parts()
+        self._check_store()
+        required: dict[str, type] = {"rank_assignment": RankAssignment, "grow_policy": GrowPolicy}
+        optional: dict[str, type] = {
+            "initialize": Initialize,
+            "abort": Abort,
+            "finalize": Finalize,
+            "health_check": HealthCheck,
+            "rank_filter": RankFilter,
+            "completion": Completion,
+            "terminate": Terminate,
+            "repeated_faults": RepeatedFaults,
+        }
+        for name, kind in {**required, **optional}.items():
+            value = getattr(self, name)
+            if not (isinstance(value, kind) or (name in optional and value is None)):
+                wanted = f"{kind.__name__}{' or None' if name in optional else ''}"
+                raise TypeError(f"{name} must be an instance of {wanted}, not {value!r}")
         logfile = self.monitor_process_logfile
-        if logfile is not None:
-            if not isinstance(logfile, str):
-                raise TypeError(
-                    f"monitor_process_logfile must be a string, not {type(logfile).__name__}"
-                )
-            if not Path(logfile).is_absolute():
-                raise ValueError(f"monitor_process_logfile must be an absolute path: {logfile!r}")
+        if not isinstance(logfile, str | None):
+            raise TypeError(
+                f"monitor_process_logfile must be a string, not {type(logfile).__name__}"
+            )
+        if logfile is not None and not Path(logfile).is_absolute():
+            raise ValueError(f"monitor_process_logfile must be an absolute path: {logfile!r}")
 
-    @property
-    def await_replacements(self) -> float | None:
-        """The seconds for which a restart is held for replacements; `None` if it is not held."""
-        for part in assignment_parts(self.rank_assignment):
-            if isinstance(part, AwaitReplacements):
-                return seconds(part.timeout)
-        return None
-
-    @property
-    def stops_repeated_faults(self) -> RepeatedFaults | None:
-        """The policy for repeated faults; `None` if they never end the job, or if a
-        `RetryController` decides.
-        """
-        parts = () if self.initialize is None else iter_parts(self.initialize)
-        overridden = any(isinstance(part, RetryController) for part in parts)
-        return None if overridden else self.repeated_faults
-
-    def _check_parts(self) -> None:
-        factory = self.store_factory
-        if not (isinstance(factory, type) and issubclass(factory, StoreMixin)):
+    def _check_store(self) -> None:
+        factory, kwargs = self.store_factory, self.store_kwargs
+        if not (isinstance(factory, type) and issubclass(factory, StoreMixin)):  # type: ignore[redundant-expr]
             raise TypeError(f"store_factory must be a subclass of StoreMixin, not {factory!r}")
         if issubclass(factory, PrefixStore):
             raise ValueError(
@@ -83,31 +88,60 @@ class Settings:
                 "store share its connection: pass the factory of that store; each call of a "
                 "wrapped function has its own prefix anyway"
             )
-        if not isinstance(self.store_kwargs, Mapping):
-            raise TypeError(f"store_kwargs must be a dict, not {type(self.store_kwargs).__name__}")
+        if not isinstance(kwargs, Mapping):
+            raise TypeError(f"store_kwargs must be a dict, not {type(kwargs).__name__}")
         if factory in (TCPStore, FileStore):
-            check_options(factory.__name__, self.store_kwargs, options_of(factory))
-        if "timeout" in self.store_kwargs:
-            as_timedelta("store_kwargs['timeout']", self.store_kwargs["timeout"])
-        kinds: dict[str, tuple[type, bool]] = {
-            "initialize": (Initialize, True),
-            "abort": (Abort, True),
-            "finalize": (Finalize, True),
-            "health_check": (HealthCheck, True),
-            "rank_assignment": (RankAssignment, False),
-            "rank_filter": (RankFilter, True),
-            "grow_policy": (GrowPolicy, False),
-            "completion": (Completion, True),
-            "terminate": (Terminate, True),
-            "repeated_faults": (RepeatedFaults, True),
-        }
-        for name, (kind, optional) in kinds.items():
-            value = getattr(self, name)
-            if not (isinstance(value, kind) or (optional and value is None)):
-                wanted = f"{kind.__name__}{' or None' if optional else ''}"
-                raise TypeError(f"{name} must be an instance of {wanted}, not {value!r}")
+            check_options(factory.__name__, kwargs, options_of(factory))
+        if "timeout" in kwargs:
+            as_timedelta("store_kwargs['timeout']", kwargs["timeout"])
 
+    @property
+    def abort_parts(self) -> list[Abort]:
+        parts = () if self.abort is None else iter_parts(self.abort)
+        return [part for part in parts if isinstance(part, Abort)]
 
-def assignment_parts(assignment: RankAssignment) -> list[RankAssignment]:
-    """The assignments that `assignment` is composed of, in the order of their calls."""
-    return [part for part in iter_parts(assignment) if isinstance(part, RankAssignment)]
+    @property
+    def await_replacements(self) -> float | None:
+        """The seconds for which a restart is held for replacements, if `AwaitReplacements` says."""
+        for part in assignment_parts(self.rank_assignment):
+            if isinstance(part, AwaitReplacements):
+                return seconds(part.timeout)
+        return None
+
+    def hold(self, launch: Launch) -> tuple[int, float]:
+        """The number of members for which a restart is held, and for how many seconds; 0 for none.
+
+        `AwaitReplacements` decides, if there is one. Otherwise a restart is held under
+        `outlast run`, which replaces lost ranks; but not if no replacement would be admitted, or if
+        there may be reserve ranks, which take over at once.
+        """
+        chosen_s = self.await_replacements
+        if chosen_s is not None:
+            return (launch.world_size if chosen_s else 0), chosen_s
+        admits = self.grow_policy is not GrowPolicy.NEVER
+        parts = assignment_parts(self.rank_assignment)
+        reserve = self.rank_filter is not None or any(part.keeps_reserve for part in parts)
+        held = launch.agent and admits and not reserve
+        return (launch.world_size, _REPLACEMENT_LIMIT_S) if held else (0, 0.0)
+
+    def rules(self, launch: Launch) -> Rules:
+        """On what decisions depend. A `RetryController` decides in place of `repeated_faults`."""
+        parts = () if self.initialize is None else iter_parts(self.initialize)
+        overridden = any(isinstance(part, RetryController) for part in parts)
+        return Rules(
+            grow=self.grow_policy is not GrowPolicy.NEVER,
+            repeated=None if overridden else self.repeated_faults,
+            await_size=self.hold(launch)[0],
+            chosen_s=self.await_replacements or 0.0,
+            hosts=bool(launch.host_id),
+        )
+
+    def limits(self, launch: Launch) -> Limits:
+        t = self.timeouts
+        return Limits(
+            barrier=seconds(t.barrier_timeout),
+            completion=seconds(t.completion_timeout),
+            computing=max(seconds(t.completion_timeout), seconds(t.ping_timeout)),
+            backstop=max(1.0, seconds(t.monitor_thread_interval)),
+            await_seconds=self.hold(launch)[1],
+        )

@@ -44,8 +44,7 @@ import contextlib
 import dataclasses
 from typing import Any
 
-from outlast.coordination.decisions.decision import Decision
-from outlast.coordination.decisions.view import ViewRecord
+from outlast.coordination.decision import Decision, ViewRecord
 from outlast.coordination.lost_host import enter_host
 from outlast.coordination.membership import COMPLETED, RESTART, MembershipProtocol, resume_key
 from outlast.coordination.ops import Link
@@ -93,28 +92,14 @@ class Machine:
 
     @property
     def record(self) -> ViewRecord:
-        """The view of the iteration."""
         return self.decision.view
 
     async def run(self) -> Any:
-        """Runs the states until the job is done; returns the function's value."""
-        transitions = {
-            RecoveryState.ENTER: self._enter,
-            RecoveryState.JOIN: self._join,
-            RecoveryState.START: self._start,
-            RecoveryState.INITIALIZE: self._initialize,
-            RecoveryState.RUN: self._run,
-            RecoveryState.COMPLETE: self._complete,
-            RecoveryState.SETTLE: self._settle,
-            RecoveryState.DECIDE: self._decide,
-            RecoveryState.PAUSE: self._pause,
-            RecoveryState.ASSIGN: self._assign,
-        }
         state = RecoveryState.ENTER
         try:
             while state is not RecoveryState.DONE:
                 self.host.at(state, self.iteration, self.member)
-                state = await transitions[state]()
+                state = await getattr(self, f"_{state.value}")()
         except (StoreError, GeneratorExit):
             raise  # the others cannot be notified, or need not be
         except BaseException as error:
@@ -128,21 +113,20 @@ class Machine:
     async def _enter(self) -> RecoveryState:
         if self.host.host_id:
             await enter_host(self.link, self.host.host_id, self.host.token)
-        member = await self.membership.register(self.host.preferred_rank, self.host.token)
-        if member is None:
-            if self.host.grow is GrowPolicy.NEVER:
-                raise RestartError(
-                    f"rank {self.host.preferred_rank} was taken before, and the job takes in no "
-                    f"new processes (grow policy: {self.host.grow.value})"
-                )
-            self.member = await self.membership.ask_to_join(
-                self.host.preferred_rank, self.host.token
+        rank, token = self.host.preferred_rank, self.host.token
+        member = await self.membership.register(rank, token)
+        if member is not None:
+            self.member = member
+            self.membership.follow(self.decision)
+            return RecoveryState.ASSIGN
+        if self.host.grow is GrowPolicy.NEVER:
+            raise RestartError(
+                f"rank {rank} was taken before, and the job takes in no new processes (grow "
+                f"policy: {self.host.grow.value})"
             )
-            self.iteration = await self.membership.current()
-            return RecoveryState.JOIN
-        self.member = member
-        self.membership.follow(self.decision)
-        return RecoveryState.ASSIGN
+        self.member = await self.membership.ask_to_join(rank, token)
+        self.iteration = await self.membership.current()
+        return RecoveryState.JOIN
 
     async def _join(self) -> RecoveryState:
         """Waits, as a joiner, for the next decision. No other member is needed: the joiner looks
@@ -175,7 +159,7 @@ class Machine:
             )
         self.membership.started(k, arrived)
         if self._same_view(arrived):
-            self.store = next(said["store"] for said in arrived.values() if said["rank"] == 0)
+            self.store = next(each["store"] for each in arrived.values() if each["rank"] == 0)
             return RecoveryState.INITIALIZE
         await self.membership.end(k, RESTART)
         return RecoveryState.SETTLE
@@ -226,16 +210,14 @@ class Machine:
     async def _settle(self) -> RecoveryState:
         k = self.iteration
         await self.host.settle(k)
-        if self.host.may_have_hung(k):
-            report = self.host.hang_report(k, await self.membership.faults(k))
-            if report is not None:
-                await self.membership.report_fault(report)
+        report = await self.host.hang_report(self.membership, k)
+        if report is not None:
+            await self.membership.report_fault(report)
         return RecoveryState.DECIDE
 
     async def _decide(self) -> RecoveryState:
         decision = await leave_iteration(self.membership, self.host, self.record, self.member)
         self._follow(decision)
-        self.host.restarting(decision.cause, reports=decision.reporter == self.member)
         self.iteration = decision.view.iteration
         if self.member in decision.view.expected:
             return RecoveryState.PAUSE if decision.history.pause else RecoveryState.ASSIGN
@@ -243,26 +225,20 @@ class Machine:
         return RecoveryState.JOIN
 
     def _follow(self, decision: Decision) -> None:
-        """Follows a decision: leaves if the job ends."""
         before, self.decision = self.record.slots(), decision
         self.membership.follow(decision)
-        history, stop = decision.history, decision.view.stop
-        reports = decision.reporter == self.member
-        self.host.fault_came_back = self.host.rules.repeated is not None and history.came_back
-        if history.cause is not None:
-            cause = history.cause
-            self.host.unrecoverable(cause, history.stop, reports)
+        self.host.decided(decision, reports=decision.reporter == self.member)
+        if (cause := decision.history.cause) is not None:
             raise UnrecoverableFault(
                 f"rank {cause.rank} on {cause.host}: {cause.cause} "
-                f"(the job ended after {history.stop})"
+                f"(the job ended after {decision.history.stop})"
             )
         if (ender := decision.ended_by) is not None:
             known = ender.member in before
             where = f"rank {before.index(ender.member)}" if known else f"member {ender.member}"
             raise RestartAbort(f"{where} ended the job: {ender.reason}")
-        if stop is not None and decision.ends:
-            self.host.stopped(stop, decision.last_cause, reports)
-            raise SystemExit(stop.exit_code)
+        if decision.view.stop is not None and decision.ends:
+            raise SystemExit(decision.view.stop.exit_code)
 
     async def _pause(self) -> RecoveryState:
         """Waits before the iteration, unless a member leaves, a process asks to join, or the job is
@@ -279,21 +255,20 @@ class Machine:
         return RecoveryState.ASSIGN
 
     async def _assign(self) -> RecoveryState:
-        await self.host.exchange(self.link, self.record, self.member)
-        self.assigned = self.host.assign(self.record, self.member)
+        self.assigned = await self.host.assign(self.link, self.record, self.member)
         return RecoveryState.START
 
     async def _leave(self, error: BaseException) -> None:
-        """Records that this member has left the job, and why."""
         self.host.leaves_with(error)
         if self.member < 0:
             return
         unrecoverable = isinstance(error, UnrecoverableFault)
-        if isinstance(error, SystemExit) and not unrecoverable and await self._stop_is_done():
-            await self.membership.report_lost(
-                LostRecord(self.member, "the job was told to stop"), self.iteration
-            )
-            return
+        if isinstance(error, SystemExit) and not unrecoverable:
+            stop = await self.membership.stop_request()
+            if self.record.ends_job or (stop is not None and stop.done):  # then it is no fault
+                lost = LostRecord(self.member, "the job was told to stop")
+                await self.membership.report_lost(lost, self.iteration)
+                return
         cause, ender = self.decision.last_cause, self.decision.ended_by
         if cause is not None and ender is not None and cause.cause == ender.reason:
             cause = dataclasses.replace(cause, traceback="")  # that rank raises it
@@ -310,17 +285,12 @@ class Machine:
             fault = None if discarded else own
         await self.membership.report_lost(lost, self.iteration, fault)
 
-    async def _stop_is_done(self) -> bool:
-        """Whether this member leaves as the stop requires: that is no fault."""
-        stop = await self.membership.stop_request()
-        return self.record.ends_job or (stop is not None and bool(stop.done))
-
     def _same_view(self, arrived: dict[int, dict[str, Any]]) -> bool:
         """Checks R1: ranks dense from 0, world sizes equal. A gap is a member that was lost before
         it arrived. Two members with the same rank can only result from a wrong rank assignment.
         """
-        ranks = sorted(said["rank"] for said in arrived.values())
-        sizes = {said["world_size"] for said in arrived.values()}
+        ranks = sorted(each["rank"] for each in arrived.values())
+        sizes = {each["world_size"] for each in arrived.values()}
         if len(set(ranks)) != len(ranks) or len(sizes) > 1:
             raise InternalError(
                 f"the rank assignment gave ranks {ranks} and world sizes {sorted(sizes)}: "

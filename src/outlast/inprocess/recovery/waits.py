@@ -14,8 +14,7 @@ import math
 from typing import Any
 
 from outlast.coordination import barrier
-from outlast.coordination.decisions.decision import Decision, Held, decode_record
-from outlast.coordination.decisions.view import ViewRecord
+from outlast.coordination.decision import Decision, Held, ViewRecord, decode_record
 from outlast.coordination.membership import RESTART, MembershipProtocol, decision_key, resume_key
 from outlast.coordination.ops import Link
 from outlast.coordination.stores.store import KeyTimeout
@@ -84,9 +83,7 @@ async def leave_iteration(
     with host.timing("term"):
         limit = math.inf
         if member in view.expected:
-            (step, pings), least = host.progress(), host.least_ranks()
-            most = {"step": step, "pings": pings, "least": least}
-            record = await membership.leave(iteration, member, view.expected, most)
+            record = await membership.leave(iteration, member, view.expected, host.progress())
             limit = limits.barrier
         if record is None:
             record = await _next_record(membership, host, iteration, 0, None, now() + limit)
@@ -156,16 +153,16 @@ async def _next_record(
 
 
 async def pass_barrier(
-    link: Link, host: Host, name: str, view: ViewRecord, member: int, **said: Any
+    link: Link, host: Host, name: str, view: ViewRecord, member: int, **record: Any
 ) -> dict[int, dict[str, Any]]:
-    """Arrives at a barrier of the view, and waits for the others; returns what each member has
-    said, the same on all. The check after each pause is a backstop in case the process dies that
-    should have completed the barrier; a healthy recovery never needs it.
+    """Arrives at a barrier of the view with a record, and waits for the others; returns the records
+    of all members, the same on all. The check after each pause is a backstop in case the process
+    dies that should have completed the barrier; a healthy recovery never needs it.
 
     Raises:
         RankTimeout: if a member does not arrive within the barrier timeout.
     """
-    done = await barrier.arrive(link, name, member, view.expected, **said)
+    done = await barrier.arrive(link, name, member, view.expected, **record)
     limits, now = host.limits, host.clock.now
     deadline, pause = now() + limits.barrier, limits.backstop
     while done is None:
@@ -189,7 +186,6 @@ async def leave_if_lost(membership: MembershipProtocol, member: int) -> None:
 
 
 def _describe(host: Host, name: str, view: ViewRecord, missing: frozenset[int], member: int) -> str:
-    """Which ranks have not arrived at a barrier."""
     slots = view.slots()
     ranks = sorted(slots.index(m) for m in missing if m in slots)
     own = slots.index(member) if member in slots else host.preferred_rank

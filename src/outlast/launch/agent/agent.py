@@ -93,10 +93,8 @@ class Agent:
         self._given_up: frozenset[int] = frozenset()
 
     def run(self) -> int:
-        """Run the job to its end; return its exit code.
-
-        Raises:
-            LaunchError: if the job cannot be started.
+        """Run the job to its end; return its exit code. A `LaunchError` says that it cannot be
+        started.
         """
         with self._resources as resources:
             try:

@@ -23,26 +23,19 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What all agents know at the end of a job.
+    """What all agents know at the end of a job."""
 
-    Attributes:
-        job: the state of the wrapped function.
-        received: the signal that told the job to stop, to whichever agent.
-        failures: the deaths on all hosts, in the order of their reports, which is that of `when`;
-            `None` if the job has one host.
-        cause: why the job ended, if no worker has caused it.
-        codes: the exit codes of the latest worker of each rank on other hosts.
-        joined_late: whether this host joined a job that ran already.
-        links: which links between hosts were broken, in words.
-    """
-
-    job: JobRecord
+    job: JobRecord  # the state of the wrapped function
+    # the signal that told the job to stop, to whichever agent
     received: signal.Signals | None = None
+    # the deaths on all hosts, in the order of their reports, which is that of `when`; `None` if the
+    # job has one host
     failures: Sequence[Death] | None = None
-    cause: str = ""
+    cause: str = ""  # why the job ended, if no worker has caused it
+    # the exit codes of the latest worker of each rank on other hosts
     codes: frozenset[int] = frozenset()
-    joined_late: bool = False
-    links: tuple[str, ...] = ()
+    joined_late: bool = False  # whether this host joined a job that ran already
+    links: tuple[str, ...] = ()  # which links between hosts were broken, in words
 
 
 class Actions(Protocol):

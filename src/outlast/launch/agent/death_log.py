@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from outlast.coordination.records import process_name
 from outlast.errors import NO_RESTART
 from outlast.events import WorkerFailed
-from outlast.events.restart_causes import DIED, RestartCount, what_failed
+from outlast.events.restart_causes import DIED, RestartCount, split_exception, what_failed
 from outlast.launch.agent.decisions import Decision, JobRecord, JobState
 from outlast.system.error_text import exit_summary, exit_text
 from outlast.system.user_frames import place_in_user_code
@@ -26,8 +26,6 @@ _START = "Traceback (most recent call last):"
 _FRAME = re.compile(r'  File "(.+)", line (\d+)(?:, in (.+))?$')
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Abort)\b")
 """The line of an exception that has no traceback: a script that cannot be parsed, C++ code."""
-_TYPE = re.compile(r"(initialize: |health_check: |)(?:\w+\.)*([A-Za-z_]\w*)(?=: |$)")
-"""What stands before the message of an exception: the hook that raised it, and its type."""
 _CHAINED = ("During handling of the above exc", "The above exception was the direct cause")
 """What Python writes, between two empty lines, above a traceback with a context or a cause."""
 _BY_PDB = ("BdbQuit", "bdb.BdbQuit")
@@ -48,10 +46,10 @@ class Raised:
         """`KeyError at train.py:16 (rank 1): 'x'`, with ` (rank 1)` as `of`. The message is last,
         because it may be long, or several sentences.
         """
-        found = _TYPE.match(self.error)
+        found = split_exception(self.error)
         kind, message = self.error, ""  # of a rank that hangs, for example
         if found is not None:
-            kind, message = f"{found[1]}{found[2]}", self.error[found.end() :]
+            kind, message = found[0] + found[1].rpartition(".")[2], found[2]
         return f"{kind}{f' at {self.place}' if self.place else ''}{of}{message}"
 
     def repeats(self, other: Raised) -> bool:
@@ -65,34 +63,21 @@ class Raised:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Death:
-    """The end of a worker that was not told to end.
-
-    Attributes:
-        exit_code: negative for a signal.
-        when: time of the failure: of its error file if it wrote one, else of its end.
-        decision: the launcher's decision.
-        last_output: the worker's traceback, or its last lines on stderr.
-        source: the kind of `last_output`: `traceback` or `stderr`; empty for neither.
-        shown: whether the launcher has passed on what it wrote on stderr.
-        killer: who has killed it, as far as that is known.
-        early: whether it had not reached the wrapped function, in a script that has one.
-        host: name of its host; empty for this one.
-        host_id: of its host in the job; empty if the job has one host.
-    """
+    """The end of a worker that was not told to end."""
 
     rank: int
     pid: int
-    exit_code: int
-    when: float
-    decision: Decision
+    exit_code: int  # negative for a signal
+    when: float  # time of the failure: of its error file if it wrote one, else of its end
+    decision: Decision  # the launcher's decision
     local_rank: int = 0
-    last_output: str = ""
-    source: str = ""
-    shown: bool = False
-    killer: str = ""
-    early: bool = False
-    host: str = ""
-    host_id: str = ""
+    last_output: str = ""  # the worker's traceback, or its last lines on stderr
+    source: str = ""  # the kind of `last_output`: `traceback` or `stderr`; empty for neither
+    shown: bool = False  # whether the launcher has passed on what it wrote on stderr
+    killer: str = ""  # who has killed it, as far as that is known
+    early: bool = False  # whether it had not reached the wrapped function, in a script that has one
+    host: str = ""  # name of its host; empty for this one
+    host_id: str = ""  # of its host in the job; empty if the job has one host
 
     @property
     def process(self) -> str:
@@ -156,15 +141,10 @@ def restart_counts(deaths: Sequence[Death], job: JobRecord) -> tuple[RestartCoun
 
 
 def failure_times(ended: Sequence[tuple[int, float | None]], now: float) -> list[float]:
-    """The failure times of workers whose ends were seen together, at `now`.
-
-    The time in an error file is exact. A process ends later than it fails, so one without such a
+    """The failure times of workers whose ends were seen together, at `now`, by exit code and time
+    of the error file. That time is exact. A process ends later than it fails, so one without such a
     file failed no later than `now`. But a worker killed by a signal did not fail because of a peer,
     while a peer may well have failed because of that worker: it counts as the first.
-
-    Args:
-        ended: exit code, and time of the error file if there is one.
-        now: the time at which the ends were seen.
     """
     times = [now if written is None else min(written, now) for _, written in ended]
     return [

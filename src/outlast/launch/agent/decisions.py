@@ -31,30 +31,23 @@ class JobState(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class JobRecord:
-    """The value of the key `outlast/job` in the launcher's store.
+    """The value of the key `outlast/job` in the launcher's store."""
 
-    Attributes:
-        state: the state of the latest call of a wrapped function.
-        completed_by: the names of the processes that completed it. If one of these fails
-            afterwards, the job fails; any other was lost before the completion. Not part of the
-            value.
-        prefix: of the keys of the call; empty if the record does not name it.
-        stopping: whether the job was told to stop, by a signal to a worker or by `Job.stop`. Not
-            part of the value, as the store has a separate key for it.
-        unsaved: whether it was told to stop, and has not completed the save that this requires.
-        reporter: the name of the process that has printed why the job was aborted; empty if none
-            has.
-        restarts: of all calls, by cause, as the ranks have counted them. Not part of the value.
-        fault: the one with which the ranks have ended the job. Not part of the value.
-    """
-
-    state: JobState = JobState.PLAIN
+    state: JobState = JobState.PLAIN  # the state of the latest call of a wrapped function
+    # the names of the processes that completed it. If one of these fails afterwards, the job fails;
+    # any other was lost before the completion. Not part of the value.
     completed_by: frozenset[str] = frozenset()
-    prefix: str = ""
+    prefix: str = ""  # of the keys of the call; empty if the record does not name it
+    # whether the job was told to stop, by a signal to a worker or by `Job.stop`. Not part of the
+    # value, as the store has a separate key for it.
     stopping: bool = False
+    # whether it was told to stop, and has not completed the save that this requires
     unsaved: bool = False
+    # the name of the process that has printed why the job was aborted; empty if none has
     reporter: str = ""
+    # of all calls, by cause, as the ranks have counted them. Not part of the value.
     restarts: tuple[RestartCount, ...] = ()
+    # the one with which the ranks have ended the job. Not part of the value.
     fault: FaultRecord | None = None
 
     @property
@@ -64,10 +57,9 @@ class JobRecord:
 
     @classmethod
     def parse(cls, value: bytes | None) -> JobRecord:
-        """Parse the value in the store; a value that cannot be parsed counts as a running call.
-
-        An unknown record may be that of another version of `Wrapper`: keeping the survivors is
-        then safer than ending them.
+        """Parse the value in the store. One that cannot be parsed counts as a running call: it may
+        be that of another version of `Wrapper`, and keeping the survivors is safer than ending
+        them.
         """
         if value is None:
             return cls()

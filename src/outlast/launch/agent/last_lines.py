@@ -16,31 +16,19 @@ from outlast.system.units import duration_text
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """How a job has ended.
+    """How a job has ended."""
 
-    Attributes:
-        cause: the first failure of a worker from which it did not recover.
-        received: the signal to the launcher that ended it.
-        fault: the fault with which the ranks have ended the job; `None` if they have not.
-        text: why it has failed, if no worker is the cause.
-        saved: whether the last save of a stop was made.
-        unsaved: whether the job was told to stop, and that save was not made.
-        seconds: since the start of the job, or since this host has joined it.
-        restarts: by cause.
-        joined_late: whether this host joined a job that ran already.
-        links: which links between hosts were broken, in words.
-    """
-
-    cause: Death | None
-    received: signal.Signals | None
-    saved: bool
-    seconds: float
-    unsaved: bool = False
+    cause: Death | None  # the first failure of a worker from which it did not recover
+    received: signal.Signals | None  # the signal to the launcher that ended it
+    saved: bool  # whether the last save of a stop was made
+    seconds: float  # since the start of the job, or since this host has joined it
+    unsaved: bool = False  # whether the job was told to stop, and that save was not made
+    # the fault with which the ranks have ended the job; `None` if they have not
     fault: FaultRecord | None = None
-    text: str = ""
-    restarts: tuple[RestartCount, ...] = ()
-    joined_late: bool = False
-    links: tuple[str, ...] = ()
+    text: str = ""  # why it has failed, if no worker is the cause
+    restarts: tuple[RestartCount, ...] = ()  # by cause
+    joined_late: bool = False  # whether this host joined a job that ran already
+    links: tuple[str, ...] = ()  # which links between hosts were broken, in words
 
     @property
     def stopped(self) -> bool:

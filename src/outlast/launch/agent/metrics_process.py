@@ -10,8 +10,8 @@ import socket
 from pathlib import Path
 
 from outlast.errors import LaunchError
-from outlast.launch.config.job_spec import MetricsSpec
-from outlast.launch.workers.console import Console
+from outlast.launch.config.job_spec import JobSpec
+from outlast.launch.workers.output import Console
 from outlast.metrics.main import Order
 from outlast.metrics.prometheus import listen, url
 from outlast.system.background_process import BackgroundProcess, start_process
@@ -22,36 +22,24 @@ _RESTARTS = 3
 
 
 class MetricsProcess:
-    """Exports the metrics of a run from its start until `close`.
-
-    Args:
-        spec: which exports.
-        folder: the logs of the run.
-        run: its name.
-        host: this host's name in its events.
-
-    Raises:
-        LaunchError: if the port cannot be used: the user would look for metrics in vain.
-        OSError: if the system cannot start another process.
+    """Exports the metrics of a run, whose logs are in `folder`, until `close`; `host` is this
+    host's name in its events. A `LaunchError` says that the port cannot be used: the user would
+    look for metrics in vain.
     """
 
-    def __init__(
-        self, spec: MetricsSpec, folder: Path, run: str, host: str, console: Console
-    ) -> None:
-        self._order = Order(
-            folder=str(folder), run=run, host=host, opentelemetry=spec.opentelemetry
-        )
+    def __init__(self, job: JobSpec, folder: Path, run: str, host: str, console: Console) -> None:
+        self._order = Order(folder=str(folder), run=run, host=host, opentelemetry=job.opentelemetry)
         self._console = console
         self._restarts = 0
         self._process: BackgroundProcess | None = None
         self._listening: socket.socket | None = None
-        if spec.port is not None:
+        if job.metrics_port is not None:
             try:
-                self._listening = listen(spec.host, spec.port)
+                self._listening = listen(job.metrics_host, job.metrics_port)
             except OSError as e:
                 raise LaunchError(
-                    f"--metrics-port {spec.port}: cannot serve metrics at {spec.host}: "
-                    f"{e.strerror or e}"
+                    f"--metrics-port {job.metrics_port}: cannot serve metrics at "
+                    f"{job.metrics_host}: {e.strerror or e}"
                 ) from e
         try:
             self._start()

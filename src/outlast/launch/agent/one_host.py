@@ -84,12 +84,8 @@ class OneHost:
 
 
 class JobStore:
-    """The store, and its address. `client` performs operations on it.
-
-    Listens on `host`, an address of this machine, and `port`, or a free port if that is 0.
-
-    Raises:
-        LaunchError: if the address is not one of this machine, or the port is in use.
+    """The store, and its address. `client` performs operations on it. Listens on `host`, an address
+    of this machine, and `port`, or a free port if that is 0.
     """
 
     def __init__(self, host: str, port: int) -> None:

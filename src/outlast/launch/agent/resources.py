@@ -28,8 +28,8 @@ from outlast.launch.agent import orphan_killer
 from outlast.launch.agent.coordinator import Actions, Coordinator, OpenCoordinator
 from outlast.launch.config.job_spec import JobSpec
 from outlast.launch.event_loop import EventLoop
-from outlast.launch.workers.console import Console
 from outlast.launch.workers.descendants import reap
+from outlast.launch.workers.output import Console
 from outlast.launch.workers.worker_group import WorkerGroup
 from outlast.system.processes import become_subreaper
 
@@ -112,10 +112,11 @@ class JobResources:
         folder = self._folder(stack)
         sink: Sink = NullSink()
         events_dir: Path | None = None
+        exports = job.metrics_port is not None or job.opentelemetry
         if job.events_dir is not None:
             # A folder for this run: the logs of two runs in one folder would be read as one run.
             events_dir = self._events_folder(job.events_dir)
-        elif job.metrics is not None:
+        elif exports:
             events_dir = self._temporary_folder("outlast-events-", stack)
         if events_dir is not None:
             name = f"agent-{self.host}-" if self.coordinator.host_id else "agent-"
@@ -139,11 +140,11 @@ class JobResources:
             stack.callback(self._record_planned_faults, job.chaos, job.chaos_state)
         self.workers = WorkerGroup(job, folder, self.loop, self.console, self.emitter)
         stack.callback(self.workers.close)
-        if job.metrics is not None and events_dir is not None:
+        if exports and events_dir is not None:
             from outlast.launch.agent.metrics_process import MetricsProcess  # only if needed
 
             self._metrics = MetricsProcess(
-                job.metrics,
+                job,
                 events_dir,
                 job.run_id if self.job.events_dir is None else events_dir.name,
                 self.host,

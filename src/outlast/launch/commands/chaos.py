@@ -12,15 +12,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
 
 import typer
 
+from outlast.campaign.options import Options
 from outlast.errors import ChaosError, OutlastError
-from outlast.launch.commands.shared import exit_on
+from outlast.launch.commands.shared import exit_on, with_options_of
 
-_STALL_S = 900.0
-"""More than the default timeouts of the restart wrapper, after which hangs end."""
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -29,141 +27,40 @@ def register(app: typer.Typer) -> None:
     group = typer.Typer(help="Inject faults, and check what they do.", no_args_is_help=True)
     # A group of one command would otherwise become that command.
     group.callback()(lambda: None)
-    group.command("campaign")(campaign)
+    group.command("campaign")(with_options_of(Options, campaign))
     app.add_typer(group, name="chaos")
 
 
-def campaign(
-    script: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[-- SCRIPT ARGUMENT...]",
-            help="A script that trains with Job, and saves to a relative folder, or to one below "
-            "'{folder}' in an argument. Default: a training of the campaign's own.",
-            show_default=False,
-        ),
-    ] = None,
-    faults: Annotated[
-        int | None,
-        typer.Option(
-            "--faults",
-            min=1,
-            help="How many faults to fire. Default: 1000, of a script 20; no limit with --seconds.",
-            show_default=False,
-        ),
-    ] = None,
-    seconds: Annotated[
-        float | None,
-        typer.Option("--seconds", min=1, help="End after about this time.", show_default=False),
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the plans and the training.")] = 0,
-    ranks: Annotated[int, typer.Option("--nproc-per-node", min=1, help="Ranks of each job.")] = 4,
-    kinds: Annotated[
-        str,
-        typer.Option("--kinds", metavar="KIND,...", help="Only these kinds. Default: all."),
-    ] = "",
-    per_round: Annotated[
-        int, typer.Option("--faults-per-round", min=1, help="Faults in one job.")
-    ] = 40,
-    jobs: Annotated[
-        int | None,
-        typer.Option(
-            "--jobs",
-            min=1,
-            help="Rounds at the same time. Default: the number of cores, at most 8.",
-            show_default=False,
-        ),
-    ] = None,
-    standby: Annotated[
-        int, typer.Option("--standby", min=0, help="Standby processes of each job.")
-    ] = 2,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            metavar="DIR",
-            help="Write results.json, and keep failed rounds. Default: a new temporary folder.",
-            show_default=False,
-        ),
-    ] = None,
-    replay: Annotated[
-        Path | None,
-        typer.Option(
-            "--replay", metavar="FILE", help="Run the plan of one round.", show_default=False
-        ),
-    ] = None,
-    keep: Annotated[
-        bool,
-        typer.Option("--keep", help="Keep the folders of all rounds, not only of failed ones."),
-    ] = False,
-    shrink: Annotated[
-        bool, typer.Option("--shrink/--no-shrink", help="Shorten the plans of failed rounds.")
-    ] = True,
-    markdown: Annotated[
-        Path | None,
-        typer.Option(
-            "--markdown",
-            metavar="FILE",
-            help="Write the table there too; if the file is a page with the lines "
-            "'<!-- campaign: begin -->' and '<!-- campaign: end -->', between them.",
-            show_default=False,
-        ),
-    ] = None,
-) -> None:
+def campaign(options: Options) -> None:
     """Train through planned faults, and compare each loss and the final weights, bit by bit, with
     an undisturbed run; of a script, every tensor of its last checkpoints. The exit code is 1 if
     anything differs or is left over.
     """
     from rich.console import Console
 
-    from outlast.campaign.campaign import Campaign, default_jobs
-    from outlast.campaign.generate import OF_SCRIPTS, parse_kinds
+    from outlast.campaign.campaign import Campaign
     from outlast.campaign.plan import RoundPlan
     from outlast.campaign.results import Display, write_markdown
-    from outlast.campaign.round import Options
-    from outlast.chaos import Kind
 
-    try:
-        chosen = parse_kinds([name for part in kinds.split(",") if (name := part.strip())])
-        if script and not kinds:
-            chosen = OF_SCRIPTS
-        elif script and (others := [str(kind) for kind in chosen if not isinstance(kind, Kind)]):
-            raise ValueError(f"{', '.join(others)}: only for the training of the campaign")
-    except ValueError as e:
-        raise typer.BadParameter(str(e), param_hint="--kinds") from e
-    if faults is None and seconds is None:
-        faults = 20 if script else 1000
     console = Console()
     with exit_on(OutlastError, OSError), contextlib.ExitStack() as stack:
-        plan = None if replay is None else RoundPlan.load(replay)
-        folder = Path(tempfile.mkdtemp(prefix="outlast-campaign-")) if out is None else out
-        options = Options(
-            out=folder,
-            faults=faults,
-            seconds=seconds,
-            seed=seed,
-            ranks=ranks,
-            kinds=chosen,
-            command=tuple(script or ()),
-            stall_s=_STALL_S if script else Options.stall_s,
-            per_round=per_round,
-            jobs=default_jobs() if jobs is None else jobs,
-            standby=standby,
-            keep=keep,
-            shrink=shrink,
-        )
+        plan = None if options.replay is None else RoundPlan.load(options.replay)
+        folder = options.out or Path(tempfile.mkdtemp(prefix="outlast-campaign-"))
         folder.mkdir(parents=True, exist_ok=True)
         _lock(folder, stack)
         status = stack.enter_context(console.status("starting"))
         stack.enter_context(_ended_by_signals(lambda: status.update("ending the running jobs")))
-        display = Display(console, status, None if replay else faults)
-        running = Campaign(options, display)
-        if plan is not None and replay is not None:
+        display = Display(console, status)
+        try:
+            running = Campaign(options, folder, display)
+        except ValueError as e:
+            raise typer.BadParameter(str(e), param_hint="--kinds") from e
+        if plan is not None and options.replay is not None:
             place = running.folder_of(plan)
-            if replay.resolve().is_relative_to(place.resolve()):
+            if options.replay.resolve().is_relative_to(place.resolve()):
                 raise ChaosError(
-                    f"{replay} is in {place}, which this run would replace: pass another folder "
-                    "as --out"
+                    f"{options.replay} is in {place}, which this run would replace: pass another "
+                    "folder as --out"
                 )
         try:
             result = running.run() if plan is None else running.replay(plan)
@@ -173,7 +70,7 @@ def campaign(
             if result.rounds:
                 display.result(result)
             where = ""
-            if result.rounds or out is not None:
+            if result.rounds or options.out is not None:
                 (folder / "results.json").write_text(result.to_json())
                 where = f", in {folder}"
             else:
@@ -183,11 +80,11 @@ def campaign(
         status.stop()
         (folder / "results.json").write_text(result.to_json())
         display.result(result)
-        if markdown is not None:
-            write_markdown(result, markdown)
+        if options.markdown is not None:
+            write_markdown(result, options.markdown)
     if result.failures:
         raise typer.Exit(1)
-    if out is None:
+    if options.out is None:
         shutil.rmtree(folder)
 
 

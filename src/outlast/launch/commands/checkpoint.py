@@ -5,22 +5,25 @@ Needs neither torch nor the job that saved them.
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import socket
+import sys
 import time
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outlast.errors import CheckpointError, CheckpointReadError
-from outlast.launch.commands import checkpoint_output as output
 from outlast.launch.commands.shared import UNREAD, exit_on
+from outlast.system.units import age_text, size_text
 
 if TYPE_CHECKING:
-    from outlast.async_checkpoint.inspection import Storage
+    from outlast.async_checkpoint.inspection import Found, Storage
 
 _ERRORS = (CheckpointError, OSError, ModuleNotFoundError, ValueError)
 _NAMED = 5  # files named in the error about a folder with other contents
@@ -58,9 +61,9 @@ def ls(
         if not found:
             _refuse_unrelated_folder(storage)
         if as_json:
-            typer.echo(json.dumps([output.as_json(one) for one in found], indent=2))
+            typer.echo(json.dumps([_as_json(one) for one in found], indent=2))
         elif found:
-            output.print_table(found, time.time())
+            _print_table(found, time.time())
         else:
             typer.echo(f"no checkpoints in {storage.where}")
         if any(one.unread for one in found):
@@ -90,7 +93,7 @@ def verify(
         # A checkpoint without a manifest has no list of files; `verify` reports it.
         sizes = {s: one.manifest.size_bytes for s, one in known.items() if one.manifest is not None}
         damaged = unread = False
-        with output.progress_bar(sum(sizes.get(step, 0) for step in wanted)) as advance:
+        with _progress_bar(sum(sizes.get(step, 0) for step in wanted)) as advance:
             for step in wanted:
                 try:
                     info = inspection.verify(storage, step, advance)
@@ -99,7 +102,8 @@ def verify(
                     damaged |= not isinstance(e, CheckpointReadError)
                     typer.echo(f"outlast: error: step {step}: {e}", err=True)
                 else:
-                    output.print_verified(f"step {step}", info.size_bytes)
+                    whole = f"every byte is as it was written, {size_text(info.size_bytes)}"
+                    typer.echo(f"step {step}: {whole}")
     if damaged or unread:
         raise typer.Exit(1 if damaged else UNREAD)
 
@@ -168,11 +172,7 @@ def _open(directory: str, stack: ExitStack) -> Storage:
 
 
 def _refuse_unrelated_folder(storage: Storage) -> None:
-    """Accepts an empty folder; one with other contents was probably named by mistake.
-
-    Raises:
-        CheckpointError: describing the folder, and the expected argument.
-    """
+    """Accepts an empty folder; one with other contents was probably named by mistake."""
     from outlast.async_checkpoint.inspection import MANIFEST, LocalStorage
 
     if not isinstance(storage, LocalStorage):
@@ -202,3 +202,96 @@ def _confirmed(question: str) -> bool:
 
 def _steps(steps: list[int]) -> str:
     return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
+
+
+def _as_json(found: Found) -> dict[str, object]:
+    """A folder as a JSON object."""
+    known: dict[str, object] = {}
+    manifest = found.manifest
+    if manifest is not None:
+        known = {
+            "size_bytes": manifest.size_bytes,
+            "world_size": manifest.world_size,
+            "metric": manifest.metric,
+            "tensors": len(manifest.tensors),
+        }
+    return {
+        "step": found.step,
+        "folder": found.folder,
+        "saved_at": _iso(found.saved_at),
+        **known,
+        # "not committed", "removed", "recycled files", "replaced": without the explanation
+        "state": found.wrong.partition(",")[0] if found.step is None else _state(found),
+        "wrong": "" if found.step is None else found.wrong,
+    }
+
+
+def _print_table(found: Sequence[Found], now: float) -> None:
+    """Print a row for each checkpoint, and a line for each folder that is none or is damaged.
+    `now` is the time since 1970. See `_as_json`.
+    """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("step", "age", "size", "ranks", "metric", "tensors"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    # Below the table, where they have the whole width.
+    remarks: list[str] = []
+    for one in found:
+        if one.step is None:
+            remarks.append(f"{one.wrong}: {one.folder}")
+            continue
+        about = ["-"] * 4
+        if one.manifest is not None:
+            metric = one.manifest.metric
+            about = [
+                size_text(one.manifest.size_bytes),
+                str(one.manifest.world_size),
+                "-" if metric is None else f"{metric:g}",
+                str(len(one.manifest.tensors)),
+            ]
+        if one.wrong:
+            remarks.append(f"{_state(one)}: step {one.step}: {one.wrong}")
+        state = Text(_state(one), style="red" if one.wrong else "green")
+        age = "-" if one.saved_at is None else age_text(now - one.saved_at)
+        table.add_row(str(one.step), age, *about, state)
+    # Into a pipe, print full lines rather than lines cut to the width of a missing terminal.
+    console = Console(width=None if sys.stdout.isatty() else 500)
+    if table.row_count:
+        console.print(table)
+    for remark in remarks:
+        console.print(Text(remark), soft_wrap=True)
+
+
+def _state(found: Found) -> str:
+    if found.unread:
+        return "unreadable"
+    return "damaged" if found.wrong else "whole"
+
+
+@contextmanager
+def _progress_bar(size_bytes: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar on standard error if that is a terminal; yields the function to advance it."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda done_bytes: None
+        return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
+
+    columns = (BarColumn(), DownloadColumn(binary_units=False), TransferSpeedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=size_bytes)
+        yield lambda done_bytes: progress.advance(task, done_bytes)
+
+
+def _iso(time: float | None) -> str | None:
+    """A time since 1970 in UTC, e.g. `2026-11-22T11:36:19+00:00`."""
+    if time is None:
+        return None
+    utc = datetime.datetime.fromtimestamp(time, datetime.timezone.utc)
+    return utc.isoformat(timespec="seconds")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-from typing import Any, get_type_hints
+from typing import Any
 
 import typer
 
 from outlast.errors import LaunchError
 from outlast.launch import environment
-from outlast.launch.commands.shared import exit_on
+from outlast.launch.commands.shared import exit_on, with_options_of
 from outlast.launch.config.from_options import in_step, job_from_options
 from outlast.launch.config.job_spec import JobSpec
 from outlast.launch.config.options import RunOptions
@@ -24,7 +22,7 @@ def register(app: typer.Typer) -> None:
         "allow_interspersed_args": False,
         "token_normalize_func": lambda name: name.replace("_", "-"),
     }
-    app.command("run", context_settings=settings)(_with_options_of(RunOptions, run))
+    app.command("run", context_settings=settings)(with_options_of(RunOptions, run))
 
 
 def run(options: RunOptions) -> None:
@@ -57,27 +55,3 @@ def _run(job: JobSpec) -> int:
     from outlast.launch.hosts.job.run_job import run_job
 
     return run_job(job, job.hosts)
-
-
-def _with_options_of(options: type[RunOptions], function: Any) -> Any:
-    """`function(options)` as a command with one parameter for each field of `options`."""
-
-    def command(**values: Any) -> None:
-        function(options(**values))
-
-    hints = get_type_hints(options, include_extras=True)
-    parameters = [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            annotation=hints[field.name],
-            default=(
-                inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
-            ),
-        )
-        for field in dataclasses.fields(options)
-    ]
-    command.__doc__ = function.__doc__
-    command.__annotations__ = hints
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return command

@@ -1,18 +1,21 @@
-"""What commands share: the arguments that say which run is read, how an error ends a command, and
-the help that is made from docstrings.
+"""What commands share: the arguments that say which run is read, options as a dataclass, how an
+error ends a command, and the help that is made from docstrings.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 from outlast.errors import CheckpointReadError
+
+T = TypeVar("T")
 
 UNREAD = 74
 """The exit code for a read error: EX_IOERR of sysexits.h."""
@@ -60,3 +63,27 @@ def fold_help(app: typer.Typer) -> None:
     for group in app.registered_groups:
         if group.typer_instance is not None:
             fold_help(group.typer_instance)
+
+
+def with_options_of(options: type[T], function: Callable[[T], None]) -> Any:
+    """`function(options)` as a command with one parameter for each field of `options`."""
+
+    def command(**values: Any) -> None:
+        function(options(**values))
+
+    hints = get_type_hints(options, include_extras=True)
+    parameters = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=hints[field.name],
+            default=(
+                inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+            ),
+        )
+        for field in dataclasses.fields(options)  # type: ignore[arg-type]
+    ]
+    command.__doc__ = function.__doc__
+    command.__annotations__ = hints
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return command

@@ -17,9 +17,7 @@ from outlast.errors import ChaosError
 from outlast.launch.config.hosts_spec import NO_RUN_ID, hosts_from_options, settings
 from outlast.launch.config.job_spec import (
     DEFAULT_HOST,
-    BackOff,
     JobSpec,
-    MetricsSpec,
     Program,
     Routes,
     Std,
@@ -34,13 +32,12 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def job_from_options(options: RunOptions, token: str = "") -> JobSpec:
-    """Check the options, and `token`, which is `OUTLAST_TOKEN`; make the job specification.
-
-    Raises:
-        ValueError: if an option has a wrong value or conflicts with another; names the option.
+    """Check the options, and `token`, which is `OUTLAST_TOKEN`; make the job specification. A
+    `ValueError` names the option.
     """
     if not (math.isfinite(options.grace) and math.isfinite(options.backoff)):
         raise ValueError("--grace and --backoff must be finite numbers of seconds")
+    require_exporters("--metrics-port", options.metrics_port, options.opentelemetry)
     nproc = _nproc(options.nproc_per_node)
     program = _program(options)
     hosts = hosts_from_options(options)
@@ -62,11 +59,13 @@ def job_from_options(options: RunOptions, token: str = "") -> JobSpec:
         events_dir=_absolute(options.events_dir),
         chaos=_chaos(options),
         grace_s=options.grace,
-        backoff=BackOff(first_s=options.backoff),
+        backoff_s=options.backoff,
         standby=_standby(options, alone=nproc == 1 and hosts is None),
         hosts=hosts,
         settings=() if hosts is None else settings(options, hosts),
-        metrics=_metrics(options),
+        metrics_host=options.metrics_host,
+        metrics_port=options.metrics_port,
+        opentelemetry=options.opentelemetry,
         secret=read_secret(token, options.token_file),
     )
 
@@ -211,11 +210,7 @@ def _std(option: str, text: str | None, nproc: int) -> dict[int, Std]:
 
 
 def parse_std(text: str, nproc: int) -> dict[int, Std]:
-    """Parse the streams of each local rank: `3` for all ranks, or `0:1,1:2` (others: none).
-
-    Raises:
-        ValueError: if `text` is neither, or names a local rank that does not exist.
-    """
+    """Parse the streams of each local rank: `3` for all ranks, or `0:1,1:2` (others: none)."""
     text = text.removeprefix("=")  # argparse, and so torchrun, accepts `-r=3`
     if ":" not in text:
         return dict.fromkeys(range(nproc), _one_std(text, text))
@@ -240,21 +235,8 @@ def _absolute(path: Path | None) -> Path | None:
     return None if path is None else path.absolute()
 
 
-def _metrics(options: RunOptions) -> MetricsSpec | None:
-    require_exporters("--metrics-port", options.metrics_port, options.opentelemetry)
-    if options.metrics_port is None and not options.opentelemetry:
-        return None
-    return MetricsSpec(
-        host=options.metrics_host, port=options.metrics_port, opentelemetry=options.opentelemetry
-    )
-
-
 def require_exporters(port_option: str, port: int | None, opentelemetry: bool) -> None:
-    """Checks that the optional packages are installed that serve and send metrics.
-
-    Raises:
-        ValueError: if one is not; says how to install it.
-    """
+    """Checks that the optional packages that serve and send metrics are installed."""
     packages = []
     if port is not None:
         packages.append(("prometheus_client", port_option, "prometheus"))

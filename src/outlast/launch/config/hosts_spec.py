@@ -28,36 +28,26 @@ NO_RUN_ID = "none"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostsSpec:
-    """The hosts of a job.
+    """The hosts of a job."""
 
-    Attributes:
-        minimum, maximum: the number of hosts with which the job may run.
-        backend: `c10d`, `static` or `etcd`.
-        endpoints: host and port of each.
-        endpoints_differ: whether other hosts may be given other endpoints (`endpoints=differ`).
-            They are then no guard against two groups: for launchers that start one group only, and
-            tell hosts that come later which hosts there are.
-        local_addr: the address of this host for the others; `None` finds it.
-        place: the place that this host asks for; -1 for any.
-        lease_s: how long a host may be silent before the others go on without it.
-        join_s: how long to wait for the minimum.
-        last_call_s: how long to wait for more hosts once the minimum has joined.
-        replacement_s: how long the ranks of a lost host wait for another host; `None` for seconds
-            if the job may continue without it, and minutes otherwise.
-        conf: further settings of the backend.
-    """
-
+    # the number of hosts with which the job may run
     minimum: int
     maximum: int
-    backend: str
-    endpoints: tuple[tuple[str, int], ...]
+    backend: str  # `c10d`, `static` or `etcd`
+    endpoints: tuple[tuple[str, int], ...]  # host and port of each
+    # whether other hosts may be given other endpoints (`endpoints=differ`). They are then no guard
+    # against two groups: for launchers that start one group only, and tell hosts that come later
+    # which hosts there are.
     endpoints_differ: bool = False
-    local_addr: str | None = None
-    place: int = -1
-    lease_s: float = 5.0
-    join_s: float = 600.0
-    last_call_s: float = 30.0
+    local_addr: str | None = None  # the address of this host for the others; `None` finds it
+    place: int = -1  # the place that this host asks for; -1 for any
+    lease_s: float = 5.0  # how long a host may be silent before the others go on without it
+    join_s: float = 600.0  # how long to wait for the minimum
+    last_call_s: float = 30.0  # how long to wait for more hosts once the minimum has joined
+    # how long the ranks of a lost host wait for another host; `None` for seconds if the job may
+    # continue without it, and minutes otherwise
     replacement_s: float | None = None
+    # further settings of the backend
     conf: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def job_mark(self, run_id: str) -> str:
@@ -66,11 +56,7 @@ class HostsSpec:
 
 
 def hosts_from_options(options: RunOptions) -> HostsSpec | None:
-    """The hosts of the job; `None` for a job on one host.
-
-    Raises:
-        ValueError: if an option has a wrong value or conflicts with another; names the option.
-    """
+    """The hosts of the job; `None` for one host. A `ValueError` names the option."""
     minimum, maximum = _nnodes(options.nnodes or "1")
     if options.standalone:
         minimum, maximum = 1, 1

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import itertools
 import shlex
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from outlast.launch.config.hosts_spec import HostsSpec
@@ -41,32 +40,6 @@ class Program:
         return [interpreter, "-u", *bootstrap, *module, self.name, *self.args]
 
 
-@dataclasses.dataclass(frozen=True)
-class BackOff:
-    """The wait before a rank is replaced, which doubles with each death soon after a start.
-
-    A long-lived process ends the series: its death says nothing about the next process. The first
-    replacement of a series is immediate, so that a single fault costs no wait.
-
-    Attributes:
-        first_s: the first wait that is not zero.
-        limit_s: the longest wait.
-        soon_s: a process with a shorter lifetime than this died soon after its start.
-    """
-
-    first_s: float = 1.0
-    limit_s: float = 60.0
-    soon_s: float = 10.0
-
-    def delay_s(self, lifetimes_s: Sequence[float]) -> float:
-        short_lived = itertools.takewhile(lambda s: s < self.soon_s, reversed(lifetimes_s))
-        deaths = sum(1 for _ in short_lived)
-        if deaths < 2:
-            return 0.0
-        # The exponent is bounded because a float overflows at 2**1024.
-        return float(min(self.first_s * 2.0 ** min(deaths - 2, 64), self.limit_s))
-
-
 class Std(enum.IntFlag):
     """Standard streams of a process."""
 
@@ -78,17 +51,12 @@ class Std(enum.IntFlag):
 
 @dataclasses.dataclass(frozen=True)
 class Routes:
-    """The destinations of each local rank's output.
+    """The destinations of each local rank's output."""
 
-    Attributes:
-        redirects: streams that go to files only.
-        tee: streams that go to files and to the console; takes precedence over `redirects`.
-        shown: the local ranks that the console shows.
-    """
-
-    redirects: dict[int, Std]
+    redirects: dict[int, Std]  # streams that go to files only
+    # streams that go to files and to the console; takes precedence over `redirects`
     tee: dict[int, Std]
-    shown: frozenset[int]
+    shown: frozenset[int]  # the local ranks that the console shows
 
     @property
     def any_file(self) -> bool:
@@ -103,39 +71,14 @@ class Routes:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MetricsSpec:
-    """The exports of a launcher.
-
-    Attributes:
-        port: where metrics are served for Prometheus, 0 for a free port; `None` if they are not.
-        opentelemetry: whether metrics and traces are sent by OTLP.
-    """
-
-    host: str
-    port: int | None
-    opentelemetry: bool
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """A job.
-
-    Attributes:
-        nproc: number of workers on each host.
-        max_restarts: `None` if not given; the default depends on the script, see `decisions`.
-        chaos_state: the folder in which the workers keep which faults have fired.
-        standby: number of standby processes on each host.
-        mark: identifies the processes of this job on this host.
-        token: identifies the run of a job on many hosts, once they have agreed; else empty.
-        hosts: `None` for a job on one host.
-        settings: name and value of each setting that must be equal on all hosts.
-        secret: known to the launchers of all hosts; `None` if the user has given none.
-    """
+    """A job."""
 
     program: Program
-    nproc: int
+    nproc: int  # number of workers on each host
     routes: Routes
     run_id: str
+    # `None` if not given; the default depends on the script, see `decisions`
     max_restarts: int | None = None
     role: str = "default"
     master_addr: str = DEFAULT_HOST
@@ -143,37 +86,36 @@ class JobSpec:
     log_dir: Path | None = None
     events_dir: Path | None = None
     chaos: Path | None = None
-    chaos_state: Path | None = None
+    chaos_state: Path | None = None  # the folder in which the workers keep which faults have fired
     grace_s: float = 30.0
-    backoff: BackOff = dataclasses.field(default_factory=BackOff)
-    standby: int = 0
-    token: str = ""
+    backoff_s: float = 1.0  # see `backoff_s` in `workers`
+    standby: int = 0  # number of standby processes on each host
+    token: str = ""  # identifies the run of a job on many hosts, once they have agreed; else empty
+    # identifies the processes of this job on this host
     mark: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
-    hosts: HostsSpec | None = None
+    hosts: HostsSpec | None = None  # `None` for a job on one host
+    # name and value of each setting that must be equal on all hosts
     settings: tuple[tuple[str, str], ...] = ()
-    metrics: MetricsSpec | None = None
+    metrics_host: str = DEFAULT_HOST
+    # where metrics are served for Prometheus, 0 for a free port; `None` if they are not
+    metrics_port: int | None = None
+    opentelemetry: bool = False  # whether metrics and traces are sent by OTLP
+    # known to the launchers of all hosts; `None` if the user has given none
     secret: Secret | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
-    """The place of a host in one attempt. The ranks of one host are consecutive.
+    """The place of a host in one attempt. The ranks of one host are consecutive."""
 
-    Attributes:
-        store: host and port of the store: `MASTER_ADDR` and `MASTER_PORT`.
-        place: of this host, from 0.
-        places: the number of places at the start of the attempt, which gives `WORLD_SIZE`.
-        attempt: number of restarts of all workers so far.
-        taken_over: how many hosts had this place before in this attempt. If not 0, the workers are
-            replacements, and join the running call.
-        variables: further environment variables of the workers.
-    """
-
-    store: tuple[str, int]
-    place: int = 0
-    places: int = 1
-    attempt: int = 0
+    store: tuple[str, int]  # host and port of the store: `MASTER_ADDR` and `MASTER_PORT`
+    place: int = 0  # of this host, from 0
+    places: int = 1  # the number of places at the start of the attempt, which gives `WORLD_SIZE`
+    attempt: int = 0  # number of restarts of all workers so far
+    # how many hosts had this place before in this attempt. If not 0, the workers are replacements,
+    # and join the running call.
     taken_over: int = 0
+    # further environment variables of the workers
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def ranks(self, nproc: int) -> range:

@@ -30,11 +30,7 @@ class Secret:
 
 
 def read_secret(token: str, file: Path | None) -> Secret | None:
-    """The secret in `file`, else `token`; `None` without either.
-
-    Raises:
-        ValueError: if the file cannot be read, or other users can read it, or the secret is short.
-    """
+    """The secret in `file`, else `token`; `None` without either."""
     where, text = "OUTLAST_TOKEN", token
     if file is not None:
         where = f"--token-file {file}"

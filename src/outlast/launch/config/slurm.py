@@ -25,17 +25,11 @@ _FIRST_PORT, _PORTS = 15000, 15000
 
 @dataclasses.dataclass(frozen=True)
 class SlurmStep:
-    """A job step with several nodes, and one task on each.
+    """A job step with several nodes, and one task on each."""
 
-    Attributes:
-        nodes: their names, in Slurm's order.
-        run_id: the same on all nodes, and for no other step: `JOB.STEP`.
-        node: the name of this node.
-    """
-
-    nodes: tuple[str, ...]
-    run_id: str
-    node: str
+    nodes: tuple[str, ...]  # their names, in Slurm's order
+    run_id: str  # the same on all nodes, and for no other step: `JOB.STEP`
+    node: str  # the name of this node
 
     @property
     def nnodes(self) -> str:
@@ -48,10 +42,8 @@ class SlurmStep:
 
 
 def slurm_step(variables: Mapping[str, str]) -> SlurmStep | None:
-    """The step in which this process runs; `None` outside of a step, or if it has one node.
-
-    Raises:
-        ValueError: if the step starts several tasks on a node: every task would be a launcher.
+    """The step in which this process runs; `None` outside of a step, or if it has one node. A
+    `ValueError` says that several tasks run on a node: every task would be a launcher.
     """
     nodelist = variables.get("SLURM_STEP_NODELIST", "")
     # Without a task: a batch script, or a shell in an allocation, which runs on one node only.
@@ -72,12 +64,8 @@ def slurm_step(variables: Mapping[str, str]) -> SlurmStep | None:
 
 
 def host_names(nodelist: str) -> Iterator[str]:
-    """The names in Slurm's notation: `gpu[001-003,7],login` is gpu001 to gpu003, gpu7 and login.
-
-    The same as `scontrol show hostnames`, which need not be installed in a container.
-
-    Raises:
-        ValueError: if the notation is not Slurm's.
+    """The names in Slurm's notation: `gpu[001-003,7],login` is gpu001 to gpu003, gpu7 and login; as
+    `scontrol show hostnames`, which need not be installed in a container.
     """
     # Commas inside of brackets do not separate names.
     for expression in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", nodelist):

@@ -1,7 +1,6 @@
 """A job on many hosts: how its agents, one on each host, find each other and stay in agreement.
 
-* `host_group`: the group of all hosts as the agent sees it. There are two: `replicated/`, of the
-  agents themselves, and `etcd/`.
-* `server/`: serves the store to the workers of this host.
-* `job/`: which host has which place, when workers are restarted, how the job ends.
+`host_group` is the group as an agent sees it, with two implementations, `replicated/` and `etcd/`;
+`plan` the state of the job, computed from the group's chain; `job/` what agents do about it;
+`server/` the store that the workers of this host use.
 """

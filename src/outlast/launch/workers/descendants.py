@@ -49,9 +49,8 @@ counter. Version 2 names no controller.
 
 def ended_children() -> Iterator[tuple[int, int]]:
     """Pid and exit code (negative for a signal) of every child that has ended but is not reaped.
-
-    The caller must reap each (`reap`) before it asks for the next: `waitid` reports ended children
-    one at a time, so no end is lost when one signal reports several.
+    The caller must `reap` each before it asks for the next: `waitid` reports them one at a time, so
+    no end is lost when one signal reports several.
     """
     while True:
         try:
@@ -100,9 +99,8 @@ def snapshot_holders() -> list[int]:
 
 
 def kill_descendants(keep: Iterable[int]) -> None:
-    """Kill every descendant of this process except those to keep, and wait for their end.
-
-    For a launcher that cannot continue; otherwise, `Shutdown` does this.
+    """Kill every descendant except those to keep, and wait for their end: for a launcher that
+    cannot continue. Otherwise, `Shutdown` does this.
     """
     while left := descendants(keep):
         for process in left:

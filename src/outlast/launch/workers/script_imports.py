@@ -38,11 +38,7 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Pass)
 
 @dataclasses.dataclass(frozen=True)
 class Import:
-    """One import: the arguments of `__import__`.
-
-    Attributes:
-        optional: whether the script handles its failure (`try: import ...`).
-    """
+    """One import: the arguments of `__import__`. `optional`: the script handles its failure."""
 
     name: str
     names: tuple[str, ...] = ()
@@ -65,26 +61,17 @@ class SetVariable:
 
 @dataclasses.dataclass(frozen=True)
 class Beginning:
-    """What a script does first.
+    """What a script does first."""
 
-    Attributes:
-        steps: in the order of the script.
-        ends_at: the line of the first statement that may influence a later import; 0 if no import
-            follows any such statement.
-        changes_environment: whether the rest of the script assigns environment variables.
-    """
-
-    steps: tuple[Import | SetVariable, ...]
+    steps: tuple[Import | SetVariable, ...]  # in the order of the script
+    # the line of the first statement that may influence a later import; 0 if no import follows any
+    # such statement
     ends_at: int
-    changes_environment: bool
+    changes_environment: bool  # whether the rest of the script assigns environment variables
 
 
 def beginning(source: str | bytes) -> Beginning:
-    """Find the imports at the beginning of a script.
-
-    Raises:
-        SyntaxError: if the source cannot be parsed.
-    """
+    """Find the imports at the beginning of a script."""
     module = ast.parse(source)
     steps: list[Import | SetVariable] = []
     for index, statement in enumerate(module.body):

@@ -14,8 +14,8 @@ from outlast.launch import environment
 from outlast.launch.config.job_spec import JobSpec
 from outlast.launch.event_loop import EventLoop, Timer
 from outlast.launch.workers import exec_shim
-from outlast.launch.workers.console import Console
 from outlast.launch.workers.descendants import kill_group
+from outlast.launch.workers.output import Console
 from outlast.launch.workers.standby_process import PACKET, Settings
 
 _PROGRAM = str(Path(__file__).with_name("standby_process.py"))
@@ -38,23 +38,6 @@ class Standby:
     environment: dict[str, str]
     answered: bool = False
     ready: bool = False
-
-    def become(self, worker: dict[str, str], descriptors: Sequence[int]) -> bool:
-        """Make it a worker; returns whether it was told to.
-
-        Args:
-            worker: the environment of the worker.
-            descriptors: its stdout and stderr.
-        """
-        changes = {k: v for k, v in worker.items() if self.environment.get(k) != v}
-        message = json.dumps({"environment": changes}).encode()
-        if len(message) > PACKET:
-            return False
-        try:
-            socket.send_fds(self.channel, [message], descriptors)
-        except OSError:
-            return False  # it has just died, and is not reaped yet
-        return True
 
 
 class StandbyPool:
@@ -111,7 +94,7 @@ class StandbyPool:
         ready. It is the caller's from then on.
         """
         for pid, standby in list(self._standbys.items()):
-            if standby.ready and standby.become(worker, descriptors):
+            if standby.ready and self._tell(standby, worker, descriptors):
                 del self._standbys[pid]
                 self._loop.unwatch(standby.channel.fileno())
                 standby.channel.close()
@@ -119,6 +102,18 @@ class StandbyPool:
                 self.fill_later(_AFTER_USE_S)
                 return standby
         return None
+
+    def _tell(self, standby: Standby, worker: dict[str, str], descriptors: Sequence[int]) -> bool:
+        """Make it a worker; returns whether it was told to."""
+        changes = {k: v for k, v in worker.items() if standby.environment.get(k) != v}
+        message = json.dumps({"environment": changes}).encode()
+        if len(message) > PACKET:
+            return False
+        try:
+            socket.send_fds(standby.channel, [message], descriptors)
+        except OSError:
+            return False  # it has just died, and is not reaped yet
+        return True
 
     def ended(self, pid: int, exit_code: int) -> bool:
         """Note the end of a reaped process; returns whether it was a standby."""

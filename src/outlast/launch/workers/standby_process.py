@@ -40,7 +40,7 @@ PACKET = 128 * 1024
 _ENVIRONMENT = "outlast.launch.environment"
 _CHAOS = (
     "outlast.chaos.bootstrap",
-    "outlast.inprocess.observers",
+    "outlast.inprocess.call_wrapper",
     "outlast.async_checkpoint.observers",
 )
 _LATER = ("outlast.inprocess", "outlast.async_checkpoint", "outlast.elastic")
@@ -50,21 +50,14 @@ _READS = "reads %s when it is imported: read it in a function, or move the impor
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a standby is told at its start.
+    """What a standby is told at its start."""
 
-    Attributes:
-        descriptor: the socket to the launcher.
-        target: the path of the script, or the name of the module.
-        arguments: the rest of `sys.argv`.
-        limit: import no more than this number of modules of the script.
-    """
-
-    descriptor: int
-    target: str
-    arguments: list[str]
+    descriptor: int  # the socket to the launcher
+    target: str  # the path of the script, or the name of the module
+    arguments: list[str]  # the rest of `sys.argv`
     as_module: bool
     chaos: bool
-    limit: int
+    limit: int  # import no more than this number of modules of the script
 
 
 class ImportLeft(Exception):
@@ -119,10 +112,8 @@ def run(settings: Settings) -> None:
 
 
 def prepare(settings: Settings) -> int:
-    """Import what the program imports first; returns the line at which this ends, or 0.
-
-    Raises:
-        ImportLeft: if the result would not be that of a worker.
+    """Import what the program imports first; returns the line at which this ends, or 0. Raises
+    `ImportLeft` if the result would not be that of a worker.
     """
     imports = importlib.import_module("outlast.launch.workers.script_imports")
     if settings.chaos:

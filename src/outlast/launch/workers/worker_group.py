@@ -5,11 +5,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,26 +20,22 @@ from outlast.launch import environment
 from outlast.launch.config.job_spec import JobSpec, Placement, Std
 from outlast.launch.event_loop import EventLoop
 from outlast.launch.workers import exec_shim
-from outlast.launch.workers.console import Console
-from outlast.launch.workers.output import KEPT_LINES, Capture, readable
+from outlast.launch.workers.output import KEPT_LINES, Capture, Console, readable
 from outlast.launch.workers.standby import StandbyPool
 
 _TAIL_BYTES = 16 * 1024
+LONGEST_BACKOFF_S = 60.0
+SOON_S = 10.0
+"""A process with a shorter lifetime than this died soon after its start."""
 
 
 @dataclasses.dataclass
 class Worker:
-    """A worker process with its pipes and files.
+    """A worker process with its pipes and files."""
 
-    Attributes:
-        rank: in the whole job.
-        start: number of earlier processes of this local rank, in all attempts.
-        shown: whether the console shows its stderr.
-    """
-
-    rank: int
+    rank: int  # in the whole job
     local_rank: int
-    start: int
+    start: int  # number of earlier processes of this local rank, in all attempts
     process: subprocess.Popen[bytes]
     was_standby: bool
     started: float
@@ -46,7 +43,7 @@ class Worker:
     captures: list[Capture]
     stderr: Capture | None
     stderr_file: tuple[Path, int] | None
-    shown: bool
+    shown: bool  # whether the console shows its stderr
 
     @property
     def pid(self) -> int:
@@ -79,6 +76,22 @@ class Worker:
     def close(self) -> None:
         for capture in self.captures:
             capture.close()
+
+
+def backoff_s(first_s: float, lifetimes_s: Sequence[float]) -> float:
+    """The wait before the next process of a rank, given the lifetimes of the earlier ones. It
+    doubles with each death soon after a start.
+
+    A long-lived process ends the series: its death says nothing about the next process. The first
+    replacement of a series is immediate, so that a single fault costs no wait; the next one waits
+    for `first_s`.
+    """
+    short_lived = itertools.takewhile(lambda s: s < SOON_S, reversed(lifetimes_s))
+    deaths = sum(1 for _ in short_lived)
+    if deaths < 2:
+        return 0.0
+    # The exponent is bounded because a float overflows at 2**1024.
+    return float(min(first_s * 2.0 ** min(deaths - 2, 64), LONGEST_BACKOFF_S))
 
 
 class WorkerGroup:
@@ -132,7 +145,7 @@ class WorkerGroup:
 
     def delay_s(self, local_rank: int) -> float:
         """How long to wait before a worker that just died is replaced."""
-        return self._job.backoff.delay_s(self._lifetimes_s[local_rank])
+        return backoff_s(self._job.backoff_s, self._lifetimes_s[local_rank])
 
     def remove(self, worker: Worker, exit_code: int) -> None:
         del self._running[worker.pid]

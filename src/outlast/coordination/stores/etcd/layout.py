@@ -62,7 +62,7 @@ def base_key(root: bytes, key: str) -> bytes:
 
 
 @dataclass(frozen=True)
-class Entry:
+class KeyValue:
     """A key in etcd, with its value and revisions."""
 
     key: bytes
@@ -76,7 +76,7 @@ class Entry:
         return self.key.partition(b"\0")[2][:1]
 
 
-def value_of(entries: Sequence[Entry]) -> bytes | None:
+def value_of(entries: Sequence[KeyValue]) -> bytes | None:
     """The value of a store key: the base with its entries applied; `None` without any."""
     value: bytes | None = None
     for entry in sorted(entries, key=lambda e: (e.created, e.key)):
@@ -162,15 +162,15 @@ def unchanged_since(start: bytes, end: bytes, revision: int) -> Json:
     return range_of(start, end, target="MOD", result="LESS", mod_revision=str(revision + 1))
 
 
-def entries(response: Json) -> list[Entry]:
+def entries(response: Json) -> list[KeyValue]:
     """The keys in the answer to a range."""
     response = response.get("response_range", response)
     return [entry(kv) for kv in response.get("kvs", ())]
 
 
-def entry(kv: Json) -> Entry:
+def entry(kv: Json) -> KeyValue:
     """A key with its value, as etcd describes it."""
-    return Entry(
+    return KeyValue(
         base64.b64decode(kv["key"]),
         base64.b64decode(kv.get("value", "")),
         int(kv.get("create_revision", 0)),

@@ -36,7 +36,7 @@ from typing import Any, TypeVar, cast
 from outlast.coordination.replicated.operations import Keys
 from outlast.coordination.stores.etcd import layout
 from outlast.coordination.stores.etcd.connection import Refused
-from outlast.coordination.stores.etcd.layout import Entry, Json
+from outlast.coordination.stores.etcd.layout import Json, KeyValue
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.errors import StoreError
 
@@ -126,7 +126,7 @@ class Written:
     name: str
     revision: int
     responses: list[Json] | None
-    now: list[Entry]
+    now: list[KeyValue]
 
 
 class Operations:
@@ -141,7 +141,7 @@ class Operations:
 
     # -------------------------------------------------------------------------------- reads
 
-    async def _entries(self, key: str, revision: int = 0) -> tuple[list[Entry], int]:
+    async def _entries(self, key: str, revision: int = 0) -> tuple[list[KeyValue], int]:
         options: Json = {"revision": str(revision)} if revision else {}
         answer = await call("/v3/kv/range", layout.range_of(*self._range(key), **options))
         return layout.entries(answer), layout.revision_of(answer)
@@ -293,13 +293,15 @@ class Operations:
             slot.abandon()
             raise
 
-    async def _after(self, key: str, written: Written) -> list[Entry]:
+    async def _after(self, key: str, written: Written) -> list[KeyValue]:
         """The entries of `key` at the revision of a write whose last request reads them."""
         if written.responses is not None:
             return layout.entries(written.responses[-1])
         return await self._at(key, written.revision, written.now)
 
-    async def _at(self, key: str, revision: int, now: list[Entry] | None = None) -> list[Entry]:
+    async def _at(
+        self, key: str, revision: int, now: list[KeyValue] | None = None
+    ) -> list[KeyValue]:
         """The entries of `key` at an earlier revision. `now` are those of a later revision."""
         then = [entry for entry in now or () if entry.modified <= revision]
         if then:

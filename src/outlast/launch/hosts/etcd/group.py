@@ -18,8 +18,13 @@ from pathlib import Path
 from outlast.coordination.replicated.hosts import HostInfo
 from outlast.coordination.stores.etcd import layout
 from outlast.coordination.stores.etcd.client import EtcdClient
-from outlast.coordination.stores.etcd.connection import Endpoint, Refused, Security
-from outlast.coordination.stores.etcd.diagnosis import diagnose, explain
+from outlast.coordination.stores.etcd.connection import (
+    Endpoint,
+    Refused,
+    Security,
+    diagnose,
+    explain,
+)
 from outlast.coordination.stores.etcd.operations import Fence
 from outlast.coordination.stores.etcd.store import EtcdStore
 from outlast.errors import LaunchError, StoreError

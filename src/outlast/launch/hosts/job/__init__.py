@@ -1,8 +1,6 @@
-"""What the agents of a job decide together, through the store, and what each does about it.
+"""What the agents of a job decide together, and what each does about it.
 
-* `run_job`: this host's part, from joining to the end. `many_hosts`: what its agent asks.
-* `decider`, `job_plan`, `places`: the decisions, as pure functions. `leading`: the host that makes
-  them. `plan_watcher`: how the others learn of them.
-* `links`: a broken link between two hosts, found, and judged.
-* `job_log`, `notices`, `placements`, `workers_store`: what is written where.
+`run_job` is this host's part, from joining to the end, and `many_hosts` what its agent asks.
+`decider` has the decisions, as pure functions; `leading` asks it on the host that leads. `links`
+finds a broken link between two hosts. `job_log` has what hosts report besides.
 """

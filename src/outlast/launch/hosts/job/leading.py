@@ -4,12 +4,17 @@ all agents say about the hosts of the job, each thing once.
 
 from __future__ import annotations
 
+import dataclasses
+import signal
 from collections.abc import Callable, Sequence
 
 from outlast.clock import Clock
 from outlast.coordination.records import FaultRecord
 from outlast.coordination.replicated.hosts import HostInfo
+from outlast.errors import StoreError
 from outlast.events import Emitter, HostJoined, HostLost
+from outlast.launch.agent.coordinator import Outcome
+from outlast.launch.agent.death_log import Death
 from outlast.launch.agent.decisions import JobRecord, JobState
 from outlast.launch.agent.job_keys import JobKeys
 from outlast.launch.config.hosts_spec import HostsSpec
@@ -220,3 +225,28 @@ class GroupNotices:
 def _hosts_text(hosts: Sequence[HostInfo]) -> str:
     shown = ", ".join(f"{host.name} ({host.address})" for host in hosts[:8])
     return shown if len(hosts) <= 8 else f"{shown} and {len(hosts) - 8} more"
+
+
+def outcome_of(
+    plan: JobPlan, log: JobLog, keys: JobKeys, say: Callable[[str], None], *, joined_late: bool
+) -> Outcome:
+    """What all hosts know at the end of the job."""
+    end = plan.end
+    failures: Sequence[Death] | None
+    try:
+        job = keys.ended_job()
+        if end is not None and end.process and not job.reporter:
+            job = dataclasses.replace(job, reporter=end.process)
+        failures, codes = log.failures(), log.exit_codes(plan.attempt)
+    except StoreError as e:  # the job is over; this host ends with what it knows itself
+        say(f"the results of the other hosts are not known here: {e}")
+        job, failures, codes = JobRecord(), None, frozenset()
+    return Outcome(
+        job=job,
+        received=None if plan.stop is None else signal.Signals(plan.stop.signal),
+        failures=failures,
+        cause="" if end is None else end.cause,
+        codes=codes,
+        joined_late=joined_late,
+        links=tuple(dict.fromkeys(plan.excluded.values())),
+    )

@@ -14,12 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import selectors
 import shutil
 import signal
-import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from outlast.coordination.records import process_name
@@ -28,13 +26,13 @@ from outlast.errors import StoreError
 from outlast.launch import environment
 from outlast.launch.agent.coordinator import Actions, Outcome
 from outlast.launch.agent.death_log import Death
-from outlast.launch.agent.decisions import Decision, JobRecord
+from outlast.launch.agent.decisions import Decision
 from outlast.launch.agent.job_keys import JobKeys
 from outlast.launch.agent.resources import JobResources
-from outlast.launch.config.job_spec import Placement
-from outlast.launch.hosts.host_group import GroupSpec, GroupState, HostGroup
+from outlast.launch.config.job_spec import JobSpec, Placement
+from outlast.launch.hosts.host_group import GroupState, HostGroup
 from outlast.launch.hosts.job.job_log import JobLog
-from outlast.launch.hosts.job.leading import GroupNotices, Leading
+from outlast.launch.hosts.job.leading import GroupNotices, Leading, outcome_of
 from outlast.launch.hosts.job.links import HostLinks
 from outlast.launch.hosts.plan import (
     End,
@@ -52,7 +50,6 @@ from outlast.launch.hosts.plan import (
     ranks_text,
 )
 from outlast.launch.hosts.server.store_server import LOOPBACK
-from outlast.system.lease_page import LeasePage
 from outlast.system.sockets import is_loopback
 
 _OFTEN_S, _WAITING_S, _SELDOM_S = 0.05, 0.2, 1.0
@@ -60,46 +57,27 @@ _OFTEN_S, _WAITING_S, _SELDOM_S = 0.05, 0.2, 1.0
 the job waits, and otherwise. One read by one host costs less than waking a host at every report.
 """
 
-_SHM = "/dev/shm"
-
 
 class ManyHosts:
-    """The coordinator of a job on many hosts. `open_group` opens the backend's group."""
+    """The coordinator of a job on many hosts.
+
+    `open_group` joins the group of the backend; it returns it with the page of this host's lease,
+    which is alone in its folder.
+    """
+
+    lease_page: Path | None
 
     def __init__(
         self,
         resources: JobResources,
         actions: Actions,
         *,
-        open_group: Callable[[GroupSpec], HostGroup],
+        open_group: Callable[[JobSpec], tuple[HostGroup, Path]],
     ) -> None:
         job = resources.job
         assert job.hosts is not None
         self._resources, self._actions, self._job, self._hosts = resources, actions, job, job.hosts
-        # In memory: a write to a mapped file may wait for a busy disk, and the lease would end.
-        memory = _SHM if os.access(_SHM, os.W_OK) else None
-        with contextlib.ExitStack() as stack:
-            folder = Path(tempfile.mkdtemp(prefix="outlast-", dir=memory))
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            page = LeasePage.create(folder)
-            self.lease_page: Path | None = page.path
-            self._group = open_group(
-                GroupSpec(
-                    run_id=job.run_id,
-                    endpoints=job.hosts.endpoints,
-                    local_addr=job.hosts.local_addr,
-                    lease_s=job.hosts.lease_s,
-                    join_limit_s=job.hosts.join_s,
-                    settings=job.settings,
-                    place=job.hosts.place,
-                    conf=job.hosts.conf,
-                    page=page,
-                    secret=job.secret,
-                )
-            )
-            stack.callback(self._group.close, leave=True)
-            self._group.start()
-            stack.pop_all()
+        self._group, self.lease_page = open_group(job)
         self._me = self._group.me
         self.host_id = self._me.id
         self._log = JobLog(self._group.store, self._me.id, self._me.name)
@@ -391,7 +369,9 @@ class ManyHosts:
             return
         if self._outcome is None:
             # Read before the goodbye: after it, the others may leave.
-            self._outcome = self._read_outcome()
+            self._outcome = outcome_of(
+                self._plan, self._log, self.keys, self._say, joined_late=self._joined_late
+            )
             with contextlib.suppress(StoreError):
                 self._log.say_goodbye()
         with contextlib.suppress(StoreError):
@@ -399,30 +379,6 @@ class ManyHosts:
             if self._state.leader == self.host_id and others:
                 return
         self._conclude(self._outcome)
-
-    def _read_outcome(self) -> Outcome:
-        plan, end = self._plan, self._plan.end
-        received = None if plan.stop is None else signal.Signals(plan.stop.signal)
-        cause = "" if end is None else end.cause
-        late, links = self._joined_late, tuple(dict.fromkeys(plan.excluded.values()))
-        try:
-            job = self.keys.ended_job()
-            if end is not None and end.process and not job.reporter:
-                job = dataclasses.replace(job, reporter=end.process)
-            failures: Sequence[Death] | None = self._log.failures()
-            codes = self._log.exit_codes(plan.attempt)
-        except StoreError as e:  # the job is over; this host ends with what it knows itself
-            self._say(f"the results of the other hosts are not known here: {e}")
-            job, failures, codes = JobRecord(), None, frozenset()
-        return Outcome(
-            job=job,
-            received=received,
-            failures=failures,
-            cause=cause,
-            codes=codes,
-            joined_late=late,
-            links=links,
-        )
 
     def _conclude(self, outcome: Outcome) -> None:
         self._over = True

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib
+import os
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 from typing import cast
 
@@ -21,10 +24,12 @@ from outlast.launch.config.job_spec import JobSpec
 from outlast.launch.hosts.host_group import GroupSpec, HostGroup
 from outlast.launch.hosts.job.links import LeftOut
 from outlast.launch.hosts.job.many_hosts import ManyHosts
+from outlast.system.lease_page import LeasePage
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 1.0, 60.0
 _LASTING_S = 300.0
 """After so long in a group, the pause before this host joins again is short again."""
+_SHM = "/dev/shm"
 _ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -39,9 +44,7 @@ def run_job(job: JobSpec, hosts: HostsSpec) -> int:
         LaunchError: if this host cannot join the job.
     """
     endpoints = ", ".join(f"{host}:{port}" for host, port in hosts.endpoints)
-    open_coordinator = functools.partial(
-        ManyHosts, open_group=functools.partial(_open_group, hosts.backend)
-    )
+    open_coordinator = functools.partial(ManyHosts, open_group=_open_group)
     pause_s = _FIRST_PAUSE_S
     with _signals_end_the_search():
         while True:
@@ -88,10 +91,37 @@ def _end_search(number: int, _: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def _open_group(backend: str, spec: GroupSpec) -> HostGroup:
-    kind, name = ("etcd", "EtcdGroup") if backend == "etcd" else ("replicated", "ReplicatedGroup")
+def _open_group(job: JobSpec) -> tuple[HostGroup, Path]:
+    """The group that this host has joined, and the page of its lease."""
+    hosts = job.hosts
+    assert hosts is not None
+    etcd = hosts.backend == "etcd"
+    kind, name = ("etcd", "EtcdGroup") if etcd else ("replicated", "ReplicatedGroup")
     module = importlib.import_module(f"outlast.launch.hosts.{kind}.group")
-    return cast(HostGroup, getattr(module, name)(dataclasses.replace(spec, say=_say)))
+    # In memory: a write to a mapped file may wait for a busy disk, and the lease would end.
+    memory = _SHM if os.access(_SHM, os.W_OK) else None
+    with contextlib.ExitStack() as stack:
+        folder = Path(tempfile.mkdtemp(prefix="outlast-", dir=memory))
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        page = LeasePage.create(folder)
+        spec = GroupSpec(
+            run_id=job.run_id,
+            endpoints=hosts.endpoints,
+            local_addr=hosts.local_addr,
+            lease_s=hosts.lease_s,
+            join_limit_s=hosts.join_s,
+            settings=job.settings,
+            place=hosts.place,
+            conf=hosts.conf,
+            page=page,
+            say=_say,
+            secret=job.secret,
+        )
+        group = cast(HostGroup, getattr(module, name)(spec))
+        stack.callback(group.close, leave=True)
+        group.start()
+        stack.pop_all()
+    return group, page.path
 
 
 def _say(line: str) -> None:

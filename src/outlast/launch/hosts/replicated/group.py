@@ -96,7 +96,7 @@ class ReplicatedGroup:
     def _resolved(self, limit: float) -> list[Endpoint]:
         """The endpoints, with the addresses of all of them, or of some if the others take long."""
         patience = min(limit, time.monotonic() + _ALL_NAMES_S)
-        say_at, said = time.monotonic() + _SAY_S, ""
+        say_at, told = time.monotonic() + _SAY_S, ""
         names = ", ".join(host for host, _ in self._spec.endpoints)
         # A name server that does not answer may keep the first lookup for longer than that.
         slow = f"waits for the addresses of {names} (--rdzv-endpoint)"
@@ -112,9 +112,9 @@ class ReplicatedGroup:
                 return endpoints
             if now >= limit:
                 raise LaunchError(f"--rdzv-endpoint: no endpoint can be reached: {problems}")
-            if now >= say_at and problems != said:
+            if now >= say_at and problems != told:
                 self._spec.say(f"not in a group yet (--rdzv-endpoint): {problems}")
-                said = problems
+                told = problems
             time.sleep(_LOOK_S)
 
     def _describe(self) -> HostInfo:
@@ -155,7 +155,7 @@ class ReplicatedGroup:
             LaunchError: if it cannot join.
         """
         look = time.monotonic() + _LOOK_S
-        say_at, said = time.monotonic() + _SAY_S, ""
+        say_at, told = time.monotonic() + _SAY_S, ""
         while not service.joined:
             error = service.state.error
             if error and service.joins_again():
@@ -172,9 +172,9 @@ class ReplicatedGroup:
                 )
             if now >= say_at:
                 say_at = now + _SAY_S
-                if said != (said := service.problem()):
+                if told != (told := service.problem()):
                     left = f"{limit - now:.0f} s more"
-                    self._spec.say(f"not in a group yet, and waits for {left}: {said}")
+                    self._spec.say(f"not in a group yet, and waits for {left}: {told}")
             if now >= look:
                 look = now + _LOOK_S
                 self._resolve_again(service, endpoints)

@@ -160,12 +160,12 @@ class Record:
 
     def _write_at_last(self) -> bool:
         """Tries until it is durable, and returns `True`, or until this record is closed."""
-        said = ""
+        logged = ""
         while True:
             try:
                 self._write()
             except OSError as e:
-                if said != (said := str(e)):
+                if logged != (logged := str(e)):
                     _log.warning(
                         "the record of this host's groups cannot be written: %s; it is tried "
                         "again, and until then this host does not count when voters change",

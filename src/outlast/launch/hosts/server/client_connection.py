@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from outlast.coordination.replicated.operations import Failed, Keys, Operation, Result
-from outlast.coordination.stores.torch_protocol import Query
+from outlast.coordination.stores.tcp_client import Query
 from outlast.launch.event_loop import EventLoop
 from outlast.launch.hosts.server import wire_protocol as wire
 from outlast.launch.hosts.server.combining import Stores

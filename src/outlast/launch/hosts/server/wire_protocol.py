@@ -6,7 +6,7 @@ import struct
 from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
-from outlast.coordination.stores.torch_protocol import LENGTH, MAGIC, NUMBER, WORD, Query
+from outlast.coordination.stores.tcp_client import LENGTH, MAGIC, NUMBER, WORD, Query
 
 # A client that sends more is not torch's: its limits are the same or lower.
 MAX_KEY_BYTES = 8 << 10

@@ -1,1 +1,0 @@
-"""The decision about the next iteration: its records, and the pure functions that make them."""

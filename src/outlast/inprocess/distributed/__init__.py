@@ -1,1 +1,0 @@
-"""torch.distributed and gloo: sockets, blocked waits, stores, and the release of process groups."""

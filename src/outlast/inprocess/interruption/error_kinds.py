@@ -1,0 +1,205 @@
+"""What an exception of the function is: an interrupt, the echo of a fault on another rank, a
+mistake that a restart does not fix; and how its user sees it, without this package's frames.
+"""
+
+from __future__ import annotations
+
+import bdb
+import dis
+import logging
+from collections.abc import Callable
+from types import CodeType, TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from outlast.coordination.repeated_faults import ALWAYS, AT_START
+from outlast.errors import (
+    FolderInUse,
+    InternalError,
+    OutlastError,
+    RankExcluded,
+    RankShouldRestart,
+    RestartAbort,
+)
+from outlast.system.error_text import message
+from outlast.system.tracebacks import chain
+from outlast.system.user_frames import is_installed, is_own
+
+log = logging.getLogger("outlast.inprocess")
+
+# Messages of gloo (pair.cc), NCCL (remote process exited) and torch's TCP store on either side of a
+# broken connection.
+_ECHOES = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Socket closed",
+    "remote process exited",
+    "ncclRemoteError",
+    "NCCL communicator was aborted",
+    "Connection was likely closed",
+    "Software caused connection abort",
+)
+_AT_START = (TypeError, NameError, SyntaxError, ImportError, FolderInUse)
+# What a mistake in a program raises. A fault of the machine is an `OSError` or, in torch, a plain
+# `RuntimeError`.
+_MISTAKES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    BufferError,
+    ImportError,
+    LookupError,
+    NameError,
+    NotImplementedError,
+    RecursionError,
+    StopIteration,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+_RAISE = dis.opmap["RAISE_VARARGS"]
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether `error`, or an exception that it was raised from, looks like a broken connection, or
+    is the error of another rank.
+    """
+    for seen in chain(error):
+        if isinstance(seen, OutlastError) and seen.of_another_rank:
+            return True
+        if isinstance(seen, dist.DistNetworkError | dist.DistBackendError):
+            return True
+        if isinstance(seen, RuntimeError | OSError):
+            text = message(seen)
+            if any(echo in text for echo in _ECHOES):
+                return True
+    return False
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether `error` is the interrupt, or an exception raised while handling the interrupt: user
+    code may wrap it, or fail in its cleanup. Exceptions that end the process, such as SystemExit,
+    do not count.
+    """
+    if isinstance(error, Exception):
+        return any(isinstance(seen, RankShouldRestart) for seen in chain(error))
+    return isinstance(error, RankShouldRestart)
+
+
+def overtaken(error: BaseException, handled: BaseException | None) -> Exception | None:
+    """The exception that was on its way out of the function when the interrupt `error` was raised;
+    not one that was `handled` outside when the function was called, and not an echo.
+
+    Example: a rank fails, and destroys its process group in a `finally`. The others see a closed
+    connection, and their restart interrupts the `finally`. An exception that an `except` handles
+    for good looks the same to Python, so this one may be harmless.
+    """
+    interrupted = False
+    before = set() if handled is None else {id(seen) for seen in chain(handled)}
+    for seen in chain(error):
+        if id(seen) in before:
+            return None
+        if isinstance(seen, RankShouldRestart):
+            interrupted = True
+        elif interrupted and isinstance(seen, Exception) and not is_interrupt(seen):
+            return None if is_consequence(seen) else seen
+    return None
+
+
+def ending_in(error: BaseException) -> BaseException:
+    """The exception that ends the process or the job (KeyboardInterrupt, SystemExit, RestartAbort)
+    if `error` is an interrupt raised while that exception was propagating; otherwise `error`.
+    """
+    if isinstance(error, RankShouldRestart):
+        for seen in chain(error):
+            if not isinstance(seen, Exception | RankShouldRestart | GeneratorExit):
+                return seen
+    return error
+
+
+def permanence(error: BaseException) -> str:
+    """`ALWAYS`, `AT_START`, or an empty string for an error that may not come back."""
+    if isinstance(error, OutlastError) and error.permanent:
+        return ALWAYS
+    if is_misuse(error) or isinstance(error, bdb.BdbQuit):
+        return ALWAYS
+    return AT_START if isinstance(error, _AT_START) else ""
+
+
+def advice(error: BaseException) -> str:
+    """What the user can do about it, as a sentence to append to its message; or an empty string."""
+    if isinstance(error, bdb.BdbQuit):
+        return (
+            ": the debugger was left, or found no terminal, as on the ranks of a launcher. To "
+            "debug, run the script as one process in a terminal: python SCRIPT"
+        )
+    return ""
+
+
+def is_mistake(error: BaseException) -> bool:
+    """Whether a mistake in the user's program raises such an exception. `OutlastError` says by
+    itself whether it is permanent.
+    """
+    return isinstance(error, _MISTAKES) and not isinstance(error, OutlastError)
+
+
+def is_misuse(error: BaseException) -> bool:
+    """Whether it is a `ValueError` or `TypeError` from a `raise` statement of this package: a wrong
+    argument (see `outlast.errors`; a failure of the world is an `OutlastError`). The same types
+    from a C function that this package calls, such as a read from a closed file, are not misuse.
+    """
+    trace = error.__traceback__
+    if type(error) not in (ValueError, TypeError) or trace is None:
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    package, _, module = str(trace.tb_frame.f_globals.get("__name__")).partition(".")
+    if package != "outlast" or module.startswith(("chaos", "testing")):
+        return False  # fault injection raises these types too, on purpose
+    return trace.tb_frame.f_code.co_code[trace.tb_lasti] == _RAISE
+
+
+def user_region(function: Callable[[], Any]) -> Any:
+    """A frame on the user's side of the boundary to this package: if `function` is written in C,
+    this is the innermost Python frame while it runs.
+    """
+    return function()
+
+
+USER_REGION: CodeType = user_region.__code__
+
+
+def remove_own_frames(error: BaseException) -> None:
+    """Removes this package's frames from the tracebacks of `error` and of its causes: those that
+    led to the user's code, and all of them where this package raised the error on purpose. What may
+    be a mistake in this package keeps its frames; so does everything while its log is at DEBUG.
+    """
+    if log.isEnabledFor(logging.DEBUG):
+        return
+    for each in chain(error):
+        kept = None
+        for trace in reversed(_kept(each)):
+            kept = TracebackType(kept, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
+        each.__traceback__ = kept
+
+
+def _kept(error: BaseException) -> list[TracebackType]:
+    found = []
+    trace = error.__traceback__
+    while trace is not None:
+        found.append(trace)
+        trace = trace.tb_next
+    on_purpose = isinstance(error, OutlastError | RestartAbort | RankExcluded) or is_misuse(error)
+    if on_purpose and not isinstance(error, InternalError):
+        return [each for each in found if not is_own(each.tb_frame)]
+    begin = next((n for n, each in enumerate(found) if _is_users(each)), len(found))
+    begins = [n for n in range(begin, len(found)) if not is_own(found[n].tb_frame)]
+    return found[begins[0] :] if begins else found
+
+
+def _is_users(trace: TracebackType) -> bool:
+    """Whether the traceback enters the function here, or another part of the user's program."""
+    frame = trace.tb_frame
+    return frame.f_code is USER_REGION or not (is_own(frame) or is_installed(frame))

@@ -1,0 +1,263 @@
+"""What is done after the function was left: process groups are released, and the rest that an
+interrupt leaves behind is put in order.
+
+Calling `destroy_process_group()` is not enough, for three reasons:
+
+* A gloo worker thread may still be blocked (`gloo.py`). Its group's destructor would wait for
+  that thread and, if a DDP module holds the last reference to the group, would hold the GIL while
+  waiting. Therefore references to the groups are kept from the abort on, and their threads are
+  woken before anything is destroyed.
+* gloo's event loops wake up only every 10 ms, and the destructor waits for them. No rank needs to
+  wait for the destructor: a separate thread drops the references. torch's destructor of a group
+  runs without the GIL.
+* torch's records of groups whose creation or destruction was interrupted must be cleared, above all
+  the counter that names groups: if the ranks' counters differ, each waits for the others under a
+  different name.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing import resource_sharer
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from outlast.errors import RankShouldRestart
+from outlast.inprocess.interruption.gloo import GlooAbort, any_blocked, pair_sockets
+
+log = logging.getLogger("outlast.inprocess")
+
+_LOADER = "_MultiProcessingDataLoaderIter.__del__"
+_SHARER = resource_sharer.__file__
+_DEVICE_TYPES = ("cpu", "cuda")
+_DRAIN_S = 5.0
+"""How long worker threads may take to leave their waits before the release continues."""
+
+
+class Releaser:
+    """Releases the groups of each iteration."""
+
+    def __init__(self) -> None:
+        self._held: list[Any] = []
+        self._thread: threading.Thread | None = None
+        self._sockets: set[int] = set()
+
+    def hold(self) -> None:
+        """Keeps groups alive until `release()`. Called in the monitor thread, before the abort."""
+        if dist.is_available():
+            self._held.extend(list(dist.distributed_c10d._world.pg_map))
+
+    def release(self) -> None:
+        """Destroys all groups. Their descriptors and threads go away a moment later (`join`)."""
+        self.join()
+        if not dist.is_available():
+            return
+        held, self._held = self._held, []
+        held.extend(list(dist.distributed_c10d._world.pg_map))
+        if held:
+            _drain()
+        if dist.is_initialized():
+            try:
+                dist.destroy_process_group()
+            except Exception:
+                log.exception("a process group could not be destroyed; the restart continues")
+        _forget_groups()
+        if held:
+            self._sockets = set(pair_sockets().values())
+            self._thread = threading.Thread(target=held.clear, name="outlast-release", daemon=True)
+            del held  # the thread holds the last reference to the list
+            self._thread.start()
+        if torch.cuda.is_initialized():
+            # The next iteration needs the memory of this one's models, reference cycles included.
+            self.join()
+            gc.collect()
+
+    def join(self) -> None:
+        """Waits until the released resources are freed. Collects garbage if a reference cycle in
+        user code still holds a group.
+        """
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        if self._sockets & set(pair_sockets().values()):
+            gc.collect()
+
+    def end(self) -> None:
+        """Ends the call, which leaves no group behind: there was none before it, and a group cannot
+        be used for long after it, because its store ends with the call. So the function, or
+        another one that makes its own group, can be called next.
+        """
+        self.release()
+        self.join()
+
+
+def _drain() -> None:
+    """Waits until gloo's threads have left their waits; usually the first check finds none."""
+    gloo = GlooAbort()
+    deadline = time.monotonic() + _DRAIN_S
+    while any_blocked() and time.monotonic() < deadline:
+        gloo.wake_blocked(settled=not gloo.shut_down())
+        time.sleep(0.002)  # no event is signaled when a gloo thread leaves a wait
+
+
+def _forget_groups() -> None:
+    c10d = dist.distributed_c10d
+    c10d._update_default_pg(None)
+    for name in (
+        "pg_map",
+        "pg_names",
+        "pg_group_ranks",
+        "pg_backend_config",
+        "pg_to_tag",
+        "tags_to_pg",
+        "pg_coalesce_state",
+    ):
+        getattr(c10d._world, name).clear()
+    c10d._unregister_all_process_groups()  # type: ignore[attr-defined]
+    c10d._world.group_count = 0
+
+
+_FATAL = 3  # c10's levels: INFO 0, WARNING 1, ERROR 2, FATAL 3
+
+_guard = threading.Lock()
+_silencing = 0
+_level_before = 0
+
+
+class QuietTorchLog:
+    """Silences torch's C++ log in this process from `begin` to `end`, or as a context manager.
+
+    An abort shuts down the sockets of process groups and of their store. For every operation that
+    it ends there, torch logs a warning with a C++ stack trace, besides raising an error in the
+    thread concerned. The log says nothing that those errors, or the report of the fault, do not.
+
+    `begin` and `end` may be called repeatedly, from any thread. Several objects may overlap: the
+    level returns to its value when the last one ends.
+    """
+
+    def __init__(self) -> None:
+        self._active = False
+
+    def begin(self) -> None:
+        self._set(True)
+
+    def end(self) -> None:
+        self._set(False)
+
+    def __enter__(self) -> None:
+        self.begin()
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def _set(self, active: bool) -> None:
+        global _silencing, _level_before
+        level = _level()
+        with _guard:
+            if level is None or active == self._active:
+                return
+            self._active = active
+            if active and not _silencing:
+                _level_before, level.value = level.value, max(level.value, _FATAL)
+            _silencing += 1 if active else -1
+            if not _silencing:
+                level.value = _level_before
+
+
+@functools.cache
+def _level() -> ctypes.c_int | None:
+    """The variable with which torch's log statements compare; `None` in a build without it. torch
+    reads `TORCH_CPP_LOG_LEVEL` only once, into this variable of its library, which it exports.
+    """
+    import torch
+
+    library = Path(torch.__file__).parent / "lib" / "libc10.so"
+    try:
+        return ctypes.c_int.in_dll(
+            ctypes.CDLL(str(library), mode=os.RTLD_NOLOAD), "FLAGS_caffe2_log_level"
+        )
+    except (OSError, ValueError):
+        return None
+
+
+class QuietHooks:
+    """The hooks for what a finalizer raises, and for what is not caught. They suppress two reports.
+
+    - An interrupt in a finalizer: Python drops what a finalizer raises, and reports it.
+    - In a process that was forked in the function, such as a worker of a data loader: the finalizer
+      of an iterator that only the parent process can end, and the end of the connection through
+      which the parent process was fetching a tensor.
+    """
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._before: tuple[Callable[..., object], Callable[..., object]] | None = None
+
+    def install(self) -> None:
+        self._before = sys.unraisablehook, sys.excepthook
+        sys.unraisablehook, sys.excepthook = self._unraisable, self._uncaught
+
+    def restore(self) -> None:
+        """Restores the hooks before, unless the user has installed others since."""
+        if self._before is None:
+            return
+        if sys.unraisablehook == self._unraisable:
+            sys.unraisablehook = self._before[0]
+        if sys.excepthook == self._uncaught:
+            sys.excepthook = self._before[1]
+
+    @property
+    def _forked(self) -> bool:
+        return os.getpid() != self._pid
+
+    def _unraisable(self, raised: Any) -> None:
+        of_parent = self._forked and getattr(raised.object, "__qualname__", "") == _LOADER
+        if self._before and raised.exc_type is not RankShouldRestart and not of_parent:
+            self._before[0](raised)
+
+    def _uncaught(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        sharing = trace is not None and trace.tb_frame.f_code.co_filename == _SHARER
+        ended = self._forked and sharing and isinstance(error, ConnectionError | EOFError)
+        if self._before and not ended:
+            self._before[1](kind, error, trace)
+
+
+class TorchModes:
+    """The modes of the current thread, at the moment when this is created.
+
+    Gradient mode and autocast are flags of the thread. A context manager such as `torch.no_grad`
+    changes one and changes it back in `__exit__`, which is Python: an interrupt may be raised at
+    its first instruction, and then the flag stays. The function would be called again with
+    gradients disabled, in that and every later iteration.
+    """
+
+    def __init__(self) -> None:
+        self._gradients = torch.is_grad_enabled()
+        self._autocast = {
+            each: (torch.is_autocast_enabled(each), torch.get_autocast_dtype(each))
+            for each in _DEVICE_TYPES
+        }
+        self._autocast_cache = torch.is_autocast_cache_enabled()
+
+    def restore(self) -> None:
+        torch.set_grad_enabled(self._gradients)
+        for device_type, (enabled, dtype) in self._autocast.items():
+            torch.set_autocast_enabled(device_type, enabled)
+            torch.set_autocast_dtype(device_type, dtype)
+        torch.set_autocast_cache_enabled(self._autocast_cache)
+        torch.clear_autocast_cache()  # it holds casts of the parameters of the last iteration

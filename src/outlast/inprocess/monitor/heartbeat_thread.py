@@ -1,0 +1,120 @@
+"""The heartbeat thread: takes progress timestamps, and detects the end of the monitor process.
+
+Progress means that the interpreter executes bytecode. In the main thread,
+a pending call (`Py_AddPendingCall`), which runs between two bytecodes, writes the timestamp. A
+thread that hangs in C, with or without the GIL, runs no pending calls. For any other thread, the
+stack is examined: the same frame at the same instruction means no progress. Where a thread without
+progress is blocked, is noted too (`Blocked`).
+
+The end of the monitor process is an event: the kernel closes its end of a socket.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import select
+import socket
+import sys
+import threading
+from collections.abc import Callable
+
+from outlast.clock import Clock
+from outlast.inprocess.monitor.shared_page import Activity, Blocked, SharedPage
+
+_PendingCall = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+_add_pending_call = ctypes.pythonapi.Py_AddPendingCall
+_add_pending_call.argtypes = (_PendingCall, ctypes.c_void_p)
+_add_pending_call.restype = ctypes.c_int
+
+_TIMED = (Activity.USER, Activity.FUNCTION)
+
+
+class HeartbeatThread:
+    """Watches the thread that creates it.
+
+    It calls `on_monitor_end` once, when the monitor process at the other end of the socket
+    `monitor` has ended; `blocked_in`, to note where the watched thread is while it runs no Python
+    code; and `every_interval`, once every `interval` seconds.
+    """
+
+    def __init__(
+        self,
+        page: SharedPage,
+        clock: Clock,
+        interval: float,
+        monitor: socket.socket,
+        on_monitor_end: Callable[[], None],
+        blocked_in: Callable[[], Blocked] = lambda: Blocked.UNKNOWN,
+        every_interval: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._page, self._clock, self._interval, self._monitor = page, clock, interval, monitor
+        self._on_monitor_end, self._every_interval = on_monitor_end, every_interval
+        self._blocked_in = blocked_in
+        self._watched = threading.get_ident()
+        self._is_main = threading.current_thread() is threading.main_thread()
+        self._outstanding = False
+        self._position: tuple[int, int] = (0, 0)
+        # The interpreter keeps only the address: the object must live as long as the thread.
+        self._pending = _PendingCall(self._in_main_thread)
+        page.heartbeat = clock.now()
+        self._stop, self._stopped = socket.socketpair()
+        self._thread = threading.Thread(target=self._work, name="outlast-heartbeat", daemon=True)
+        self._thread.start()
+
+    @property
+    def native_id(self) -> int:
+        return self._thread.native_id or 0
+
+    def close(self) -> None:
+        self._stop.send(b"x")
+        self._thread.join()
+        self._page.heartbeat = 0.0
+        self._stop.close()
+        self._stopped.close()
+        # A pending call that has not run yet would call into a freed object.
+        while self._outstanding and self._is_main:
+            pass  # pending calls run at a loop's backward jump: takes a few rounds at most
+
+    def _work(self) -> None:
+        poll = select.poll()
+        poll.register(self._stopped, select.POLLIN)
+        poll.register(self._monitor, select.POLLIN)
+        while True:
+            ready = [fd for fd, _ in poll.poll(self._interval * 1000)]
+            if self._stopped.fileno() in ready:
+                return
+            if self._monitor.fileno() in ready:
+                poll.unregister(self._monitor)
+                self._on_monitor_end()
+            self._page.heartbeat = self._clock.now()
+            self._take_timestamp()
+            self._every_interval()
+
+    def _take_timestamp(self) -> None:
+        if self._page.activity not in _TIMED:
+            return
+        if self._is_main:
+            if self._outstanding:
+                self._page.blocked = self._blocked_in()
+            else:
+                self._outstanding = True
+                if _add_pending_call(self._pending, None) != 0:
+                    self._outstanding = False  # the queue is full: the next interval tries again
+            return
+        frame = sys._current_frames().get(self._watched)
+        position = (id(frame), -1 if frame is None else frame.f_lasti)
+        if position == self._position:
+            self._page.blocked = self._blocked_in()
+            return
+        self._position = position
+        self._note_progress()
+
+    def _in_main_thread(self, argument: int | None) -> int:
+        self._outstanding = False
+        if self._page.activity in _TIMED:
+            self._note_progress()
+        return 0
+
+    def _note_progress(self) -> None:
+        self._page.progress = self._clock.now()
+        self._page.blocked = Blocked.NO

@@ -1,0 +1,342 @@
+"""The soft and the hard timeout; the hard one leads to SIGTERM, then SIGKILL.
+
+In the function, a rank makes progress while it executes Python code, or uses the CPU in C code that
+waits for nobody (`Blocked`, `CpuTime`). Without progress for the soft timeout, it hangs, unless
+it waits for other ranks of which one makes progress (`IdleRanks`). Of two limits that hold
+whatever a rank does, one is for a rank that has pinged, and is between pings; the other one is for
+a wait.
+
+In other user code the limits are for its progress. The waits of the library (`Activity.WAITING`)
+have timeouts of their own; there the hard one is for the heartbeat thread. A process that is
+stopped, or in which some thread keeps the GIL, cannot apply its own timeouts either, and the other
+ranks would wait for it at a barrier until they fail.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from outlast.clock import Clock
+from outlast.inprocess.monitor.reports import FaultReports, MonitorPlan, StoreAccess, write_for
+from outlast.inprocess.monitor.shared_page import NOTICE_AFTER_S, Activity, Blocked, SharedPage
+from outlast.system.processes import send_signal
+
+# The hard timeout under an adaptive soft timeout: this many soft timeouts, and at least this long.
+_HARD_PER_SOFT = 10.0
+_HARD_AT_LEAST_S = 5.0
+
+# The heartbeat thread has no work that takes long; a busy machine may still keep it from running.
+_SILENT_AT_LEAST_S = 5.0
+
+_TIMED = (Activity.FUNCTION, Activity.USER, Activity.LEAVING)
+_SHARE = 0.1  # of one core; processes that only wait use far less, even if they poll
+_SAMPLE_S = 0.5  # the kernel counts in units of 10 ms
+_TICKS_S = os.sysconf("SC_CLK_TCK")
+
+
+class Limits(NamedTuple):
+    """Seconds in the current activity."""
+
+    soft: float  # without progress, until the soft timeout
+    hard: float  # the same, until the hard timeout
+    ping: float  # between two pings, whatever the rank does, until the soft timeout
+
+
+def timeouts_in_force(plan: MonitorPlan, page: SharedPage, activity: int) -> Limits:
+    """The limits of the activity that was read from the page."""
+    if activity != Activity.FUNCTION:
+        return Limits(plan.hard, plan.hard, math.inf)
+    if page.long_limit:
+        soft = page.long_limit if page.long_limit > 0 else plan.soft
+        ping = soft if page.long_limit > 0 else max(soft, plan.ping)
+        return Limits(soft, max(plan.hard, soft + plan.hard - plan.soft), ping)
+    if not page.soft_limit:
+        return Limits(plan.soft, plan.hard, plan.ping)
+    # The hard timeout follows a learned soft timeout, because a rank that holds the GIL can only
+    # be terminated. Terminating a process costs more than an interrupt, so it gets more time.
+    soft = page.soft_limit
+    return Limits(soft, min(plan.hard, max(_HARD_PER_SOFT * soft, _HARD_AT_LEAST_S)), soft)
+
+
+class IdleRanks:
+    """Whether all ranks wait: only then does a rank that waits for others show that one of them
+    hangs.
+
+    A rank that has waited for the soft timeout counts itself in the store, and takes itself out
+    again when it goes on. The one that completes the number, together with the ranks that have
+    returned from the function, reports the hang. That may also be one that returns, and reports
+    nothing: so each rank that waits reads the number again once in every soft timeout. A rank that
+    goes on is known to do so only a little later, by its heartbeat thread, then by its monitor
+    process: so the number is read a second time before it is believed.
+    A number that is complete is read again after `confirm` seconds, another one after `again`.
+    """
+
+    def __init__(
+        self, page: SharedPage, store: StoreAccess, clock: Clock, confirm: float, again: float
+    ) -> None:
+        self._page, self._store = page, store
+        self._clock, self._confirm, self._again = clock, confirm, again
+        self._counted_in = -1  # the iteration
+        self._complete_at: float | None = None  # when this rank has found the number complete
+        self._look_at = 0.0
+
+    def wait(self) -> bool:
+        """Counts this rank; returns whether the number is complete, and this rank is to say so.
+        Call it regularly.
+        """
+        iteration, now = self._page.iteration, self._clock.now()
+        is_new = self._counted_in != iteration
+        if is_new or (self._complete_at is None and now >= self._look_at):
+            self._counted_in, self._look_at = iteration, now + self._again
+            self._complete_at = now if self._change(iteration, int(is_new)) else None
+        if self._complete_at is None or now - self._complete_at < self._confirm:
+            return False
+        self._complete_at = None
+        return self._change(iteration, 0)
+
+    def go_on(self) -> None:
+        iteration, self._counted_in = self._counted_in, -1
+        if iteration >= 0 and iteration == self._page.iteration:
+            self._change(iteration, -1)
+
+    def _change(self, iteration: int, amount: int) -> bool:
+        membership, members = self._store.membership, self._page.world_size
+        # Without the store, no other rank can know better.
+        return self._store.perform(membership.count_idle(iteration, amount, members)) is not False
+
+
+class CpuTime:
+    """CPU time as a sign of progress, for a rank that runs no Python code: it may compile, or
+    compute in one call into C. A rank that is blocked or stopped uses none. Measures the main
+    process `main`: one of its threads, and the processes that it has started, except this one.
+    """
+
+    def __init__(self, main: int, clock: Clock) -> None:
+        self._main, self._clock = main, clock
+        self._what: tuple[int, bool, bool] = (0, False, False)
+        self._used, self._at = 0.0, 0.0
+        self.progress = 0.0  # when CPU time was last seen to be used
+
+    def sample(self, thread: int, *, own: bool, children: bool) -> None:
+        """Call it regularly while no Python code runs; `thread` is the ID of the function's thread.
+        `own` and `children` say whether its time, and that of other processes, counts.
+        """
+        now, what = self._clock.now(), (thread, own, children)
+        if what == self._what and now - self._at < _SAMPLE_S:
+            return
+        used = (self._of_thread(thread) if own else 0.0) + (self._of_children() if children else 0)
+        # A pause between two samples is not one in which nothing was used.
+        comparable = what == self._what and now - self._at < 10 * max(_SAMPLE_S, 1.0)
+        if comparable and used - self._used >= _SHARE * (now - self._at):
+            self.progress = now
+        self._what, self._used, self._at = what, used, now
+
+    def _of_thread(self, thread: int) -> float:
+        try:
+            stat = Path(f"/proc/{self._main}/task/{thread}/stat").read_text()
+        except OSError:
+            return 0.0  # it has ended
+        user, system = stat.rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / _TICKS_S
+
+    def _of_children(self) -> float:
+        """Also of those that have ended, as far as their parents have waited for them."""
+        used = 0.0
+        try:
+            process = psutil.Process(self._main)
+            times = process.cpu_times()
+            used += times.children_user + times.children_system
+            children = process.children(recursive=True)
+        except psutil.Error:
+            return used  # it has ended
+        for child in children:
+            try:
+                if child.pid != os.getpid():
+                    used += sum(child.cpu_times()[:4])
+            except psutil.Error:
+                continue  # it has ended meanwhile
+        return used
+
+
+class ProgressTimeouts:
+    """Applies the timeouts to the main process `main`; `pidfd` is `None` if it has ended."""
+
+    def __init__(
+        self,
+        plan: MonitorPlan,
+        clock: Clock,
+        reports: FaultReports,
+        pidfd: int | None,
+        idle_ranks: IdleRanks,
+        cpu: CpuTime,
+    ) -> None:
+        self._plan, self._page, self._clock = plan, plan.page, clock
+        self._reports, self._pidfd = reports, pidfd
+        self._idle_ranks, self._cpu = idle_ranks, cpu
+        self._kill_at: float | None = None
+        self._silent = max(plan.hard, _SILENT_AT_LEAST_S)
+        self._continued = 0.0
+
+    def continued(self) -> None:
+        """This process could not run for a while: its host was paused, or all processes of the job
+        were stopped. Then the main process could not either; all timeouts begin again.
+        """
+        self._continued = self._clock.now()
+
+    def next_check(self) -> float:
+        """The time of the next timeout, if the main process makes no progress until then."""
+        page, activity = self._page, self._page.activity
+        if self._kill_at is not None:
+            return self._kill_at
+        if activity not in _TIMED:
+            return self._silent_at()
+        soft, hard, ping = timeouts_in_force(self._plan, page, activity)
+        if page.reported_soft == page.iteration:
+            soft, ping = hard, ping + hard - soft
+        due = max(page.progress, self._continued) + soft
+        if activity == Activity.FUNCTION and page.pings:
+            due = min(due, max(page.pinged, self._continued) + ping)
+        now = self._clock.now()
+        return due if due > now else now + self._plan.interval  # it is not a hang so far
+
+    def check(self) -> None:
+        """Reports a soft timeout, and terminates the main process at the hard one.
+
+        The activity is read once, before all else: `SharedPage.enter` writes it last, so the
+        timestamps read after it are those of this activity or newer. Read a second time, it could
+        be that of a rank which has just been told to leave, judged by the age of its wait.
+        """
+        page, activity = self._page, self._page.activity
+        in_function, now = activity == Activity.FUNCTION, self._clock.now()
+        if self._kill_at is not None:
+            if now >= self._kill_at:
+                self._kill_at = math.inf
+                self._signal(signal.SIGKILL)
+            return
+        if not in_function:
+            self._idle_ranks.go_on()
+        if activity not in _TIMED:
+            late = now - self._silent_at()
+            if late >= 0:
+                self._terminate(self._silent + late, now, "no Python code has run")
+            return
+        soft, hard, ping = timeouts_in_force(self._plan, page, activity)
+        if activity == Activity.LEAVING:
+            idle = now - max(page.progress, self._continued)
+            if idle >= hard:
+                self._terminate(idle, now, "no progress")
+            return
+        idle = now - max(page.progress, self._continued, self._computed(now, soft))
+        if idle < soft:
+            self._idle_ranks.go_on()
+        unpinged = idle
+        if page.pings and in_function:
+            unpinged = now - max(page.pinged, self._continued)
+        if unpinged >= ping:
+            # A learned limit is a soft timeout by its name.
+            what = "progress" if ping == soft or not page.pings else "ping"
+            self._hung(unpinged, ping, ping + hard - soft, what)
+        elif idle >= soft and (frozen := self._frozen()) >= soft:
+            self._hung(min(idle, frozen), soft, hard)
+        elif idle >= soft and (not in_function or page.blocked == Blocked.ELSEWHERE):
+            self._hung(idle, soft, hard)  # it waits for no other rank
+        elif idle >= soft and page.blocked != Blocked.NO and self._idle_ranks.wait():
+            self._hung(idle, soft, math.inf)  # it waits, and no rank makes progress
+
+    def _hung(self, idle: float, soft: float, hard: float, what: str = "progress") -> None:
+        page = self._page
+        if idle >= hard:
+            self._terminate(idle, self._clock.now(), f"no {what}")
+        elif page.activity == Activity.FUNCTION and page.reported_soft != page.iteration:
+            self._reports.soft_timeout(idle, soft, what)
+
+    def _frozen(self) -> float:
+        """For how long the process has run no Python code in any thread, in seconds."""
+        page = self._page
+        heartbeat = page.heartbeat
+        if not heartbeat:
+            return math.inf
+        return self._clock.now() - max(heartbeat, page.progress, self._continued)
+
+    def _computed(self, now: float, soft: float) -> float:
+        """When CPU time was last used in a way that is progress."""
+        page = self._page
+        if now - max(page.progress, self._continued) < soft / 4:
+            return 0.0
+        frozen = self._frozen() >= soft / 2
+        counts = frozen or page.blocked in (Blocked.UNKNOWN, Blocked.ELSEWHERE)
+        if counts:
+            self._cpu.sample(page.function_thread, own=True, children=not frozen)
+        return self._cpu.progress
+
+    def _silent_at(self) -> float:
+        """When the heartbeat thread of a process in a wait of the library has not run for too long.
+
+        The order of the reads: the thread may end meanwhile, which sets `heartbeat` to 0, so it is
+        read once. If it is old because a long phase has just ended, in which the thread could not
+        run, `progress` is new: `SharedPage.enter` writes it before the activity.
+        """
+        page = self._page
+        heartbeat = page.heartbeat
+        if not heartbeat or page.activity != Activity.WAITING:
+            return math.inf
+        return max(heartbeat, page.progress, self._continued) + self._silent
+
+    def _terminate(self, idle: float, now: float, what: str) -> None:
+        """Sends SIGTERM, and SIGCONT, without which a stopped process would not get it; SIGKILL
+        follows after the grace time. The loop continues, and reports the death once the process has
+        died: a process that exits in an orderly way, through its SIGTERM handler, dismisses its
+        monitor and gets no SIGKILL.
+        """
+        self._page.killed_hard = 1
+        self._reports.hard_timeout(idle, what)
+        self._kill_at = now + self._plan.grace
+        self._signal(signal.SIGTERM)
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._pidfd is not None
+        send_signal(self._pidfd, number)
+
+
+class FrozenNotice:
+    """One line for a main process that cannot run Python code: it is stopped, or holds the GIL, and
+    cannot write the line itself. `main` is its pid.
+    """
+
+    def __init__(self, plan: MonitorPlan, main: int, clock: Clock, host: str) -> None:
+        self._plan, self._page, self._main = plan, plan.page, main
+        self._clock, self._host = clock, host
+        self._told = 0.0  # the timestamp after which the line was written
+
+    def check(self) -> None:
+        """Call it regularly. Writes one line, until the process runs again."""
+        page = self._page
+        # Before the heartbeat thread's first interval is over, there is no timestamp of it.
+        heartbeat = page.heartbeat or page.progress
+        idle = self._clock.now() - heartbeat
+        timed = page.activity == Activity.FUNCTION and page.long_limit == 0
+        if not timed or heartbeat == self._told or idle < NOTICE_AFTER_S:
+            return
+        self._told = heartbeat
+        hard = timeouts_in_force(self._plan, page, Activity.FUNCTION).hard
+        stopped = _is_stopped(self._main)
+        why = "is stopped (SIGSTOP);" if stopped else "holds the GIL in C code; unless it computes,"
+        write_for(
+            self._main,
+            f"rank {self._page.rank} on {self._host}: no progress for {idle:.0f} s: process "
+            f"{self._main} {why} after {hard:.0f} s it is ended",
+        )
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False  # it has ended

@@ -1,1 +1,0 @@
-"""Progress of the function: timestamps, heartbeats, timeouts."""

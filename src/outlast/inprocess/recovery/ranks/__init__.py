@@ -1,1 +1,0 @@
-"""The ranks of the next iteration: assignment, filters, and the values that policies exchange."""
