@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from outlast.async_checkpoint.calls.caller import DistributedAsyncCaller
     from outlast.async_checkpoint.calls.queue import AsyncCallsQueue, AsyncRequest
     from outlast.async_checkpoint.checkpointer import Checkpointer
-    from outlast.async_checkpoint.failure_policy import FailurePolicy
     from outlast.async_checkpoint.handle import SaveHandle
-    from outlast.async_checkpoint.retention import Retention
+    from outlast.async_checkpoint.policies import FailurePolicy, Retention
     from outlast.async_checkpoint.storage.directory import CheckpointInfo
 
 __all__ = [
@@ -36,8 +35,8 @@ _MODULES = {
     "CheckpointInfo": "storage.directory",
     "Checkpointer": "checkpointer",
     "DistributedAsyncCaller": "calls.caller",
-    "FailurePolicy": "failure_policy",
-    "Retention": "retention",
+    "FailurePolicy": "policies",
+    "Retention": "policies",
     "SaveHandle": "handle",
 }
 

@@ -19,13 +19,12 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from outlast.async_checkpoint.environment import ranks
-from outlast.async_checkpoint.failure_policy import FailurePolicy
 from outlast.async_checkpoint.handle import SaveHandle
 from outlast.async_checkpoint.kept_state import KeptState
 from outlast.async_checkpoint.peer_copies.arrangement import DEFAULT_BYTES_PER_S, check_replicas
+from outlast.async_checkpoint.policies import FailurePolicy, Retention
 from outlast.async_checkpoint.restore.from_copies import arrange_copies
 from outlast.async_checkpoint.restore.restorer import Restorer
-from outlast.async_checkpoint.retention import Retention
 from outlast.async_checkpoint.save.folder_session import session_for
 from outlast.async_checkpoint.save.round import is_due_to_restart
 from outlast.async_checkpoint.save.saves import Saves

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from outlast.async_checkpoint.storage import system_errors
 from outlast.async_checkpoint.storage.entries import FileEntry
 from outlast.async_checkpoint.storage.local import LocalStorage
 from outlast.async_checkpoint.storage.manifest import MANIFEST, decode, encode
-from outlast.async_checkpoint.storage.protocol import STATES
+from outlast.async_checkpoint.storage.remote import RemoteStorage
 from outlast.errors import CheckpointError, CheckpointReadError
 
 FILE = "__0_0.distcp"
@@ -58,39 +59,29 @@ def test_what_is_there_by_step(storage: LocalStorage) -> None:
     ]
 
 
-def test_each_kind_of_checkpoint_ignores_the_other(storage: LocalStorage) -> None:
-    states = LocalStorage(storage.where, STATES)
+def test_checkpoints_of_states_in_the_same_folder_are_left_alone(storage: LocalStorage) -> None:
+    """Earlier versions of `outlast.elastic` saved them there."""
     save(storage, 3)
-    save(states, 4)
-    for name in (".tmp-step-00000005-aa", ".tmp-removed-step-00000001-aa", ".tmp-recycled"):
+    own = [".tmp-recycled", ".tmp-removed-step-00000001-aa", ".tmp-step-00000005-aa"]
+    others = [".tmp-removed-states-00000001-aa", ".tmp-states-00000005-aa", "states-00000009"]
+    for name in (*own, *others):
         storage.make(name)
-    for name in (".tmp-states-00000005-aa", ".tmp-removed-states-00000001-aa"):
-        states.make(name)
-    states.make("states-00000009")  # without a manifest, it belongs to another program
     assert folders.candidates(storage) == [(3, "step-00000003")]
-    assert folders.candidates(states) == [(4, "states-00000004")]
-    of_states = [".tmp-removed-states-00000001-aa", ".tmp-states-00000005-aa"]
-    assert folders.leftovers(states) == of_states
-    assert not set(folders.leftovers(storage)) & set(of_states)
-    assert len(folders.leftovers(storage)) == 3
-    assert [one.folder for one in folders.survey(states)] == ["states-00000004", *of_states]
-    assert not {one.folder for one in folders.survey(storage)} & {*of_states, "states-00000004"}
-    storage.lock("a checkpointer")
-    states.lock("a save of states")  # one job may have both in one directory
-    states.unlock()
-    storage.unlock()
-    assert folders.verify(states, 4).step == 4
-    with pytest.MonkeyPatch.context() as patch:  # root can read everything
+    assert folders.leftovers(storage) == own
+    assert [one.folder for one in folders.survey(storage)] == ["step-00000003", *own]
 
-        def refuse(self: LocalStorage, folder: str, name: str) -> int:
-            raise PermissionError(13, "no")
 
-        patch.setattr(LocalStorage, "size", refuse)
-        patch.setattr(system_errors, "_pause", lambda seconds: None)
-        with pytest.raises(CheckpointReadError, match="no"):
-            folders.candidates(states)
-    with pytest.raises(CheckpointError, match=r"no checkpoint of states 3; it has \[4\]"):
-        folders.verify(states, 3)
+def test_a_directory_that_cannot_be_read_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    remote = RemoteStorage(f"memory://{uuid.uuid4().hex}")
+    save(remote, 3)
+
+    def refuse(self: RemoteStorage, folder: str, name: str) -> int:
+        raise PermissionError(13, "no")
+
+    monkeypatch.setattr(RemoteStorage, "size", refuse)  # root can read everything
+    monkeypatch.setattr(system_errors, "_pause", lambda seconds: None)
+    with pytest.raises(CheckpointReadError, match="no"):
+        folders.candidates(remote)
 
 
 def test_one_without_a_manifest_is_damaged_and_kept(storage: LocalStorage) -> None:

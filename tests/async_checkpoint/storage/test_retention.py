@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.async_checkpoint.retention import Retention
+from outlast.async_checkpoint.policies import Retention
 from outlast.async_checkpoint.storage.directory import CheckpointInfo
 
 counts = st.none() | st.integers(1, 8)

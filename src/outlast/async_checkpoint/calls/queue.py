@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple
 
 from outlast.async_checkpoint.calls.reporter import Reporter, Verdicts
 from outlast.async_checkpoint.calls.runners import ForkRunner, Outcome, WorkerRunner, name_of
-from outlast.async_checkpoint.failure_policy import FailurePolicy
+from outlast.async_checkpoint.policies import FailurePolicy
 from outlast.coordination.call_ledger import CallLedger, Verdict, connect_ledger
 from outlast.coordination.collectives import least, raise_together, rank_of
 from outlast.errors import AsyncCallError

@@ -108,7 +108,7 @@ class Restorer:
         """
         warned = False
 
-        def prepare(_: list[Any]) -> dict[str, Any]:
+        def prepare(_: list[Any]) -> str:
             # All ranks are here: a process that was rank 0 before has released the lock.
             nonlocal warned
             storage = self._session.storage
@@ -124,15 +124,16 @@ class Restorer:
                     if not warned:
                         log.warning("%s: training waits until that job ends, or both have met", e)
                     warned = True
-                    return {}
+                    return ""
                 self._session.locked = True
             for folder, cause in stale(storage).items():
                 log.warning("%s/%s is ignored and removed: %s", storage.where, folder, cause)
             if mine is not None:
                 self._session.credentials = raise_fence(storage, mine)
             # This process can still use its recycled files.
-            left = [name for name in leftovers(storage) if not ours or name != RECYCLED]
-            for name in left:
+            for name in leftovers(storage):
+                if ours and name == RECYCLED:
+                    continue
                 try:
                     # Hidden by a rename first: a process that the job has left behind, and that
                     # wakes up now, must not commit what is being removed.
@@ -140,19 +141,15 @@ class Restorer:
                     self._session.writer.request(Writer.remove_folders, folders=[hidden or name])
                 except (CheckpointError, OSError) as e:
                     # Harmless: its name is not that of a checkpoint.
-                    log.warning(
-                        "%s, the rest of an unfinished save, cannot be removed: %s", name, e
-                    )
-            return {"left": left, "identity": storage.identity()}
+                    log.warning("%s, left by an unfinished save, cannot be removed: %s", name, e)
+                else:
+                    level = logging.DEBUG if name == RECYCLED else logging.INFO
+                    log.log(level, "removed %s, left by an unfinished save", name)
+            return storage.identity()
 
-        while not (found := self.ranks.gather(None, prepare)):
+        while not (identity := self.ranks.gather(None, prepare)):
             time.sleep(_MEETING_S)
-        self._session.identity = found["identity"]
-        for name in found["left"]:
-            if name == RECYCLED:
-                log.debug("removed %s, the recycled files of an earlier process", name)
-            else:
-                log.info("removed %s, left by an unfinished save", name)
+        self._session.identity = identity
         path = self._session.socket_path(self.ranks.rank, self.ranks.world_size)
         taken = self.ranks.attempt(lambda: self._session.take_over(path))
         if isinstance(taken, CallFailure):

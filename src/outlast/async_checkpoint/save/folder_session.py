@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from outlast.async_checkpoint.environment import events_folder, runtime_folder
 from outlast.async_checkpoint.peer_copies.arrangement import KeeperClient
@@ -25,9 +25,6 @@ from outlast.async_checkpoint.storage.manifest import checksum
 from outlast.async_checkpoint.writer.client import WriterClient
 from outlast.events import JsonlSink, Sink
 from outlast.system.shared_memory import SharedMemory
-
-if TYPE_CHECKING:
-    from outlast.async_checkpoint.checkpointer import Checkpointer
 
 # The writer completes its last request in that time (at most ten seconds of it), and deletes the
 # recycled files: that takes seconds on a busy disk.
@@ -54,7 +51,7 @@ class FolderSession:
         self.recycles = False
         self.identity = ""
         self.credentials = Credentials()  # on rank 0
-        self.owner: Checkpointer | None = None
+        self.owner: Any = None  # a `Checkpointer`, whose module imports this one
         self.closing = False
         self.writer = WriterClient(
             {"url": url, "threads": threads, "linger_s": linger_s, "launcher": os.getppid()}

@@ -18,9 +18,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from outlast.async_checkpoint.failure_policy import FailurePolicy
 from outlast.async_checkpoint.handle import SaveHandle
-from outlast.async_checkpoint.retention import Retention
+from outlast.async_checkpoint.policies import FailurePolicy, Retention
 from outlast.async_checkpoint.save.folder_session import FolderSession
 from outlast.async_checkpoint.save.round import ABORTED, SaveRound, is_due_to_restart
 from outlast.async_checkpoint.save.save import Save, Shared

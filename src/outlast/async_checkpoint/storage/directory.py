@@ -9,7 +9,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
-from pathlib import Path
 
 from outlast.async_checkpoint.storage.entries import FileEntry
 from outlast.async_checkpoint.storage.fence import stale
@@ -26,8 +25,6 @@ from outlast.async_checkpoint.storage.manifest import (
 )
 from outlast.async_checkpoint.storage.protocol import (
     REMOVED,
-    STATES,
-    STEP,
     Storage,
     is_temporary,
     read_bytes,
@@ -39,16 +36,15 @@ from outlast.async_checkpoint.storage.system_errors import Reopened, reading
 from outlast.errors import CheckpointError, CheckpointReadError
 
 
-def open_storage(url: str, prefix: str = STEP) -> Storage:
+def open_storage(url: str) -> Storage:
     """Returns the storage at `url`: a path, `file://` and a path, or any URL that fsspec supports.
-    `prefix` is that of the checkpoints in it.
 
     Raises:
         ModuleNotFoundError: if fsspec, or its implementation for this URL, is missing; names it.
         ValueError: if the kind of URL is unknown.
     """
     path = url.removeprefix("file://")
-    return RemoteStorage(url, prefix) if "://" in path else LocalStorage(path, prefix)
+    return RemoteStorage(url) if "://" in path else LocalStorage(path)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,28 +86,34 @@ class Found:
     unread: bool = False
 
 
-def candidates(storage: Storage) -> list[tuple[int, str]]:
-    """Step and directory of all possible checkpoints, the newest step first."""
+def _classified(storage: Storage) -> list[Found]:
+    """The directories of checkpoints and saves, of one step the newest last. What is `wrong` says
+    why no load reads it: then `step` is `None`.
+    """
+    left_behind = reading(storage.where, lambda: stale(storage))
     found = []
-    wrong = reading(storage.where, lambda: stale(storage))
-    for folder in reversed(reading(storage.where, storage.folders)):
-        step = step_of(folder, storage.prefix)
-        if step is None or folder in wrong:
+    for folder in reading(storage.where, storage.folders):
+        step, wrong = step_of(folder), left_behind.get(folder, "")
+        if folder == RECYCLED:
+            wrong = "recycled files, which the next save writes over"
+        elif is_temporary(folder):
+            removed = folder.startswith(REMOVED)
+            wrong = "removed, but its files are not deleted yet" if removed else "not committed"
+        elif step is None:
             continue
-        # A link to a checkpoint of states is not one of this directory.
-        if storage.prefix == STATES and (Path(storage.where) / folder).is_symlink():
-            continue
-        # Where saves are written in place, a directory without a manifest is a save in progress.
-        # Beside checkpoints of states, it belongs to another program.
-        manifest_needed = storage.prefix == STATES or _in_place(storage)
-        if not manifest_needed or is_committed(storage, folder):
-            found.append((step, folder))
-    return sorted(found, key=lambda one: one[0], reverse=True)
+        elif not wrong and _in_place(storage) and not is_committed(storage, folder):
+            wrong = "not committed"  # a save in progress
+        found.append(Found(folder, None if wrong else step, None, wrong))
+    return found
 
 
-def _newest_by_step(storage: Storage) -> dict[int, str]:
-    """The directory of each step; of several checkpoints of a step the newest counts."""
-    return dict(reversed(candidates(storage)))
+def candidates(storage: Storage) -> list[tuple[int, str]]:
+    """Step and directory of all possible checkpoints, the newest step first, and of one step the
+    newest checkpoint first.
+    """
+    found = reversed(_classified(storage))
+    steps = [(one.step, one.folder) for one in found if one.step is not None]
+    return sorted(steps, key=lambda one: one[0], reverse=True)
 
 
 def read_manifest(storage: Storage, folder: str) -> Manifest:
@@ -143,7 +145,7 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
     if content is None:
         raise CheckpointError(f"{where} is missing: the save was not committed")
     manifest = decode(content, where)
-    step = step_of(folder, storage.prefix)
+    step = step_of(folder)
     if step is not None and manifest.step != step:
         raise CheckpointError(f"{where} is the manifest of another save, of step {manifest.step}")
     return manifest
@@ -183,42 +185,29 @@ def leftovers(storage: Storage) -> list[str]:
     """Directories that no load reads: of saves that were not committed, and of checkpoints that a
     later one of the same step has replaced. Call with the lock held.
     """
-    wanted = _newest_by_step(storage)
-    wrong = stale(storage)
-
-    def is_left_over(folder: str) -> bool:
-        if folder in wrong or is_temporary(folder, storage.prefix):
-            return True
-        step = step_of(folder, storage.prefix)
-        return step is not None and _in_place(storage) and wanted.get(step) != folder
-
-    return list(filter(is_left_over, storage.folders()))
+    found = _classified(storage)
+    newest = {one.step: one.folder for one in found}
+    return [
+        one.folder
+        for one in found
+        if one.step is None or (_in_place(storage) and newest[one.step] != one.folder)
+    ]
 
 
 def survey(storage: Storage) -> list[Found]:
     """All directories in the storage, by step, the uncommitted ones last. Checks only the sizes of
     the files.
     """
-    wanted = _newest_by_step(storage)
-    found = [_look(storage, step, folder) for step, folder in sorted(wanted.items())]
-    left_behind = stale(storage)
-    for folder in storage.folders():
-        wrong = left_behind.get(folder, "")
-        if folder == RECYCLED and storage.prefix == STEP:
-            wrong = "recycled files, which the next save writes over"
-        elif is_temporary(folder, storage.prefix):
-            removed = folder.startswith(REMOVED)
-            wrong = "removed, but its files are not deleted yet" if removed else "not committed"
-        elif step_of(folder, storage.prefix) is None or folder in wanted.values():
-            wrong = ""
-        elif not wrong:
-            if is_committed(storage, folder):
-                wrong = "replaced"
-            elif storage.prefix == STEP:
-                wrong = "not committed"
-        if wrong:
-            found.append(Found(folder, None, None, wrong))
-    return [dataclasses.replace(one, saved_at=storage.saved_at(one.folder)) for one in found]
+    found = _classified(storage)
+    newest = {one.step: one.folder for one in found if one.step is not None}
+    looks = [_look(storage, step, folder) for step, folder in sorted(newest.items())]
+    for one in found:
+        if one.step is None:
+            looks.append(one)
+        elif newest[one.step] != one.folder:
+            wrong = "replaced" if is_committed(storage, one.folder) else "not committed"
+            looks.append(Found(one.folder, None, None, wrong))
+    return [dataclasses.replace(one, saved_at=storage.saved_at(one.folder)) for one in looks]
 
 
 def _look(storage: Storage, step: int, folder: str) -> Found:
@@ -313,10 +302,10 @@ def delete(storage: Storage, step: int) -> None:
 
 
 def _newest(storage: Storage, step: int) -> str:
-    known = _newest_by_step(storage)
+    known = dict(reversed(candidates(storage)))
     if step not in known:
         raise CheckpointError(
-            f"{storage.where} has no checkpoint of {storage.prefix} {step}; it has {sorted(known)}"
+            f"{storage.where} has no checkpoint of step {step}; it has {sorted(known)}"
         )
     return known[step]
 

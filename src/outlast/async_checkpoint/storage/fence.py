@@ -171,7 +171,7 @@ def stale(storage: Storage) -> dict[str, str]:
         folder: f"stale, committed by a process that the job had left behind before fence "
         f"{fence.number} of {fence.host}"
         for folder in storage.folders()
-        if step_of(folder, storage.prefix) is not None and saved_by(storage, folder) in refused
+        if step_of(folder) is not None and saved_by(storage, folder) in refused
     }
 
 
@@ -191,7 +191,7 @@ def _uncommitted(storage: Storage) -> list[str]:
         return []
     # After an exchange with an older checkpoint, the directory of a save that is committed still
     # exists, with the older one in it.
-    finals = (f for f in storage.folders() if step_of(f, storage.prefix) is not None)
+    finals = (f for f in storage.folders() if step_of(f) is not None)
     committed = {saved_by(storage, folder) for folder in finals}
     return [save_id for save_id in found if save_id not in committed]
 

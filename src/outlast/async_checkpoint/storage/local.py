@@ -33,8 +33,6 @@ from outlast.async_checkpoint.storage.protocol import (
     IDENTITY,
     NEW,
     REMOVED,
-    STATES,
-    STEP,
     Position,
     Storage,
     check_names,
@@ -56,7 +54,7 @@ from outlast.system.files import (
 log = logging.getLogger("outlast.checkpoint")
 
 WORKING = ".tmp-"
-_LOCKS = {STEP: ".lock", STATES: ".states.lock"}
+_LOCK = ".lock"
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -66,8 +64,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class LocalStorage(Storage):
     """Checkpoints in one directory. See `Storage`."""
 
-    def __init__(self, path: str, prefix: str = STEP) -> None:
-        self.prefix = prefix
+    def __init__(self, path: str) -> None:
         self.root = Path(path).expanduser().absolute()
         self.where = str(self.root)
         self._lock = -1
@@ -79,7 +76,7 @@ class LocalStorage(Storage):
             check_writable(self.root)
 
     def names_for(self, step: int, save_id: str) -> tuple[str, str]:
-        final = f"{self.prefix}-{step:08d}"
+        final = f"step-{step:08d}"
         return f"{WORKING}{final}-{save_id}", final
 
     def folders(self) -> list[str]:
@@ -194,7 +191,7 @@ class LocalStorage(Storage):
 
         try:
             with preparing(self.root):
-                path = self.root / _LOCKS[self.prefix]
+                path = self.root / _LOCK
                 self._lock = lock_file(path, text, replaces=replaces)
         except FileLocked as e:
             holder, _, signature = str(e).partition("\n")
@@ -230,7 +227,7 @@ class LocalStorage(Storage):
         """
         hidden = ""
         for folder in self.folders():
-            if folder.endswith(NEW) and step_of(folder, self.prefix) is not None:
+            if folder.endswith(NEW) and step_of(folder) is not None:
                 final = folder.removesuffix(NEW)
                 hidden = self.hide(final)
                 _rename(self._inside(folder), self._inside(final))

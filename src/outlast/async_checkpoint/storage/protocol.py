@@ -23,21 +23,15 @@ IDENTITY = ".id"
 """The file that holds `Storage.identity`."""
 SMALL_FILE_BYTES = 16 << 20
 """The size of the largest record beside the checkpoints."""
-STEP = "step"
-"""The prefix of a checkpointer's checkpoints."""
-STATES = "states"
-"""The prefix of the checkpoints of elastic states, which may be in the same directory."""
 REMOVED = ".tmp-removed-"
 """How the name of a checkpoint begins that was made invisible, until its files are deleted."""
 NEW = "-new"
 """How the name of a checkpoint ends while it replaces an older one of its step."""
 
-_COMMITTED = re.compile(rf"([a-z]+)-(\d+)(?:-[0-9a-f]+|{NEW})?")
-_TEMPORARY = re.compile(r"\.tmp-(?:(?:removed-)?([a-z]+)-\d)?.*")
-# States are on file systems only, where a name has no suffix: other names are a user's copies.
-_STATES = re.compile(r"states-(\d{8,18})")
+_COMMITTED = re.compile(rf"step-(\d+)(?:-[0-9a-f]+|{NEW})?")
+# Not those of states, which earlier versions saved in the same directory.
+_TEMPORARY = re.compile(r"\.tmp-(?!(?:removed-)?states-\d).*")
 _IDENTITY = re.compile(rb"[0-9a-f]{32}")
-_TEMPORARY_STATES = re.compile(r"\.tmp-(?:removed-)?states-\d{8,18}-[0-9a-f]+")
 
 
 class FileWriter(Protocol):
@@ -75,12 +69,10 @@ class FileReader(Protocol):
 class Storage(Protocol):
     """What a checkpointer needs of a storage. Names have no slashes. Errors are `OSError`; those of
     `get`, `open` and `size` are `FileNotFoundError` if the file does not exist. `where` names the
-    storage in messages. It ignores checkpoints whose directory names do not begin with `prefix`
-    (`STEP` or `STATES`).
+    storage in messages.
     """
 
     where: str
-    prefix: str
 
     def prepare(self) -> None: ...
 
@@ -212,22 +204,15 @@ def read_bytes(reader: FileReader, offset: int, size_bytes: int) -> bytes:
     return bytes(buffer[: reader.read_into(offset, buffer)])
 
 
-def step_of(folder: str, prefix: str = STEP) -> int | None:
+def step_of(folder: str) -> int | None:
     """The step of the committed checkpoint that a directory of this name would hold."""
-    if prefix == STATES:
-        return int(folder.partition("-")[2]) if _STATES.fullmatch(folder) else None
     match = _COMMITTED.fullmatch(folder)
-    return int(match[2]) if match and match[1] == prefix else None
+    return int(match[1]) if match else None
 
 
-def is_temporary(folder: str, prefix: str = STEP) -> bool:
-    """Whether a directory of this name belongs to an unfinished save or removal of a checkpoint
-    with this prefix. A temporary directory that names no checkpoint belongs to the checkpointer.
-    """
-    if prefix == STATES:
-        return _TEMPORARY_STATES.fullmatch(folder) is not None
-    match = _TEMPORARY.fullmatch(folder)
-    return match is not None and (match[1] or STEP) == prefix
+def is_temporary(folder: str) -> bool:
+    """Whether a directory of this name belongs to an unfinished save or removal."""
+    return _TEMPORARY.fullmatch(folder) is not None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,6 @@ from outlast.async_checkpoint.storage.fence import stale
 from outlast.async_checkpoint.storage.manifest import MANIFEST
 from outlast.async_checkpoint.storage.protocol import (
     IDENTITY,
-    STEP,
     FileWriter,
     Position,
     Storage,
@@ -65,8 +64,7 @@ class RemoteStorage(Storage):
         ValueError: if the kind of URL is unknown, or it contains a wildcard.
     """
 
-    def __init__(self, url: str, prefix: str = STEP) -> None:
-        self.prefix = prefix
+    def __init__(self, url: str) -> None:
         self.where = _PASSWORD.sub("***@", url.rstrip("/"))
         if _WILDCARDS.search(url):
             raise ValueError(
@@ -137,7 +135,7 @@ class RemoteStorage(Storage):
         # The checkpoint is committed: an error here would deny that. What cannot be removed now
         # is removed by the next commit or the next job.
         with suppress(OSError):
-            for folder in self._replaced(but=step_of(final, self.prefix)):
+            for folder in self._replaced(but=step_of(final)):
                 self.remove(folder)
         return ""
 
@@ -224,12 +222,12 @@ class RemoteStorage(Storage):
     def _by_age(self, folders: list[str]) -> list[str]:
         several = [f for each in self._by_step(folders).values() if len(each) > 1 for f in each]
         ages = {folder: self._committed_at(folder) for folder in several}  # seldom any
-        return sorted(folders, key=lambda f: (step_of(f, self.prefix) or 0, ages.get(f, 0.0), f))
+        return sorted(folders, key=lambda f: (step_of(f) or 0, ages.get(f, 0.0), f))
 
     def _by_step(self, folders: list[str]) -> dict[int, list[str]]:
         found: dict[int, list[str]] = {}
         for folder in folders:
-            step = step_of(folder, self.prefix)
+            step = step_of(folder)
             if step is not None:
                 found.setdefault(step, []).append(folder)
         return found

@@ -57,7 +57,7 @@ class LoopStates:
 
     def resume(self) -> None:
         """Call it when all states are restored. After the last step, the fit still has to end the
-        batch and the epoch: the reasons to stop are told when that has begun.
+        batch and the epoch, so the reasons to stop apply only when that has begun.
         """
         if self._resumed:
             self._generators = random_generators.capture()
