@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from benchmarks.checkpoint.limits import Reading, copy_time, drop_cache, settle
 from benchmarks.checkpoint.training_state import Training
 from outlast.async_checkpoint import Checkpointer
-from outlast.events import CheckpointRestored, Event
+from outlast.events.event import Event
+from outlast.events.types import CheckpointRestored
 
 __all__ = ["restores"]
 

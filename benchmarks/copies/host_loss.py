@@ -30,7 +30,8 @@ from benchmarks.checkpoint.training_state import Size, Training
 from benchmarks.copies.step_rate import RANKS, be_host
 from benchmarks.lib.rank_processes import FOLDER, RankProcesses
 from outlast.async_checkpoint import Checkpointer
-from outlast.events import CheckpointRestored, CopyCompleted, MemorySink
+from outlast.events.emitter import MemorySink
+from outlast.events.types import CheckpointRestored, CopyCompleted
 from outlast.inprocess import CallWrapper, Compose, Wrapper
 from outlast.inprocess.rank_assignment import AwaitReplacements, ShiftRanks
 

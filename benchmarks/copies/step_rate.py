@@ -19,7 +19,8 @@ from benchmarks.checkpoint.limits import settle
 from benchmarks.checkpoint.saves import disk_folder, in_ranks
 from benchmarks.checkpoint.training_state import Size, Training
 from outlast.async_checkpoint import Checkpointer, Retention
-from outlast.events import CopyCompleted, CopySkipped, Event
+from outlast.events.event import Event
+from outlast.events.types import CopyCompleted, CopySkipped
 
 __all__ = ["RANKS", "WAYS", "be_host", "measure"]
 

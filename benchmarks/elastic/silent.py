@@ -31,7 +31,7 @@ from benchmarks.lib.paired import growth
 from benchmarks.lib.rank_processes import RankProcesses, free_port
 from benchmarks.lib.sheets import Sheet
 from outlast.elastic import FiniteCheck, ReplicaCheck, StragglerCheck
-from outlast.events import MemorySink
+from outlast.events.emitter import MemorySink
 
 __all__ = ["run", "sheets"]
 

@@ -19,9 +19,9 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.lib.members import Member
-from outlast.coordination import Link, ViewRecord, barrier, deciding, membership
-from outlast.coordination.decision import Decision, decode_record, encode_record
-from outlast.coordination.ops import Op, request
+from outlast.coordination import barrier, deciding, membership
+from outlast.coordination.decision import Decision, ViewRecord, decode_record, encode_record
+from outlast.coordination.ops import Link, Op, request
 from outlast.coordination.replicated.operations import Operation, Result
 from outlast.coordination.replicated.table import Table
 from outlast.inprocess.attribution import Interruption

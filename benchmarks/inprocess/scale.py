@@ -18,7 +18,9 @@ from typing import Any
 from benchmarks.lib.members import CountedStore, Member
 from benchmarks.lib.rank_processes import RankProcesses, serve, store
 from benchmarks.lib.sheets import Sheet, median, ms
-from outlast.coordination import Link, TorchStore, barrier, drive, perform_on
+from outlast.coordination import barrier
+from outlast.coordination.ops import Link, drive, perform_on
+from outlast.coordination.stores.torch_store import TorchStore
 
 __all__ = ["run", "sheets"]
 

@@ -10,7 +10,10 @@ from typing import Any
 from tests.simulation.minimal_host import MinimalHost
 
 from outlast.clock import Clock, MonotonicClock
-from outlast.coordination import FaultRecord, Link, Store, ViewRecord, drive, perform_on
+from outlast.coordination.decision import ViewRecord
+from outlast.coordination.ops import Link, drive, perform_on
+from outlast.coordination.records import FaultRecord
+from outlast.coordination.stores.store import Store
 from outlast.inprocess.attribution import Interruption
 from outlast.inprocess.recovery.host_protocol import (
     AssignedRank,

@@ -28,7 +28,8 @@ import outlast
 from benchmarks.checkpoint.limits import drop_cache
 from benchmarks.rollback.ways import SAVED, UNSAVED, WAYS, Way
 from outlast import inprocess
-from outlast.events import CheckpointRestored, MemorySink
+from outlast.events.emitter import MemorySink
+from outlast.events.types import CheckpointRestored
 
 _FAILING = 1
 _BATCH = 8

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from outlast import async_checkpoint, chaos, elastic, errors, events, inprocess
-    from outlast.async_checkpoint import Checkpointer
-    from outlast.elastic import Job
+    from outlast.async_checkpoint import Checkpointer, Retention, SaveHandle
+    from outlast.elastic import ElasticLoader, Job, ReplicaCheck, ShardedStream, StragglerCheck
     from outlast.inprocess import CallWrapper, Wrapper
 
     __version__: str
@@ -25,7 +25,13 @@ if TYPE_CHECKING:
 __all__ = [
     "CallWrapper",
     "Checkpointer",
+    "ElasticLoader",
     "Job",
+    "ReplicaCheck",
+    "Retention",
+    "SaveHandle",
+    "ShardedStream",
+    "StragglerCheck",
     "Wrapper",
     "async_checkpoint",
     "chaos",
@@ -38,7 +44,13 @@ __all__ = [
 _PACKAGES = {
     "CallWrapper": "inprocess",
     "Checkpointer": "async_checkpoint",
+    "ElasticLoader": "elastic",
     "Job": "elastic",
+    "ReplicaCheck": "elastic",
+    "Retention": "async_checkpoint",
+    "SaveHandle": "async_checkpoint",
+    "ShardedStream": "elastic",
+    "StragglerCheck": "elastic",
     "Wrapper": "inprocess",
 }
 

@@ -14,7 +14,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
 from outlast.campaign.notes import END, ENTRY, STEP, Progress, notes_in
-from outlast.events import JsonlSink, Note
+from outlast.events.emitter import JsonlSink
+from outlast.events.event import Note
 
 COMMAND = (sys.executable, __file__)
 STOPPED_AT = 5

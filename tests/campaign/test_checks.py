@@ -12,7 +12,8 @@ from outlast.campaign.checks import leaks, unfinished_checkpoints
 from outlast.campaign.notes import ENTRY, STEP, notes_in
 from outlast.campaign.plan import RoundPlan
 from outlast.campaign.programs import Program
-from outlast.events import JsonlSink, Note
+from outlast.events.emitter import JsonlSink
+from outlast.events.event import Note
 
 
 def write_notes(folder: Path, *notes: Note) -> None:

@@ -12,17 +12,17 @@ from outlast.campaign.figures import Stage, believed_partial, fired_faults
 from outlast.campaign.plan import RoundPlan
 from outlast.campaign.results import CampaignResult, Fired, RoundResult, write_markdown
 from outlast.chaos import Kind, Phase, PlannedFault
-from outlast.events import (
+from outlast.events.event import Event
+from outlast.events.report import build
+from outlast.events.types import (
     Assigned,
     CheckpointCommitted,
     CheckpointFailed,
     CheckpointRestored,
     Entered,
-    Event,
     Fault,
     Seen,
 )
-from outlast.events.report import build
 
 PLAN = RoundPlan(
     seed=1,

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from outlast.async_checkpoint import Checkpointer
-from outlast.chaos import MarkerDirectory
+from outlast.chaos.fired_faults import MarkerDirectory
 from outlast.errors import CheckpointError
 from procs import LINGER_S, MARKER, marked
 

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from outlast.chaos import FiredFaults, MarkerDirectory, MemoryFired
 from outlast.chaos.environment import Environment
-from outlast.chaos.fired_faults import job_directory
+from outlast.chaos.fired_faults import FiredFaults, MarkerDirectory, MemoryFired, job_directory
 from outlast.errors import ChaosError
 from procs import NET_S
 
@@ -48,7 +47,7 @@ def test_a_claim_is_released(fired: FiredFaults) -> None:
 
 CLAIM_ALL = """
 import json, os, sys
-from outlast.chaos import MarkerDirectory
+from outlast.chaos.fired_faults import MarkerDirectory
 fired = MarkerDirectory(sys.argv[1])
 print(json.dumps({"ready": True}), flush=True)
 sys.stdin.readline()

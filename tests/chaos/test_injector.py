@@ -11,16 +11,9 @@ import pytest
 
 from fake_clock import FakeClock
 from outlast import chaos
-from outlast.chaos import (
-    Injector,
-    Kind,
-    MemoryFired,
-    Plan,
-    PlannedFault,
-    RandomFaults,
-    fail_at,
-    installed,
-)
+from outlast.chaos import Kind, Plan, PlannedFault, RandomFaults, fail_at, installed
+from outlast.chaos.fired_faults import MemoryFired
+from outlast.chaos.injector import Injector
 from outlast.coordination.training_step import report_step
 from outlast.errors import ChaosError
 from outlast.inprocess import call_wrapper as observers

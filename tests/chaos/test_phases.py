@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from outlast.chaos import Injector, Kind, MemoryFired, Phase, PlannedFault, fail_at
+from outlast.chaos import Kind, Phase, PlannedFault, fail_at
+from outlast.chaos.fired_faults import MemoryFired
+from outlast.chaos.injector import Injector
 from outlast.errors import ChaosError
 
 

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.chaos import Kind, Moment, Phase, Plan, PlannedFault, RandomFaults, fail_at
+from outlast.chaos import Kind, Phase, Plan, PlannedFault, RandomFaults, fail_at
+from outlast.chaos.plan import Moment
 from outlast.errors import ChaosError
 
 RANDOM = {"seed": 7, "rate_per_step": 0.01, "kinds": ["exception"], "max_faults": 5}

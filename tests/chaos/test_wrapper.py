@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from outlast.chaos import MarkerDirectory
+from outlast.chaos.fired_faults import MarkerDirectory
 from procs import Job
 
 TRAIN = """

@@ -13,9 +13,12 @@ import torch
 
 from outlast import chaos
 from outlast.async_checkpoint import Checkpointer
-from outlast.chaos import Injector, MemoryFired, fail_at
+from outlast.chaos import fail_at
+from outlast.chaos.fired_faults import MemoryFired
+from outlast.chaos.injector import Injector
 from outlast.errors import CheckpointError
-from outlast.events import CheckpointPassedOver, CheckpointRestored, MemorySink, Sink
+from outlast.events.emitter import MemorySink, Sink
+from outlast.events.types import CheckpointPassedOver, CheckpointRestored
 
 SHAPE = (64, 256)  # 16 pages
 

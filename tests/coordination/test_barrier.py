@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from outlast.coordination import Link, LostRecord, MemoryStore, drive, perform_on
 from outlast.coordination.barrier import LEDGER, arrive, complete, done_key, missing, summary
-from outlast.coordination.ops import Op
-from outlast.coordination.records import to_line
+from outlast.coordination.ops import Link, Op, drive, perform_on
+from outlast.coordination.records import LostRecord, to_line
+from outlast.coordination.stores.store import MemoryStore
 
 Make = Callable[[Link], Coroutine[Any, Any, Any]]
 

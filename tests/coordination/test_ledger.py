@@ -11,8 +11,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.coordination import KeyTimeout, MemoryStore, Store, TorchStore
 from outlast.coordination.call_ledger import CallFailure, CallLedger, Verdict, connect_ledger
+from outlast.coordination.stores.store import KeyTimeout, MemoryStore, Store
+from outlast.coordination.stores.torch_store import TorchStore
 from outlast.errors import AsyncCallError
 
 

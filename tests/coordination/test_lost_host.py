@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from outlast.coordination import MemoryStore, drive, perform_on
 from outlast.coordination.lost_host import enter_host, report_host_lost, report_killed
 from outlast.coordination.membership import RESTART, MembershipProtocol
-from outlast.coordination.ops import Link
+from outlast.coordination.ops import Link, drive, perform_on
 from outlast.coordination.records import FaultRecord, LostRecord
+from outlast.coordination.stores.store import MemoryStore
 
 CAUSE = FaultRecord(0, -1, -1, "h2", 0, "UNRESPONSIVE", "host h2 is lost")
 

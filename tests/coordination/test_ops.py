@@ -8,7 +8,8 @@ import weakref
 
 import pytest
 
-from outlast.coordination import KeyTimeout, Link, MemoryStore, Op, drive, perform_on
+from outlast.coordination.ops import Link, Op, drive, perform_on
+from outlast.coordination.stores.store import KeyTimeout, MemoryStore
 
 
 def test_operations_are_performed_in_order_and_their_results_come_back() -> None:

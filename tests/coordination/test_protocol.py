@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from outlast.coordination import MemoryStore, barrier, drive, perform_on
+from outlast.coordination import barrier
 from outlast.coordination.barrier import arrive, done_key
 from outlast.coordination.decision import Held, Rules, decode_record
 from outlast.coordination.lost_host import report_killed
 from outlast.coordination.membership import COMPLETED, RESTART, MembershipProtocol
-from outlast.coordination.ops import Link
+from outlast.coordination.ops import Link, drive, perform_on
 from outlast.coordination.records import (
     SUSPECTED_LINK,
     FaultRecord,
@@ -22,6 +22,7 @@ from outlast.coordination.records import (
     suspects_link,
 )
 from outlast.coordination.repeated_faults import RepeatedFaults
+from outlast.coordination.stores.store import MemoryStore
 from outlast.events.restart_causes import RestartCount
 from outlast.inprocess.recovery.host_protocol import GrowPolicy
 from outlast.inprocess.recovery.waits import end_iteration_to_join

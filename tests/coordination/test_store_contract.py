@@ -12,9 +12,10 @@ import pytest
 import torch.distributed as dist
 
 from etcd_cluster import Cluster, etcd_stores, require_etcd
-from outlast.coordination import KeyTimeout, MemoryStore, Store, TorchStore
 from outlast.coordination.stores import tcp_client
+from outlast.coordination.stores.store import KeyTimeout, MemoryStore, Store
 from outlast.coordination.stores.tcp_client import TcpClient
+from outlast.coordination.stores.torch_store import TorchStore
 from outlast.errors import StoreError
 from outlast.launch.hosts.host_group import GroupSpec
 from outlast.launch.hosts.replicated import founding

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from outlast.events import (
+from outlast.events.event import Event
+from outlast.events.types import (
     AbortDone,
     Admitted,
     Assigned,
     BarrierPassed,
     Completed,
     Entered,
-    Event,
     Fault,
     FinalizeDone,
     HealthCheckDone,

@@ -10,21 +10,21 @@ from hypothesis import strategies as st
 
 from events.synthetic_run import ABORT, RESTART, SEEN, SyntheticRun
 from events.test_report_build import _events
-from outlast.events import (
+from outlast.events.event import Event
+from outlast.events.report import Report, build
+from outlast.events.report.intervals import difference, intersection, length, union
+from outlast.events.report.sentences import describe
+from outlast.events.types import (
     BarrierPassed,
     CheckpointCommitted,
     CheckpointFailed,
     CheckpointRestored,
-    Event,
     Fault,
     Joined,
     LeftFunction,
     NothingToRestore,
     StepsDone,
 )
-from outlast.events.report import Report, build
-from outlast.events.report.intervals import difference, intersection, length, union
-from outlast.events.report.sentences import describe
 
 
 def save(run: SyntheticRun, step: int, began: float, blocked: float = 0.25) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from outlast.events import Fault
 from outlast.events.restart_causes import hung_ranks
+from outlast.events.types import Fault
 
 
 def monitor(member: int, **fields: Any) -> Fault:

@@ -13,8 +13,8 @@ from events.pages import Page, hostile_run, large_run
 from events.synthetic_run import SyntheticRun
 from events.test_goodput import own
 from events.test_report_faults import run_without_a_host
-from outlast.events import CheckpointRestored
 from outlast.events.report import build, render_html
+from outlast.events.types import CheckpointRestored
 
 pytestmark = pytest.mark.slow
 

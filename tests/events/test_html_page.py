@@ -18,12 +18,13 @@ from events.synthetic_run import SyntheticRun
 from events.test_goodput import run_with_redone_steps
 from events.test_report_faults import run_without_a_host, stopped_run
 from events.test_report_views import a_run, log
-from outlast.events import Event, ReplicaMismatch, StragglerFound
+from outlast.events.event import Event
 from outlast.events.report import build, render_html
 from outlast.events.report.model import Span
 from outlast.events.report.page import thin_marks, thin_spans
 from outlast.events.report.report import Mark
 from outlast.events.report.sentences import PARTS, cause_text, parts_of, share
+from outlast.events.types import ReplicaMismatch, StragglerFound
 from outlast.launch.cli import app
 
 

@@ -11,20 +11,13 @@ import pytest
 
 from events.synthetic_run import SyntheticRun
 from outlast.errors import EventLogError
-from outlast.events import (
-    Emitter,
-    Event,
-    Fault,
-    JsonlSink,
-    Note,
-    Seen,
-    StepsDone,
-    event_to_dict,
-    follow,
-)
+from outlast.events import follow
+from outlast.events.emitter import Emitter, JsonlSink
+from outlast.events.event import Event, Note, event_to_dict
 from outlast.events.follow import Follower
 from outlast.events.report import build, load
 from outlast.events.run_folders import OWN, choose_run, new_run, runs_in
+from outlast.events.types import Fault, Seen, StepsDone
 
 GOOD = json.dumps(event_to_dict(Seen(iteration=0, member=0, rank=0, host="a", pid=1, time=2.0)))
 

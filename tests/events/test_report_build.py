@@ -18,22 +18,20 @@ from events.synthetic_run import (
     SEEN,
     SyntheticRun,
 )
-from outlast.events import (
-    EVENT_TYPES,
+from outlast.events.event import EVENT_TYPES, Event, Note
+from outlast.events.report import build, to_json
+from outlast.events.report.sentences import cause_text
+from outlast.events.types import (
     Entered,
-    Event,
     Fault,
     InterruptSwallowed,
     Joined,
     Lost,
     MonitorRestarted,
-    Note,
     Seen,
     WorkerExited,
     WorkerFailed,
 )
-from outlast.events.report import build, to_json
-from outlast.events.report.sentences import cause_text
 
 
 def run_with_an_exception() -> SyntheticRun:

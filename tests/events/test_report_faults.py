@@ -9,9 +9,11 @@ from rich.console import Console
 
 from events.synthetic_run import RESTART, SyntheticRun
 from events.test_goodput import own
-from outlast.events import (
+from outlast.events.event import Event
+from outlast.events.report import build, render_report
+from outlast.events.report.sentences import cause_text, describe
+from outlast.events.types import (
     BarrierPassed,
-    Event,
     Fault,
     HostJoined,
     HostLost,
@@ -25,8 +27,6 @@ from outlast.events import (
     WorkerExited,
     WorkerStarted,
 )
-from outlast.events.report import build, render_report
-from outlast.events.report.sentences import cause_text, describe
 
 LOST = {"host_id": "c-1", "name": "c", "address": "10.0.0.3", "reason": "no heartbeat for 3.6 s"}
 

@@ -20,7 +20,11 @@ from events.synthetic_run import (
     SyntheticRun,
 )
 from events.test_goodput import own, run_with_redone_steps
-from outlast.events import (
+from outlast.events.event import Event
+from outlast.events.report import build, render_html, render_report, to_json
+from outlast.events.report.builder import distribution
+from outlast.events.report.sentences import describe, describe_goodput, headline_host, parts_of
+from outlast.events.types import (
     BarrierPassed,
     CheckpointCommitted,
     CheckpointFailed,
@@ -28,7 +32,6 @@ from outlast.events import (
     CheckpointRestored,
     CopyCompleted,
     CopySkipped,
-    Event,
     Fault,
     LauncherEnded,
     Lost,
@@ -37,9 +40,6 @@ from outlast.events import (
     WorkerExited,
     WorkerStarted,
 )
-from outlast.events.report import build, render_html, render_report, to_json
-from outlast.events.report.builder import distribution
-from outlast.events.report.sentences import describe, describe_goodput, headline_host, parts_of
 
 
 def test_the_parts_of_a_restart_follow_each_other() -> None:

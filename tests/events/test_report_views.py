@@ -15,10 +15,12 @@ from events.pages import Page, large_run
 from events.synthetic_run import ABORT, FINALIZE, RESTART, SEEN, SyntheticRun
 from events.test_goodput import save
 from events.test_report_build import run_with_an_exception
-from outlast.events import BarrierPassed, Event, JsonlSink, LauncherStarted, Note, WorkerExited
+from outlast.events.emitter import JsonlSink
+from outlast.events.event import Event, Note
 from outlast.events.report import build, load, render, render_html, to_json, to_trace
 from outlast.events.report.model import SCHEMA
 from outlast.events.report.sentences import one_line, plural, share
+from outlast.events.types import BarrierPassed, LauncherStarted, WorkerExited
 from outlast.launch.cli import app
 from outlast.system.units import duration_text
 

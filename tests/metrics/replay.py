@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from events.synthetic_run import SyntheticRun
-from outlast.events import (
+from outlast.events.emitter import JsonlSink
+from outlast.events.event import Event
+from outlast.events.types import (
     CheckpointCommitted,
     CheckpointRestored,
-    Event,
-    JsonlSink,
     NothingToRestore,
     StepsDone,
 )

@@ -8,8 +8,9 @@ import pytest
 
 from events.synthetic_run import SyntheticRun
 from metrics.replay import Logs, eventful_run
-from outlast.events import Fault, JsonlSink, LauncherEnded, Seen
+from outlast.events.emitter import JsonlSink
 from outlast.events.report import Restart, build
+from outlast.events.types import Fault, LauncherEnded, Seen
 from outlast.metrics import instruments
 from outlast.metrics.collect import Collector, Labels, Listener, time_states
 from outlast.metrics.instruments import INSTRUMENTS, Instrument, Kind

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from metrics.replay import Logs, eventful_run
-from outlast.events import LauncherEnded, WorkerStarted
+from outlast.events.types import LauncherEnded, WorkerStarted
 from outlast.metrics import instruments
 from outlast.metrics.collect import Collector
 from outlast.metrics.live_run import LiveRun

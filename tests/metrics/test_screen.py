@@ -13,8 +13,8 @@ from rich.console import Console
 
 from events.synthetic_run import SyntheticRun
 from metrics.replay import Logs, eventful_run
-from outlast.events import (
-    Event,
+from outlast.events.event import Event
+from outlast.events.types import (
     Fault,
     HostLost,
     LauncherEnded,

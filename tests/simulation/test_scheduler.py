@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from outlast.coordination import KeyTimeout, Link
+from outlast.coordination.ops import Link
+from outlast.coordination.stores.store import KeyTimeout
 from simulation.scheduler import Deadlock, Simulation
 
 

@@ -31,12 +31,12 @@ from outlast.async_checkpoint.save.saves import Saves
 from outlast.async_checkpoint.snapshot.overlap import optimizers_of
 from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.directory import CheckpointInfo
-from outlast.coordination import MemoryStore
 from outlast.coordination.agreement import Agreement
 from outlast.coordination.call_ledger import CallLedger, connect_ledger
+from outlast.coordination.stores.store import MemoryStore
 from outlast.coordination.training_step import report_step, restart_count
 from outlast.errors import CheckpointError, SaveCancelled
-from outlast.events import Emitter, Sink
+from outlast.events.emitter import Emitter, Sink
 from outlast.system.arguments import Duration, as_int, as_timedelta, as_wait
 
 __all__ = ["Checkpointer"]

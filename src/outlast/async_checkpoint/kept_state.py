@@ -13,7 +13,8 @@ from typing import Any
 from outlast.async_checkpoint.restore.restorer import Restorer
 from outlast.async_checkpoint.save.folder_session import FolderSession
 from outlast.async_checkpoint.save.saves import Saves
-from outlast.events import CheckpointRestored, Emitter
+from outlast.events.emitter import Emitter
+from outlast.events.types import CheckpointRestored
 from outlast.system.shared_memory import SharedMemory
 
 

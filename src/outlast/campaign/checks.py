@@ -17,7 +17,7 @@ from outlast.async_checkpoint import inspection
 from outlast.campaign.environment import MARK
 from outlast.campaign.notes import ENTRY, read_notes
 from outlast.errors import CheckpointError
-from outlast.events import Note
+from outlast.events.event import Note
 
 _GROWTH = 8
 """A process may have this many more descriptors than before, besides the largest increase, which is

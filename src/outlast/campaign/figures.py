@@ -13,10 +13,11 @@ from typing import Any
 
 from outlast.campaign.plan import RoundPlan
 from outlast.campaign.results import Fired
-from outlast.chaos import MarkerDirectory
-from outlast.events import CheckpointCommitted, CheckpointFailed, CheckpointRestored, Event
-from outlast.events.report import Report, Restart, build, load_run
-from outlast.events.run_folders import runs_in
+from outlast.chaos.fired_faults import MarkerDirectory
+from outlast.events.event import Event
+from outlast.events.report import Report, Restart, build
+from outlast.events.run_folders import events_of, runs_in
+from outlast.events.types import CheckpointCommitted, CheckpointFailed, CheckpointRestored
 
 _UNKNOWN = "it is not known whether"
 """In the cause of a save whose rank 0 may have committed it before it died."""
@@ -44,7 +45,7 @@ def read_stages(folder: Path) -> list[Stage]:
     """The jobs of the launchers of a round, in order."""
     stages = []
     for run in runs_in(folder):
-        events = load_run(run)
+        events = events_of(run)
         origin = min((e.time for e in events if e.time > 0), default=0.0)
         stages.append(Stage(events, build(events), origin))
     return stages

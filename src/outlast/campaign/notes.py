@@ -9,9 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from outlast.errors import EventLogError
-from outlast.events import Note, StepsDone
+from outlast.events.event import Note
 from outlast.events.follow import Follower
 from outlast.events.run_folders import runs_in
+from outlast.events.types import StepsDone
 
 STEP, ENTRY, END = "step", "entry", "end"
 """The notes of the own training: a completed step of a rank, with its exact loss; an entry of a

@@ -20,7 +20,7 @@ from outlast.campaign.figures import DAMAGING
 from outlast.campaign.notes import END, STEP, Progress, read_notes, work_of
 from outlast.campaign.plan import RoundPlan
 from outlast.errors import CheckpointError, OutlastError
-from outlast.events import Note
+from outlast.events.event import Note
 
 FOLDER = "{folder}"
 """In the arguments of a script: the folder of the run."""

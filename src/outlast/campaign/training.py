@@ -27,7 +27,8 @@ import outlast
 from outlast import chaos, inprocess
 from outlast.campaign.notes import END, ENTRY, STEP, notes_in
 from outlast.elastic import ElasticLoader
-from outlast.events import JsonlSink, Note
+from outlast.events.emitter import JsonlSink
+from outlast.events.event import Note
 
 SAMPLES = 1024
 FEATURES, HIDDEN, CLASSES = 64, 512, 4  # the hidden layer is large enough that all ranks write it

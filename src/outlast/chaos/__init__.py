@@ -13,19 +13,12 @@ an installed plan. Each fault fires once per job, across restarts and replacemen
 """
 
 from outlast.chaos.actions import fire
-from outlast.chaos.fired_faults import FiredFaults, MarkerDirectory, MemoryFired
-from outlast.chaos.injector import Injector
 from outlast.chaos.install import install, installed, step, uninstall
 from outlast.chaos.kinds import Kind, Phase
-from outlast.chaos.plan import Moment, Plan, PlannedFault, RandomFaults, fail_at
+from outlast.chaos.plan import Plan, PlannedFault, RandomFaults, fail_at
 
 __all__ = [
-    "FiredFaults",
-    "Injector",
     "Kind",
-    "MarkerDirectory",
-    "MemoryFired",
-    "Moment",
     "Phase",
     "Plan",
     "PlannedFault",

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from outlast.chaos.environment import Environment
 from outlast.chaos.plan import Plan
 from outlast.errors import ChaosError
-from outlast.events import PlannedFault
+from outlast.events.types import PlannedFault
 
 
 class FiredFaults(Protocol):

@@ -20,8 +20,8 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from outlast.coordination import KeyTimeout
 from outlast.coordination.call_ledger import CallFailure, CallLedger
+from outlast.coordination.stores.store import KeyTimeout
 from outlast.errors import (
     CheckpointError,
     CheckpointMismatch,

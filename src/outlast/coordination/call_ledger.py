@@ -40,7 +40,7 @@ from typing import Any
 
 import msgspec
 
-from outlast.coordination import MemoryStore, Store
+from outlast.coordination.stores.store import MemoryStore, Store
 from outlast.errors import AsyncCallError
 from outlast.system.error_text import describe, traceback_text
 

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from outlast.coordination import TorchStore
 from outlast.coordination.stores.tcp_client import SharedClient
+from outlast.coordination.stores.torch_store import TorchStore
 from outlast.errors import AsyncCallError
 
 

@@ -37,7 +37,7 @@ from outlast.async_checkpoint import Checkpointer
 from outlast.coordination.call_ledger import connect_ledger
 from outlast.elastic.stop_agreement import StopAgreement
 from outlast.errors import StoreError
-from outlast.events import StopRequested
+from outlast.events.types import StopRequested
 from outlast.inprocess.running_call import RunningCall, long_phase, running_call
 from outlast.system.arguments import Duration, as_timedelta
 from outlast.system.error_text import signal_name

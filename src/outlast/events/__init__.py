@@ -1,20 +1,27 @@
-"""Typed events: the types, where events go, and the report computed from them."""
+"""What happened in a job: typed events, where they go, and the report of a run (`load_run`)."""
 
-from outlast.events.emitter import Emitter, JsonlSink, MemorySink, NullSink, Sink, Span
-from outlast.events.event import EVENT_TYPES, Event, Note, event_from_dict, event_to_dict
-from outlast.events.types import *  # noqa: F403 - all types of events
+from __future__ import annotations
 
-__all__ = [
-    "EVENT_TYPES",
-    "Emitter",
-    "Event",
-    "JsonlSink",
-    "MemorySink",
-    "Note",
-    "NullSink",
-    "Sink",
-    "Span",
-    "event_from_dict",
-    "event_to_dict",
-    *(event_type.__name__ for event_type in EVENT_TYPES.values() if event_type is not Note),
-]
+from typing import TYPE_CHECKING
+
+from outlast.system.lazy_exports import exports
+
+if TYPE_CHECKING:
+    from outlast.events import report, types
+    from outlast.events.emitter import JsonlSink, MemorySink, Sink
+    from outlast.events.event import Event
+    from outlast.events.report import load_run
+
+__all__ = ["Event", "JsonlSink", "MemorySink", "Sink", "load_run", "report", "types"]
+
+_MODULES = {
+    "Event": "event",
+    "JsonlSink": "emitter",
+    "MemorySink": "emitter",
+    "Sink": "emitter",
+    "load_run": "report",
+    "report": "report",
+    "types": "types",
+}
+
+__getattr__, __dir__ = exports(__name__, _MODULES)

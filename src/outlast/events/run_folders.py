@@ -143,10 +143,10 @@ def load(directory: str | os.PathLike[str], run: str | None = None) -> list[Even
             line is not an event; names file and line. The last line of a file may be torn, because
             its process was killed while writing it: a `Note` named `TORN_LINE` takes its place.
     """
-    return load_run(choose_run(runs_in(directory), run))
+    return events_of(choose_run(runs_in(directory), run))
 
 
-def load_run(run: Run) -> list[Event]:
+def events_of(run: Run) -> list[Event]:
     """Same as `load`, for a run that was already found."""
     return [event for path in logs_in(run.folder) for event in _load_file(path)]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
 from outlast.coordination.repeated_faults import RepeatedFaults
-from outlast.events import Sink
+from outlast.events.emitter import Sink
 from outlast.inprocess.abort import Abort, AbortTorchDistributed
 from outlast.inprocess.call_wrapper import CallWrapper
 from outlast.inprocess.ending import Completion, Terminate

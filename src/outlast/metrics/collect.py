@@ -15,8 +15,8 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 
-from outlast.events import CheckpointCommitted, CheckpointFailed
 from outlast.events.report import PHASE_FIELDS, HostTime, Restart, parts_of
+from outlast.events.types import CheckpointCommitted, CheckpointFailed
 from outlast.metrics import instruments
 from outlast.metrics.instruments import MEMBER_STATES, Instrument, Kind
 from outlast.metrics.live_run import LiveRun

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import psutil
 
-from outlast.events import CheckpointCommitted, Event, Note, StepsDone
+from outlast.events.event import Event, Note
 from outlast.events.follow import Follower
 from outlast.events.report import Report, build
+from outlast.events.types import CheckpointCommitted, StepsDone
 from outlast.metrics.run_state import RunState, State
 
 NOW = "outlast.now"

@@ -11,7 +11,8 @@ import dataclasses
 import enum
 from collections import Counter
 
-import outlast.events as ev
+import outlast.events.types as ev
+from outlast.events.event import Event
 
 
 class State(enum.Enum):
@@ -29,7 +30,7 @@ class State(enum.Enum):
 
 
 _OVER = (State.COMPLETED, State.LOST, State.ENDED)
-_STATES: dict[type[ev.Event], State] = {
+_STATES: dict[type[Event], State] = {
     ev.Joined: State.WAITING,
     ev.Seen: State.RESTARTING,
     ev.Fault: State.RESTARTING,
@@ -67,7 +68,7 @@ class Process:
         """Whether it takes no part any more."""
         return self.state in _OVER
 
-    def apply_step(self, event: ev.Event) -> None:
+    def apply_step(self, event: Event) -> None:
         """Notes the steps that an event records."""
         if isinstance(event, ev.StepsDone):
             self._record_step(event.first, event.last, event.time)
@@ -112,7 +113,7 @@ class RunState:
         self.stop = ""
         self.launchers: set[str] = set()
         self.exit_codes: dict[str, int] = {}
-        self._saves: Counter[tuple[type[ev.Event], str, int]] = Counter()
+        self._saves: Counter[tuple[type[Event], str, int]] = Counter()
         self._of_member: dict[int, Process] = {}
 
     @property
@@ -133,7 +134,7 @@ class RunState:
         """
         return max((n for (own, *_), n in self._saves.items() if own is kind), default=0)
 
-    def apply(self, event: ev.Event) -> None:
+    def apply(self, event: Event) -> None:
         """Takes one event."""
         self.now[event.host] = max(event.time, self.now.get(event.host, event.time))
         if isinstance(event, ev.CheckpointCommitted | ev.CheckpointFailed):
@@ -170,7 +171,7 @@ class RunState:
             process.state = State.LOST if lost else State.ENDED
             process.since = event.time
 
-    def _apply_rank(self, event: ev.Event) -> None:
+    def _apply_rank(self, event: Event) -> None:
         process = self.processes.get((event.host, event.pid))
         if isinstance(event, ev.Assigned | ev.Entered | ev.Joined):
             process = self._process(event.host, event.pid)
@@ -196,7 +197,7 @@ class RunState:
         if state is not None and (event.time >= process.since or state in _OVER):
             process.state, process.since = state, event.time
 
-    def _state_after(self, event: ev.Event) -> State | None:
+    def _state_after(self, event: Event) -> State | None:
         if isinstance(event, ev.Entered):
             return State.RUNNING if event.active else State.RESERVE
         if isinstance(event, ev.LeftFunction):

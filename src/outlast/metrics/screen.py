@@ -10,8 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from outlast.events import CheckpointCommitted, CheckpointFailed
 from outlast.events.report import Report, describe_cause, headline_host, lost_time, printable
+from outlast.events.types import CheckpointCommitted, CheckpointFailed
 from outlast.metrics.live_run import LiveRun
 from outlast.metrics.progress_page import Progress, read_progress
 from outlast.metrics.run_state import Process, State

@@ -16,14 +16,15 @@ def exports(
     package: str, modules: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """The `__getattr__` and the `__dir__` of a package; `modules` has, for each exported name, the
-    module of the package that defines it.
+    module of the package that defines it; a module is exported under its own name.
     """
     namespace = vars(sys.modules[package])
 
     def getattr_(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
+        module = importlib.import_module(f"{package}.{modules[name]}")
+        value = module if name == modules[name] else getattr(module, name)
         namespace[name] = value  # once
         return value
 

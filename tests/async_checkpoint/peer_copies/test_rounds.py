@@ -20,10 +20,12 @@ from outlast.async_checkpoint.peer_copies.arrangement import Arrangement
 from outlast.async_checkpoint.peer_copies.rounds import CopyRounds
 from outlast.async_checkpoint.snapshot.buffers import BufferPool, NoFreeBuffer, SnapshotBuffer
 from outlast.async_checkpoint.writer.handover import SnapshotDescription
-from outlast.coordination import MemoryStore
 from outlast.coordination.call_ledger import CallLedger
+from outlast.coordination.stores.store import MemoryStore
 from outlast.errors import CheckpointError
-from outlast.events import CopyCompleted, CopySkipped, Emitter, Event
+from outlast.events.emitter import Emitter
+from outlast.events.event import Event
+from outlast.events.types import CopyCompleted, CopySkipped
 from outlast.system.shared_memory import SharedMemory
 
 SIZE = 4 << 20

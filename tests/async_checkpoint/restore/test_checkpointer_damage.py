@@ -31,7 +31,8 @@ from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.manifest import FORMAT_VERSION, MANIFEST, decode
 from outlast.chaos.storage import flip_byte, truncate
 from outlast.errors import CheckpointError, CheckpointMismatch
-from outlast.events import CheckpointPassedOver, CheckpointRestored, MemorySink
+from outlast.events.emitter import MemorySink
+from outlast.events.types import CheckpointPassedOver, CheckpointRestored
 
 
 @pytest.fixture(scope="module")

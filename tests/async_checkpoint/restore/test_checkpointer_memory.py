@@ -15,7 +15,8 @@ from async_checkpoint.staged_writer import Plan
 from inprocess.mutations import mutate
 from outlast.async_checkpoint import Checkpointer
 from outlast.async_checkpoint.restore import verified_read
-from outlast.events import CheckpointPassedOver, CheckpointRestored, MemorySink
+from outlast.events.emitter import MemorySink
+from outlast.events.types import CheckpointPassedOver, CheckpointRestored
 from procs import Job
 from zygote import Zygote
 

@@ -19,7 +19,8 @@ from outlast.async_checkpoint.snapshot.buffers import BufferPool
 from outlast.async_checkpoint.storage.local import LocalStorage
 from outlast.coordination.call_ledger import CallLedger
 from outlast.errors import CheckpointError, StoreError
-from outlast.events import CheckpointCommitted, CheckpointFailed, MemorySink
+from outlast.events.emitter import MemorySink
+from outlast.events.types import CheckpointCommitted, CheckpointFailed
 
 NET = datetime.timedelta(seconds=60)
 LARGE = 3 << 20  # elements: several chunks

@@ -29,7 +29,7 @@ from outlast.async_checkpoint.storage import directory, system_errors
 from outlast.async_checkpoint.storage.manifest import MANIFEST
 from outlast.async_checkpoint.storage.remote import RemoteStorage
 from outlast.errors import CheckpointError, CheckpointReadError
-from outlast.events import MemorySink
+from outlast.events.emitter import MemorySink
 from outlast.launch.cli import app
 from procs import Job
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from outlast.async_checkpoint.save.round import ABORTED, SaveRound
-from outlast.coordination import MemoryStore
 from outlast.coordination.call_ledger import CallFailure, CallLedger
+from outlast.coordination.stores.store import MemoryStore
 from outlast.errors import CheckpointError, CheckpointTimeout
 
 NET_S = 60.0

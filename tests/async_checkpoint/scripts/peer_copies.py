@@ -16,7 +16,8 @@ from ranks import RANK, WORLD_SIZE, join_group, main, say, scenario
 from async_checkpoint.checkpoints import NET, blank, same, state_of
 from async_checkpoint.staged_writer import Plan
 from outlast.async_checkpoint import Checkpointer
-from outlast.events import CheckpointRestored, CopyCompleted, CopySkipped, Event
+from outlast.events.event import Event
+from outlast.events.types import CheckpointRestored, CopyCompleted, CopySkipped
 from outlast.inprocess import CallWrapper, Compose, Wrapper
 from outlast.inprocess.rank_assignment import AwaitReplacements, ShiftRanks
 

@@ -13,7 +13,8 @@ from async_checkpoint.staged_writer import Plan
 from outlast.async_checkpoint import Checkpointer, Retention
 from outlast.async_checkpoint.finite import is_finite
 from outlast.errors import CheckpointError
-from outlast.events import CheckpointCommitted, CheckpointFailed, CheckpointRemoved, MemorySink
+from outlast.events.emitter import MemorySink
+from outlast.events.types import CheckpointCommitted, CheckpointFailed, CheckpointRemoved
 
 
 @pytest.mark.parametrize(

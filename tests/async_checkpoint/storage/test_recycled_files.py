@@ -23,7 +23,9 @@ from outlast.async_checkpoint.storage.recycled_files import RECYCLED, RecycledFi
 from outlast.async_checkpoint.writer import client
 from outlast.async_checkpoint.writer.main import Writer
 from outlast.async_checkpoint.writer.write_files import write_files
-from outlast.events import CheckpointRemoved, Event, MemorySink
+from outlast.events.emitter import MemorySink
+from outlast.events.event import Event
+from outlast.events.types import CheckpointRemoved
 from outlast.system.shared_memory import SharedMemory
 from procs import Job
 

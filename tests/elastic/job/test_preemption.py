@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.coordination import MemoryStore
 from outlast.coordination.call_ledger import CallLedger
+from outlast.coordination.stores.store import MemoryStore
 from outlast.elastic.stop_agreement import StopAgreement
 from outlast.errors import CheckpointError, StoreError
 

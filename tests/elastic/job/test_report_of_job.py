@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from outlast.events import CheckpointRestored, StepsDone
 from outlast.events.report import build, load
 from outlast.events.report.sentences import describe
+from outlast.events.types import CheckpointRestored, StepsDone
 from procs import Job
 
 

@@ -15,7 +15,8 @@ from elastic.small_jobs import job
 from fake_clock import FakeClock
 from outlast.elastic import ElasticLoader, ElasticSampler, ShardedStream
 from outlast.elastic.job.counters import StepEvents
-from outlast.events import Emitter, MemorySink, StepsDone
+from outlast.events.emitter import Emitter, MemorySink
+from outlast.events.types import StepsDone
 
 DATA = TensorDataset(torch.arange(22.0))
 REPLICA = {"rank": 1, "replicas": 2}  # one of two: the count is that of both

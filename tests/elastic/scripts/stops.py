@@ -28,7 +28,7 @@ from outlast import inprocess
 from outlast.async_checkpoint import Checkpointer
 from outlast.coordination.ops import drive
 from outlast.elastic import ElasticLoader
-from outlast.inprocess.running_call import CallControl, running_call
+from outlast.inprocess.running_call import RunningCall, running_call
 
 PLAN: dict[str, Any] = {
     "epochs": 2,
@@ -43,7 +43,7 @@ PLAN.update(json.loads(sys.argv[1]))
 
 def stop_is_known() -> bool:
     call: Any = running_call()
-    return drive(call._membership.stop_request(), call._perform) is not None
+    return drive(call.membership.stop_request(), call.perform) is not None
 
 
 def hang() -> None:
@@ -58,13 +58,13 @@ reach = PlannedFaults(PLAN, {"known": lambda: wait_until(stop_is_known), "hang":
 
 def be_late() -> None:
     """The request reaches the store only after the next iteration has been decided."""
-    record = CallControl.request_stop
+    record = RunningCall.request_stop
 
-    def later(self: CallControl, reason: str, exit_code: int) -> None:
-        wait_until(lambda: self._host.state.iteration > 0)
+    def later(self: RunningCall, reason: str, exit_code: int) -> None:
+        wait_until(lambda: self.state.iteration > 0)
         record(self, reason, exit_code)
 
-    CallControl.request_stop = later  # type: ignore[method-assign]
+    RunningCall.request_stop = later  # type: ignore[method-assign]
 
 
 def watch_saves() -> None:

@@ -13,8 +13,8 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from outlast.coordination import MemoryStore
 from outlast.coordination.call_ledger import CallLedger
+from outlast.coordination.stores.store import MemoryStore
 from outlast.elastic import ReplicaCheck, StragglerCheck
 from outlast.elastic.silent_faults import layout, replica_check
 from outlast.elastic.silent_faults.comparison import Judge, Record, Result, compare
@@ -22,7 +22,7 @@ from outlast.elastic.silent_faults.digests import cpu_digest, flat_bytes
 from outlast.elastic.silent_faults.job_checks import check_of
 from outlast.elastic.silent_faults.layout import Layout, Piece
 from outlast.elastic.silent_faults.replica_check import RunningReplicaCheck
-from outlast.events import Emitter, MemorySink
+from outlast.events.emitter import Emitter, MemorySink
 
 
 class Holder(nn.Module):

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from torch import nn
 
-from outlast.coordination import MemoryStore
 from outlast.coordination.call_ledger import CallLedger
+from outlast.coordination.stores.store import MemoryStore
 from outlast.elastic.silent_faults.comparison import Result
 from outlast.elastic.silent_faults.exchange import Exchange
 from outlast.elastic.silent_faults.job_checks import JobChecks
 from outlast.elastic.silent_faults.replica_check import ReplicaCheck, RunningReplicaCheck
 from outlast.errors import ReplicasDiffer, StoreError
-from outlast.events import Emitter, MemorySink
+from outlast.events.emitter import Emitter, MemorySink
 
 NET_S = 60.0
 

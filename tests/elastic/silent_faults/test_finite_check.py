@@ -19,8 +19,9 @@ import outlast
 from outlast.elastic import FiniteCheck
 from outlast.elastic.silent_faults.layout import element_slices
 from outlast.errors import NO_RESTART, NonFinite
-from outlast.events import MemorySink, NonFiniteFound
+from outlast.events.emitter import MemorySink
 from outlast.events.report import load
+from outlast.events.types import NonFiniteFound
 from procs import Job
 
 Ranks = Callable[..., Job]

@@ -12,14 +12,15 @@ import pytest
 import torch
 
 from outlast.async_checkpoint import CheckpointInfo
-from outlast.coordination import MemoryStore
 from outlast.coordination.call_ledger import CallLedger
+from outlast.coordination.stores.store import MemoryStore
 from outlast.elastic import ReplicaCheck
 from outlast.elastic.silent_faults.comparison import Judge, Record, Result
 from outlast.elastic.silent_faults.job_checks import JobChecks
 from outlast.elastic.silent_faults.replica_check import RunningReplicaCheck
-from outlast.events import Emitter, ReplicaMismatch
+from outlast.events.emitter import Emitter
 from outlast.events.report import load
+from outlast.events.types import ReplicaMismatch
 from procs import Job, Line
 
 Ranks = Callable[..., Job]

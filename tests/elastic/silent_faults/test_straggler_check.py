@@ -13,8 +13,8 @@ import pytest
 
 from outlast.elastic.silent_faults import waits
 from outlast.elastic.silent_faults.straggler_check import SlowRanks
-from outlast.events import StragglerFound
 from outlast.events.report import load
+from outlast.events.types import StragglerFound
 from procs import Job
 
 Ranks = Callable[..., Job]

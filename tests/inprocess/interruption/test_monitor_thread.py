@@ -13,7 +13,9 @@ from fake_clock import FakeClock
 from outlast.coordination.membership import COMPLETED, RESTART
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.errors import RankShouldRestart, StoreError
-from outlast.events import AbortDone, Emitter, Event, MemorySink, Seen
+from outlast.events.emitter import Emitter, MemorySink
+from outlast.events.event import Event
+from outlast.events.types import AbortDone, Seen
 from outlast.inprocess.interruption.interrupter import AtomicSection, Interrupter
 from outlast.inprocess.interruption.monitor_thread import IterationWatch, MonitorThread
 from outlast.inprocess.monitor.shared_page import Activity, SharedPage

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from fake_clock import FakeClock
-from outlast.coordination import Link, MemoryStore, ViewRecord, drive, perform_on
 from outlast.coordination.barrier import lost_members
-from outlast.coordination.ops import Op
-from outlast.coordination.stores.store import HOST_KEYS
+from outlast.coordination.decision import ViewRecord
+from outlast.coordination.ops import Link, Op, drive, perform_on
+from outlast.coordination.stores.store import HOST_KEYS, MemoryStore
 from outlast.inprocess.monitor.heartbeat_ring import HeartbeatRing
 
 TIMEOUT_S = 10.0

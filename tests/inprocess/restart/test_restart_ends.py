@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from inprocess.job_output import errors, events, full, returned, views
-from outlast.events import Fault
 from outlast.events.report import load
+from outlast.events.types import Fault
 from procs import Job, free_port
 
 Ranks = Callable[..., Job]

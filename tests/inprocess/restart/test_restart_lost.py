@@ -12,10 +12,9 @@ import pytest
 import torch.distributed as dist
 
 from inprocess.job_output import assert_never_together, errors, events, full, returned, said, views
-from outlast.coordination import drive, perform_on
 from outlast.coordination.lost_host import report_host_lost
 from outlast.coordination.membership import MembershipProtocol
-from outlast.coordination.ops import Link
+from outlast.coordination.ops import Link, drive, perform_on
 from outlast.coordination.records import FaultRecord
 from outlast.coordination.stores.torch_store import TorchStore
 from procs import Job

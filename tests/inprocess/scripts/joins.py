@@ -7,7 +7,9 @@ import sys
 from rank import main, say, scenario, wrapped
 from rank_actions import Told, collective, finish, join_group, seconds, wait_forever
 
-from outlast.events import Event, Joined, NullSink
+from outlast.events.emitter import NullSink
+from outlast.events.event import Event
+from outlast.events.types import Joined
 from outlast.inprocess import CallWrapper, Compose, GrowPolicy
 from outlast.inprocess.rank_assignment import AwaitReplacements, ShiftRanks
 

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from rank import main, say, scenario, wrapped
 from rank_actions import collective, die, finish, join_group, rank, seconds, wait_forever
 
-from outlast.events import Completed, Event, NullSink
+from outlast.events.emitter import NullSink
+from outlast.events.event import Event
+from outlast.events.types import Completed
 from outlast.inprocess import CallWrapper, Wrapper
 from outlast.inprocess.abort import AbortTorchDistributed
 from outlast.inprocess.initialize import RetryController

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from launch.runs import WORKER, Run
-from outlast.events import LauncherEnded, event_from_dict
+from outlast.events.event import event_from_dict
 from outlast.events.run_folders import runs_in
+from outlast.events.types import LauncherEnded
 from outlast.launch.workers.descendants import OomKills
 from procs import NET_S
 

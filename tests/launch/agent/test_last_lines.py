@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from launch.runs import WORKER, Run
-from outlast.events import WorkerExited, WorkerStarted, event_from_dict
+from outlast.events.event import event_from_dict
 from outlast.events.run_folders import runs_in
+from outlast.events.types import WorkerExited, WorkerStarted
 
 RAISES = """
 import os, signal, sys, time

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from launch.runs import Run
-from outlast.events import PlannedFault
 from outlast.events.report import build, load
 from outlast.events.report.sentences import describe
+from outlast.events.types import PlannedFault
 
 PLAN = {
     "faults": [

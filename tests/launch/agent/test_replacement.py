@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from launch.runs import WORKER, Run
-from outlast.coordination import LostRecord
 from outlast.coordination.decision import Rules
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link, drive, perform_on
+from outlast.coordination.records import LostRecord
 from procs import NET_S
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from outlast.events import Assigned, Entered, JsonlSink
+from outlast.events.emitter import JsonlSink
+from outlast.events.types import Assigned, Entered
 from outlast.launch.cli import app
 
 

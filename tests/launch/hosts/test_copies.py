@@ -14,7 +14,7 @@ tempfile.tempdir = "/tmp"  # the paths of sockets are short
 import torch
 import torch.distributed as dist
 from outlast.async_checkpoint import Checkpointer
-from outlast.events import CheckpointRestored, CopyCompleted
+from outlast.events.types import CheckpointRestored, CopyCompleted
 from outlast.inprocess import CallWrapper, Wrapper
 
 

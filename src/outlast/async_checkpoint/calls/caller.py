@@ -8,9 +8,9 @@ from typing import Any
 
 from outlast.async_checkpoint.calls.queue import AsyncCallsQueue, AsyncRequest
 from outlast.async_checkpoint.calls.runners import name_of
-from outlast.coordination import MemoryStore
 from outlast.coordination.call_ledger import CallLedger
 from outlast.coordination.collectives import least, raise_together, rank_of
+from outlast.coordination.stores.store import MemoryStore
 from outlast.errors import AsyncCallError
 
 __all__ = ["DistributedAsyncCaller"]

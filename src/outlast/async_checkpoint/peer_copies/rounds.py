@@ -34,7 +34,8 @@ from outlast.async_checkpoint.snapshot.buffers import BufferPool
 from outlast.async_checkpoint.snapshot.snapshot import Snapshot
 from outlast.coordination.call_ledger import CallFailure, CallLedger
 from outlast.errors import CheckpointError, StoreError
-from outlast.events import CopyCompleted, CopySkipped, Emitter
+from outlast.events.emitter import Emitter
+from outlast.events.types import CopyCompleted, CopySkipped
 from outlast.system.error_text import describe
 
 log = logging.getLogger("outlast.checkpoint")

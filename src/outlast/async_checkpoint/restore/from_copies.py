@@ -20,7 +20,8 @@ from outlast.async_checkpoint.writer.handover import SnapshotDescription
 from outlast.coordination.agreement import Agreement
 from outlast.coordination.call_ledger import CallFailure, CallLedger
 from outlast.errors import CheckpointError
-from outlast.events import CopySkipped, Emitter
+from outlast.events.emitter import Emitter
+from outlast.events.types import CopySkipped
 
 log = logging.getLogger("outlast.checkpoint")
 

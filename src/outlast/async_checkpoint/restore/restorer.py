@@ -39,7 +39,8 @@ from outlast.async_checkpoint.writer.main import Writer
 from outlast.coordination.agreement import MISFIT, UNREAD, Agreement
 from outlast.coordination.call_ledger import CallFailure
 from outlast.errors import CheckpointError, CheckpointMismatch, CheckpointReadError, FolderInUse
-from outlast.events import CheckpointPassedOver, CheckpointRestored, Emitter, NothingToRestore
+from outlast.events.emitter import Emitter
+from outlast.events.types import CheckpointPassedOver, CheckpointRestored, NothingToRestore
 from outlast.system.notices import notice
 from outlast.system.units import duration_text
 

@@ -23,7 +23,7 @@ from outlast.async_checkpoint.storage.directory import open_storage
 from outlast.async_checkpoint.storage.fence import Credentials
 from outlast.async_checkpoint.storage.manifest import checksum
 from outlast.async_checkpoint.writer.client import WriterClient
-from outlast.events import JsonlSink, Sink
+from outlast.events.emitter import JsonlSink, Sink
 from outlast.system.shared_memory import SharedMemory
 
 # The writer completes its last request in that time (at most ten seconds of it), and deletes the

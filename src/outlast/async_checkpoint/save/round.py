@@ -26,8 +26,8 @@ from typing import Any
 
 from outlast.async_checkpoint.writer.client import ProcessFailed
 from outlast.async_checkpoint.writer.write_files import Dropped
-from outlast.coordination import KeyTimeout
 from outlast.coordination.call_ledger import CallFailure, CallLedger
+from outlast.coordination.stores.store import KeyTimeout
 from outlast.errors import (
     AsyncCallError,
     CheckpointError,

@@ -34,7 +34,8 @@ from outlast.async_checkpoint.writer.write_files import Dropped
 from outlast.coordination.agreement import OF_ALL_RANKS
 from outlast.coordination.call_ledger import CallLedger
 from outlast.errors import CheckpointError, OutlastError, StoreError
-from outlast.events import CheckpointCommitted, CheckpointFailed, CheckpointRemoved, Emitter
+from outlast.events.emitter import Emitter
+from outlast.events.types import CheckpointCommitted, CheckpointFailed, CheckpointRemoved
 from outlast.system.error_text import describe
 
 log = logging.getLogger("outlast.checkpoint")

@@ -9,7 +9,8 @@ from typing import Any
 
 from outlast.elastic.job.parts import Part
 from outlast.errors import CheckpointMismatch
-from outlast.events import Emitter, StepsDone
+from outlast.events.emitter import Emitter
+from outlast.events.types import StepsDone
 from outlast.system.arguments import as_int
 
 _UNKNOWN = -1  # as saved in a checkpoint

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Collection
 
 from outlast.async_checkpoint import Checkpointer, SaveHandle
-from outlast.coordination import KeyTimeout
 from outlast.coordination.call_ledger import CallLedger
+from outlast.coordination.stores.store import KeyTimeout
 from outlast.elastic.job.training_state import TrainingState
 from outlast.errors import CheckpointError, SaveCancelled, StoreError
 from outlast.inprocess.running_call import long_phase

@@ -36,12 +36,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from outlast.async_checkpoint.finite import is_finite, total
-from outlast.coordination import KeyTimeout
 from outlast.coordination.call_ledger import CallLedger, connect_ledger
+from outlast.coordination.stores.store import KeyTimeout
 from outlast.elastic.silent_faults.digests import flat_bytes
 from outlast.elastic.silent_faults.layout import element_slices, local_tensor
 from outlast.errors import NonFinite, StoreError
-from outlast.events import Emitter, NonFiniteFound, Sink
+from outlast.events.emitter import Emitter, Sink
+from outlast.events.types import NonFiniteFound
 from outlast.system.arguments import as_int
 
 __all__ = ["FiniteCheck", "RunningFiniteCheck"]

@@ -43,7 +43,8 @@ from outlast.elastic.silent_faults.digests import Buffers, Digest, SideStream, c
 from outlast.elastic.silent_faults.exchange import Exchange
 from outlast.elastic.silent_faults.layout import Layout, local_tensor
 from outlast.errors import RankExcluded, ReplicasDiffer
-from outlast.events import Emitter, ReplicaMismatch, Sink
+from outlast.events.emitter import Emitter, Sink
+from outlast.events.types import ReplicaMismatch
 from outlast.system.arguments import as_int
 
 __all__ = ["ReplicaCheck", "RunningReplicaCheck"]

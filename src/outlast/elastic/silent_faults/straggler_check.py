@@ -34,7 +34,8 @@ from torch import nn
 from outlast.coordination.call_ledger import CallLedger, connect_ledger
 from outlast.elastic.silent_faults.exchange import Exchange
 from outlast.elastic.silent_faults.waits import Moments, Waits
-from outlast.events import Emitter, Sink, StragglerFound
+from outlast.events.emitter import Emitter, Sink
+from outlast.events.types import StragglerFound
 from outlast.system.arguments import as_int
 from outlast.system.units import duration_text
 

@@ -17,8 +17,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from outlast.coordination import KeyTimeout
 from outlast.coordination.call_ledger import CallFailure, CallLedger, Verdict, connect_ledger
+from outlast.coordination.stores.store import KeyTimeout
 from outlast.elastic import environment
 from outlast.elastic.states.collective_guard import collective_guard, connect, late
 from outlast.errors import CheckpointError, RankTimeout, StoreError

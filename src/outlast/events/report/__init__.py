@@ -1,9 +1,7 @@
 """The report of a run, from its event logs: the faults, what each restart took, what was lost.
 
-    events = load("build/demo")          # the newest run there; one JSONL file per process
-    report = build(events)
+    report = load_run("build/demo")  # the newest run there; one JSONL file per process
     print(to_json(report))
-    render(Path("build/demo"), Console())
 
 `build` is pure: the same events make the same report, in any order of files. `run` reads them in
 one pass; `calls` and `course` find what happened, `recoveries`, `goodput` and `checkpoints` what it
@@ -14,6 +12,10 @@ are measured on the host of the fault. And a fault that looks like the consequen
 never the first cause if there is any other: a killed rank leaves broken connections, which make its
 peers fail before its monitor process reports the death.
 """
+
+from __future__ import annotations
+
+import os
 
 from outlast.events.report.builder import build
 from outlast.events.report.model import (
@@ -37,7 +39,7 @@ from outlast.events.report.sentences import (
     printable,
 )
 from outlast.events.report.text import render, render_report, to_json, to_trace
-from outlast.events.run_folders import load, load_run
+from outlast.events.run_folders import load
 
 __all__ = [
     "PARTS",
@@ -65,3 +67,17 @@ __all__ = [
     "to_json",
     "to_trace",
 ]
+
+
+def load_run(directory: str | os.PathLike[str], run: str | None = None) -> Report:
+    """The report of one run of a job, from its event logs.
+
+    Args:
+        directory: the directory of events (`--events-dir`), or the folder of one run in it.
+        run: name or ID of the run; the newest by default.
+
+    Raises:
+        EventLogError: if there is no such directory, run or log, or if a file is damaged: names
+            file and line. The last line of a file may be torn: its process was killed.
+    """
+    return build(load(directory, run))

@@ -7,8 +7,9 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-import outlast.events as ev
+import outlast.events.types as ev
 from outlast.errors import NO_RESTART
+from outlast.events.event import Event, Note
 from outlast.events.report.calls import Call
 from outlast.events.report.checkpoints import redone_steps, summarize_saves
 from outlast.events.report.course import (
@@ -40,7 +41,7 @@ BACK = "back"
 _PERCENTILES_FROM = 20
 
 
-def build(events: Iterable[ev.Event]) -> Report:
+def build(events: Iterable[Event]) -> Report:
     """Builds the report; the events of one process must be in the order in which it wrote them."""
     run = Run(events)
     calls = [Call(run, number) for number in range(len(run.calls))]
@@ -93,7 +94,7 @@ def build(events: Iterable[ev.Event]) -> Report:
         waiting=tuple(party for call in calls for party in call.waiting()),
         completed=course.completed,
         monitors_restarted=len(run.all(ev.MonitorRestarted)),
-        notes=dict(sorted(Counter(note.name for note in run.all(ev.Note)).items())),
+        notes=dict(sorted(Counter(note.name for note in run.all(Note)).items())),
         torn_logs=tuple(sorted(run.torn)),
         saves=saves,
         hosts_lost=tuple(each.loss for each in losses),

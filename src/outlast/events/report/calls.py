@@ -12,7 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
-import outlast.events as ev
+import outlast.events.types as ev
+from outlast.events.event import Event
 from outlast.events.report.intervals import FOREVER, Interval
 from outlast.events.report.model import Cause, Party, Restart
 from outlast.events.report.recoveries import measure, rank_recovery
@@ -23,7 +24,7 @@ NO_PROGRESS = (*HANGS, "UNRESPONSIVE")
 _LEAVES = ("BASE_EXCEPTION", "TERMINATED")
 """How a rank that was told to stop leaves: with `SystemExit`, or killed by the signal."""
 
-E = TypeVar("E", bound=ev.Event)
+E = TypeVar("E", bound=Event)
 
 
 class Call:
@@ -40,9 +41,9 @@ class Call:
     def __init__(self, run: Run, number: int) -> None:
         self.number, self.events = number, run.calls[number]
         self._run = run
-        self.during: dict[int, list[ev.Event]] = defaultdict(list)
+        self.during: dict[int, list[Event]] = defaultdict(list)
         self.views: dict[int, dict[int, ev.Assigned | ev.Entered]] = defaultdict(dict)
-        self._tracks: dict[tuple[int, int], list[ev.Event]] = defaultdict(list)
+        self._tracks: dict[tuple[int, int], list[Event]] = defaultdict(list)
         self._processes: dict[int, Process] = {}
         self._firsts: dict[int, int] = {}
         self._lasts: dict[int, int] = {}
@@ -213,7 +214,7 @@ class Call:
             idle=fault.idle if fault.interruption in NO_PROGRESS else 0.0,
         )
 
-    def _back(self, member: int, iteration: int) -> list[ev.Event]:
+    def _back(self, member: int, iteration: int) -> list[Event]:
         """The events of the member's process from the end of the iteration to its next entry."""
         before = self._tracks[member, iteration]
         after = self._tracks[member, iteration + 1]
@@ -265,7 +266,7 @@ class Call:
         return list(merged.values())
 
 
-def _only(kind: type[E], events: Iterable[ev.Event]) -> list[E]:
+def _only(kind: type[E], events: Iterable[Event]) -> list[E]:
     return [event for event in events if isinstance(event, kind)]
 
 

@@ -9,7 +9,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
-import outlast.events as ev
+import outlast.events.types as ev
+from outlast.events.event import Event
 from outlast.events.report.goodput import LIVE_SOURCES
 from outlast.events.report.report import Restore, Save, Saves
 from outlast.events.report.run import Run, order, record
@@ -21,7 +22,7 @@ _STEP_EVENTS = (
     *(ev.NothingToRestore, ev.StepsDone),
 )
 
-E = TypeVar("E", bound=ev.Event)
+E = TypeVar("E", bound=Event)
 
 
 def summarize_saves(run: Run) -> Saves | None:
@@ -120,7 +121,7 @@ def redone_steps(
     return counts, source if known else "", any(step is not None for step in restored[1:])
 
 
-def _split(segments: Sequence[Mapping[str, float]], run: Run) -> list[list[ev.Event]]:
+def _split(segments: Sequence[Mapping[str, float]], run: Run) -> list[list[Event]]:
     """The events of each segment. Those before the first one belong to the first."""
     begins: dict[str, list[tuple[float, int]]] = {}
     for number, hosts in enumerate(segments):
@@ -128,7 +129,7 @@ def _split(segments: Sequence[Mapping[str, float]], run: Run) -> list[list[ev.Ev
             begins.setdefault(host, []).append((time, number))
     for pairs in begins.values():
         pairs.sort()
-    parts: list[list[ev.Event]] = [[] for _ in segments]
+    parts: list[list[Event]] = [[] for _ in segments]
     for event in run.all(*_STEP_EVENTS):
         if pairs := begins.get(event.host, []):
             # A checkpoint belongs to the segment in which its save began.
@@ -138,7 +139,7 @@ def _split(segments: Sequence[Mapping[str, float]], run: Run) -> list[list[ev.Ev
     return parts
 
 
-def _restored_step(part: Sequence[ev.Event]) -> int | None:
+def _restored_step(part: Sequence[Event]) -> int | None:
     """The step that the segment started from; `None` if it did not get that far, or has no
     checkpoints.
     """
@@ -148,7 +149,7 @@ def _restored_step(part: Sequence[ev.Event]) -> int | None:
     return min(steps, default=None)
 
 
-def _last_step(part: Sequence[ev.Event], restored: int | None, source: str) -> int | None:
+def _last_step(part: Sequence[Event], restored: int | None, source: str) -> int | None:
     """The last completed step of the segment; `None` if it is not known."""
     if restored is None:
         return None

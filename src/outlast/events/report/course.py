@@ -12,8 +12,8 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-import outlast.events as ev
-from outlast.events.event import Record
+import outlast.events.types as ev
+from outlast.events.event import Event, Record
 from outlast.events.report.calls import NO_PROGRESS, Call
 from outlast.events.report.intervals import FOREVER, Interval, Stretch
 from outlast.events.report.model import Cause, HostLoss, Phases, Restart
@@ -87,7 +87,7 @@ def _add_stretches(call: Call, found: dict[str, list[Stretch]]) -> None:
         largest = max(largest, active)
         hung = [fault for fault in call.faults(iteration) if fault.interruption in NO_PROGRESS]
         lost_hosts = call.lost_hosts(iteration)
-        by_host: dict[str, list[ev.Event]] = defaultdict(list)
+        by_host: dict[str, list[Event]] = defaultdict(list)
         for event in call.during[iteration]:
             if event.member in view:
                 by_host[event.host].append(event)
@@ -127,7 +127,7 @@ def _last_sign(call: Call, iteration: int, host: str) -> float:
     return max(own, default=entered)
 
 
-def _time_in_function(here: Sequence[ev.Event], end: float) -> Interval:
+def _time_in_function(here: Sequence[Event], end: float) -> Interval:
     """From the entry of the host's last active rank until the host learns of the end of the
     iteration or an active rank leaves the function; `end` is the host's last event in the call.
     """

@@ -20,7 +20,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-import outlast.events as ev
+import outlast.events.types as ev
 from outlast.events.report import intervals as iv
 from outlast.events.report.intervals import FOREVER, Interval, Stretch
 from outlast.events.report.model import HostTime, LostTime, Recovery, TimeOutside

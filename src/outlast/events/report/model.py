@@ -15,7 +15,7 @@ SCHEMA = 1
 
 
 class Cause(Record):
-    """One fault: on which rank, of which kind, and when; see `outlast.events.Fault`.
+    """One fault: on which rank, of which kind, and when; see `outlast.events.types.Fault`.
 
     Attributes:
         rank: the member's rank in the iteration that the fault ended.

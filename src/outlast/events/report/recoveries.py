@@ -14,8 +14,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import Any
 
-import outlast.events as ev
-from outlast.events.event import Record
+import outlast.events.types as ev
+from outlast.events.event import Event, Record
 from outlast.events.report import intervals as iv
 from outlast.events.report.intervals import Interval, Stretch
 from outlast.events.report.model import PHASE_FIELDS, Phases, RankRecovery, Recovery, Span
@@ -30,7 +30,7 @@ GAP_EVENTS = (
 )
 """The events that divide the time between two stretches."""
 
-_TIMED: dict[type[ev.Event], str] = {
+_TIMED: dict[type[Event], str] = {
     ev.AbortDone: "abort",
     ev.FinalizeDone: "finalize",
     ev.HealthCheckDone: "health",
@@ -40,7 +40,7 @@ _TIMED: dict[type[ev.Event], str] = {
 
 
 def rank_recovery(
-    place: ev.Assigned | ev.Entered, lane: int, events: Sequence[ev.Event]
+    place: ev.Assigned | ev.Entered, lane: int, events: Sequence[Event]
 ) -> RankRecovery:
     """The recovery of one rank.
 
@@ -121,7 +121,7 @@ class Gap(Record):
         return Recovery(host=host, hang=hang, **parts, restore=restore, total=total)
 
 
-def gaps_of(stretches: Sequence[Stretch], events: Sequence[ev.Event]) -> list[Gap]:
+def gaps_of(stretches: Sequence[Stretch], events: Sequence[Event]) -> list[Gap]:
     """The gaps between the stretches of one host that belong to one call of the function.
 
     Args:
@@ -137,7 +137,7 @@ def gaps_of(stretches: Sequence[Stretch], events: Sequence[ev.Event]) -> list[Ga
     return found
 
 
-def _divide(before: Stretch, end: float, events: Sequence[ev.Event]) -> dict[str, list[Interval]]:
+def _divide(before: Stretch, end: float, events: Sequence[Event]) -> dict[str, list[Interval]]:
     wrapped = any(isinstance(event, ev.Seen | ev.LeftFunction) for event in events)
     barriers = [event for event in events if isinstance(event, ev.BarrierPassed)]
     met = [event.time for event in barriers if event.name == "term"]

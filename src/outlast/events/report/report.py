@@ -62,7 +62,7 @@ class InjectedFault(Record):
 
 class Mismatch(Record):
     """Replicas that differed: one for each set of ranks, with the number of checks that found it;
-    the other attributes are of the first: see `outlast.events.ReplicaMismatch`.
+    the other attributes are of the first: see `outlast.events.types.ReplicaMismatch`.
     """
 
     ranks: tuple[int, ...]

@@ -16,14 +16,15 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-import outlast.events as ev
+import outlast.events.types as ev
+from outlast.events.event import Event, Note
 from outlast.events.run_folders import TORN_LINE
 from outlast.system.error_text import exit_summary
 
 Process = tuple[str, int]
 """Host and process ID."""
 
-E = TypeVar("E", bound=ev.Event)
+E = TypeVar("E", bound=Event)
 R = TypeVar("R")
 
 
@@ -44,15 +45,15 @@ class Run:
         torn: the logs with a torn last line.
     """
 
-    def __init__(self, events: Iterable[ev.Event]) -> None:
+    def __init__(self, events: Iterable[Event]) -> None:
         self.torn: list[str] = []
         self.exits: dict[Process, str] = {}
         self.launcher_ranks: dict[Process, int] = {}
         self.lanes: dict[Process, int] = {}
         self.stops: dict[str, float] = {}
         self.ends: dict[str, float] = {}
-        self._kinds: dict[tuple[type[ev.Event], str | None], list[Any]] = defaultdict(list)
-        processes: dict[Process, list[ev.Event]] = defaultdict(list)
+        self._kinds: dict[tuple[type[Event], str | None], list[Any]] = defaultdict(list)
+        processes: dict[Process, list[Event]] = defaultdict(list)
         ranks: set[Process] = set()
         self.events = self._by_clock(events)
         for event in self.events:
@@ -78,11 +79,11 @@ class Run:
         found = [event for kind in kinds for event in self._kinds.get((kind, host), [])]
         return found if len(kinds) == 1 else sorted(found, key=order)
 
-    def _by_clock(self, events: Iterable[ev.Event]) -> list[ev.Event]:
+    def _by_clock(self, events: Iterable[Event]) -> list[Event]:
         origins: dict[str, float] = {}
         own = []
         for event in events:
-            if isinstance(event, ev.Note) and event.name == TORN_LINE:
+            if isinstance(event, Note) and event.name == TORN_LINE:
                 self.torn.append(str(event.data.get("file", "")))
                 continue
             origins[event.host] = min(event.time, origins.get(event.host, event.time))
@@ -93,21 +94,21 @@ class Run:
         )
 
 
-def order(event: ev.Event) -> tuple[float, str, int]:
+def order(event: Event) -> tuple[float, str, int]:
     """The order of events, which has a meaning between those of one host only."""
     return event.time, event.host, event.pid
 
 
-def record(kind: type[R], event: ev.Event, /, **values: Any) -> R:
+def record(kind: type[R], event: Event, /, **values: Any) -> R:
     """A record of the report, with `values` and the fields that `event` has by the same names."""
     names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     own = {n: getattr(event, n) for n in names - values.keys() if hasattr(event, n)}
     return kind(**{"at": event.time, **own, **values})
 
 
-def _calls(processes: dict[Process, list[ev.Event]], ranks: set[Process]) -> list[list[ev.Event]]:
+def _calls(processes: dict[Process, list[Event]], ranks: set[Process]) -> list[list[Event]]:
     """The events of each call, in the order of the calls."""
-    calls: dict[int, list[ev.Event]] = defaultdict(list, {0: []})
+    calls: dict[int, list[Event]] = defaultdict(list, {0: []})
     ends: dict[str, dict[int, float]] = defaultdict(dict)  # of each host's calls but the last
 
     def call_at(host: str, time: float) -> int:
@@ -125,9 +126,9 @@ def _calls(processes: dict[Process, list[ev.Event]], ranks: set[Process]) -> lis
     return [sorted(calls[number], key=order) for number in range(max(calls) + 1)]
 
 
-def _split(log: list[ev.Event]) -> list[list[ev.Event]]:
+def _split(log: list[Event]) -> list[list[Event]]:
     """The events of one process by its calls."""
-    parts: list[list[ev.Event]] = [[]]
+    parts: list[list[Event]] = [[]]
     iteration, completed = -1, False
     for event in log:
         if isinstance(event, ev.Assigned | ev.Entered):

@@ -10,7 +10,8 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-import outlast.events as ev
+import outlast.events.types as ev
+from outlast.events.event import Event
 from outlast.events.report.course import Course
 from outlast.events.report.model import Cause, HostLoss, Restart, Span
 from outlast.events.report.report import HostTimeline, InjectedFault, Lane, Mark, Saves
@@ -112,7 +113,7 @@ def _tracks(run: Run, wrapped: bool, restarts: Iterable[Restart]) -> dict[tuple[
     return tracks
 
 
-def _advance(track: Track, event: ev.Event, wrapped: bool, gone: str) -> None:
+def _advance(track: Track, event: Event, wrapped: bool, gone: str) -> None:
     time = event.time
     if isinstance(event, ev.WorkerStarted):
         track.change(STARTING if wrapped else TRAINING, time)
@@ -182,7 +183,7 @@ def _other_tracks(
     hosts: dict[tuple[str, str], Track] = defaultdict(Track)
     checkpoints: dict[tuple[str, str], Track] = defaultdict(Track)
 
-    def mark(event: ev.Event, kind: str, text: str) -> None:
+    def mark(event: Event, kind: str, text: str) -> None:
         hosts[event.host, "host"].mark(kind, event.time, text)
 
     for joined in run.all(ev.HostJoined):

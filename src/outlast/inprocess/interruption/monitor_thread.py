@@ -21,7 +21,9 @@ import torch.distributed as dist
 
 from outlast.coordination.membership import COMPLETED
 from outlast.coordination.stores.store import KeyTimeout
-from outlast.events import AbortDone, Emitter, Event, InterruptSent, InterruptSwallowed, Seen
+from outlast.events.emitter import Emitter
+from outlast.events.event import Event
+from outlast.events.types import AbortDone, InterruptSent, InterruptSwallowed, Seen
 from outlast.inprocess.interruption.interrupter import AtomicSection, Interrupter
 from outlast.inprocess.monitor.shared_page import Activity, SharedPage
 from outlast.inprocess.store import Connection

@@ -19,7 +19,7 @@ from outlast.clock import MonotonicClock
 from outlast.coordination.barrier import done_key
 from outlast.coordination.membership import decision_key
 from outlast.errors import StoreError
-from outlast.events import Emitter, JsonlSink, NullSink, Sink
+from outlast.events.emitter import Emitter, JsonlSink, NullSink, Sink
 from outlast.inprocess.monitor.heartbeat_ring import HeartbeatRing
 from outlast.inprocess.monitor.reports import FaultReports, MonitorPlan, StoreAccess, write_line
 from outlast.inprocess.monitor.shared_page import Activity

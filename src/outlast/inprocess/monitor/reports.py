@@ -21,7 +21,8 @@ from outlast.coordination.ops import Link, Op, drive, perform_on
 from outlast.coordination.records import FaultRecord, LostRecord, process_name
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.errors import RankTimeout, StoreError
-from outlast.events import Emitter, Fault, Lost
+from outlast.events.emitter import Emitter
+from outlast.events.types import Fault, Lost
 from outlast.inprocess.attribution import Interruption
 from outlast.inprocess.monitor.shared_page import SharedPage
 from outlast.inprocess.store import Connection, StoreMixin, connect

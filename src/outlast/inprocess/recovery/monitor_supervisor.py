@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable
 
 from outlast.clock import Clock
-from outlast.events import Emitter, MonitorRestarted
+from outlast.events.emitter import Emitter
+from outlast.events.types import MonitorRestarted
 from outlast.inprocess.interruption.interrupter import Interrupter
 from outlast.inprocess.monitor.heartbeat_thread import HeartbeatThread
 from outlast.inprocess.monitor.reports import MonitorPlan

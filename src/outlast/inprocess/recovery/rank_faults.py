@@ -12,7 +12,7 @@ from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.records import FaultRecord, StopRecord
 from outlast.coordination.repeated_faults import signature_of
 from outlast.errors import NO_RESTART, RestartAbort, StoreError
-from outlast.events import Emitter
+from outlast.events.emitter import Emitter
 from outlast.inprocess.attribution import Interruption
 from outlast.inprocess.interruption.error_kinds import (
     advice,

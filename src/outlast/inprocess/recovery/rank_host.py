@@ -21,11 +21,11 @@ from outlast.coordination.ops import Link
 from outlast.coordination.records import FaultRecord
 from outlast.coordination.training_step import count_restart
 from outlast.errors import HealthCheckError, InternalError, RankShouldRestart
-from outlast.events import (
+from outlast.events.emitter import Emitter
+from outlast.events.types import (
     Admitted,
     Assigned,
     BarrierPassed,
-    Emitter,
     Entered,
     FinalizeDone,
     HealthCheckDone,

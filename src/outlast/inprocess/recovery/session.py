@@ -25,8 +25,9 @@ from outlast.coordination.records import process_name
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.coordination.training_step import observed_steps
 from outlast.errors import StoreError
-from outlast.events import Completed, Emitter, JsonlSink, Lost, NullSink, Sink
+from outlast.events.emitter import Emitter, JsonlSink, NullSink, Sink
 from outlast.events.restart_causes import describe_restarts
+from outlast.events.types import Completed, Lost
 from outlast.inprocess.attribution import Interruption
 from outlast.inprocess.call_wrapper import CallWrapper
 from outlast.inprocess.environment import exported, is_host_server, read_launch

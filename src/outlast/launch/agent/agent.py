@@ -31,7 +31,7 @@ import time
 from outlast.clock import Clock
 from outlast.coordination.records import process_name
 from outlast.errors import NO_RESTART
-from outlast.events import LauncherEnded, StopRequested
+from outlast.events.types import LauncherEnded, StopRequested
 from outlast.launch.agent import death_log
 from outlast.launch.agent.coordinator import OpenCoordinator, Outcome
 from outlast.launch.agent.death_log import Death

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from outlast.coordination.records import process_name
 from outlast.errors import NO_RESTART
-from outlast.events import WorkerFailed
 from outlast.events.restart_causes import DIED, RestartCount, split_exception, what_failed
+from outlast.events.types import WorkerFailed
 from outlast.launch.agent.decisions import Decision, JobRecord, JobState
 from outlast.system.error_text import exit_summary, exit_text
 from outlast.system.user_frames import place_in_user_code

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING
 
 from outlast.clock import Clock
 from outlast.errors import ChaosError, LaunchError
-from outlast.events import Emitter, JsonlSink, LauncherStarted, NullSink, Sink
+from outlast.events.emitter import Emitter, JsonlSink, NullSink, Sink
 from outlast.events.run_folders import new_run
+from outlast.events.types import LauncherStarted
 from outlast.launch import environment
 from outlast.launch.agent import orphan_killer
 from outlast.launch.agent.coordinator import Actions, Coordinator, OpenCoordinator

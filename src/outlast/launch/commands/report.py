@@ -75,9 +75,10 @@ def report(
 
 
 def _report_of(run: Run) -> Report:
-    from outlast.events.report import build, load_run
+    from outlast.events.report import build
+    from outlast.events.run_folders import events_of
 
-    report = build(load_run(run))  # another launcher than ours records no ID
+    report = build(events_of(run))  # another launcher than ours records no ID
     return dataclasses.replace(report, run_id=report.run_id or run.run_id)
 
 

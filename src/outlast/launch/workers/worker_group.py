@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from outlast.errors import LaunchError
-from outlast.events import Emitter, WorkerExited, WorkerStarted
+from outlast.events.emitter import Emitter
+from outlast.events.types import WorkerExited, WorkerStarted
 from outlast.launch import environment
 from outlast.launch.config.job_spec import JobSpec, Placement, Std
 from outlast.launch.event_loop import EventLoop

@@ -12,7 +12,8 @@ from outlast.clock import Clock
 from outlast.coordination.records import FaultRecord
 from outlast.coordination.replicated.hosts import HostInfo
 from outlast.errors import StoreError
-from outlast.events import Emitter, HostJoined, HostLost
+from outlast.events.emitter import Emitter
+from outlast.events.types import HostJoined, HostLost
 from outlast.launch.agent.coordinator import Outcome
 from outlast.launch.agent.death_log import Death
 from outlast.launch.agent.decisions import JobRecord, JobState
