@@ -48,7 +48,7 @@ def sources(*folders: str) -> set[str]:
         str(path.relative_to(ROOT))
         for folder in folders
         for path in (ROOT / folder).rglob("*")
-        if path.suffix in (".py", ".typed", ".css", ".js", ".md")
+        if path.suffix in (".py", ".typed", ".css", ".js", ".jinja", ".md")
     }
 
 
