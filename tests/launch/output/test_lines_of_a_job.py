@@ -26,11 +26,7 @@ def step(call, job):
         if how == "raise":
             raise ValueError("a bad batch")
         if how == "die in the last save":
-            def save(*metric, saves=job._saves.save):
-                if sys._getframe(1).f_code.co_name == "stop":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return saves(*metric)
-            job._saves.save = save
+            job._saves.save_if_changed = lambda: os.kill(os.getpid(), signal.SIGKILL)
             job.stop()
             return
         os.kill(os.getpid(), getattr(signal, how))
