@@ -346,7 +346,8 @@ _ENTER = """\
         await enter_host(self.link, self.host.host_id, self.host.token)
 """
 _REGISTER = """\
-    member = await self.membership.register(self.host.preferred_rank, self.host.token)
+    rank, token = self.host.preferred_rank, self.host.token
+    member = await self.membership.register(rank, token)
 """
 MUTATIONS |= {
     "the ranks of a lost host are not claimed": (

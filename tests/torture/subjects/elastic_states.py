@@ -13,6 +13,7 @@ import torch
 
 import outlast
 from outlast.elastic import State, load_all_states, save_all_states, save_state
+from outlast.elastic.states import storage
 from outlast.elastic.states.content import file_name
 
 from ..calls import Calls
@@ -69,6 +70,7 @@ class RegisteredStates:
         with saving_to(folder / "states"):
             for number in range(1, self._first + 1):
                 self._save(number)
+        storage.release()
         folder.mkdir(exist_ok=True)
         return self._first
 
@@ -88,16 +90,20 @@ class RegisteredStates:
                 calls.note(f"begun {number}")
                 self._save(number)
                 calls.note(f"committed {number}")
+        storage.release()  # which ends the removal of older checkpoints
 
     @contextlib.contextmanager
     def restorer(self) -> Iterator[Callable[[Path, bool], int]]:
         def restore(folder: Path, saves_too: bool) -> int:
             with saving_to(folder / "states"):
-                found = self._load()
-                if saves_too:
-                    self._save(found + 1)
-                    after = self._load()
-                    assert after == found + 1, f"loaded save {after} after the next, {found + 1}"
+                try:
+                    found = self._load()
+                    if saves_too:
+                        self._save(found + 1)
+                        after = self._load()
+                        assert after == found + 1, f"loaded {after} after the next, {found + 1}"
+                finally:
+                    storage.release()
             return found
 
         yield restore
