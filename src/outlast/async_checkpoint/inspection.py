@@ -31,7 +31,7 @@ from outlast.async_checkpoint.storage.directory import (
 )
 from outlast.async_checkpoint.storage.entries import ITEM_BYTES, TensorEntry
 from outlast.async_checkpoint.storage.local import LocalStorage
-from outlast.async_checkpoint.storage.manifest import MANIFEST, checksum, read_hashed
+from outlast.async_checkpoint.storage.manifest import MANIFEST, checksum, read_hashed, saved_by
 from outlast.async_checkpoint.storage.protocol import FileWriter, Storage
 from outlast.async_checkpoint.writer.main import main as run_writer
 from outlast.errors import CheckpointError
@@ -48,6 +48,7 @@ __all__ = [
     "open_bytes",
     "open_storage",
     "run_writer",
+    "saved_by",
     "survey",
     "tensor_checksums",
     "verify",

@@ -20,7 +20,7 @@ from outlast.elastic.states import pending_save
 from outlast.elastic.states.content import file_name
 from outlast.elastic.states.replicas import TIMEOUT, Replicas, current
 from outlast.elastic.states.state import State, name_of, registered
-from outlast.elastic.states.storage import folder_of, of_first_format
+from outlast.elastic.states.storage import folder_of, of_first_format, of_trial
 from outlast.errors import CheckpointError, CheckpointMismatch, CheckpointReadError
 from outlast.system.arguments import Duration, as_timedelta
 from outlast.system.error_text import describe
@@ -80,6 +80,8 @@ def _load(states: Mapping[str, State], timeout: Duration) -> list[str]:
             f"the choice of a checkpoint in {path}", None, partial(_choose, path)
         )
         if found is None:
+            if environment.from_ray():
+                log.warning("%s is not a checkpoint of states: it has no manifest", path)
             return []
         where, folder = found
         try:
@@ -139,7 +141,7 @@ def _choose(path: str, _: list[object]) -> tuple[str, str] | None:
     path = os.path.abspath(path)
     new = folder_of(path)
     there = [(new, folder) for _, folder in candidates(LocalStorage(new))]
-    there += of_first_format(path)
+    there += of_trial(path) if environment.from_ray() else of_first_format(path)
     before, chosen = _verified.get(path, ([], ("", "")))
     if before == there and there:
         return chosen

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from outlast.async_checkpoint import Checkpointer, SaveHandle
-from outlast.async_checkpoint.inspection import MANIFEST, LocalStorage, candidates
+from outlast.async_checkpoint.inspection import MANIFEST, LocalStorage, candidates, saved_by
 from outlast.elastic.states.content import MemoryFile
 from outlast.errors import CheckpointError
 
+log = logging.getLogger("outlast.elastic")
+
 _CLOSE_S = 10.0
+_FIRST_FORMAT = re.compile(r"states-\d{8,18}")  # other names are a user's copies
 
 _open: tuple[str, Checkpointer] | None = None
 _newest = 0
@@ -31,7 +36,7 @@ class Begun:
         """Waits until the checkpoint is committed, and returns its directory."""
         step = self.handle.result()
         for where, folder in of_first_format(self.path):
-            LocalStorage(where).remove(folder)
+            _remove(LocalStorage(where), folder)
         (directory,) = (f for s, f in candidates(LocalStorage(folder_of(self.path))) if s == step)
         return f"{folder_of(self.path)}/{directory}"
 
@@ -72,6 +77,27 @@ def of_first_format(path: str) -> list[tuple[str, str]]:
     the name of their directories, the newest first.
     """
     root = Path(path).absolute()
-    found = [root] if (root / MANIFEST).is_file() else []  # that of a Ray Tune trial
-    found += sorted((each.parent for each in root.glob(f"states-*/{MANIFEST}")), reverse=True)
-    return [(str(each.parent), each.name) for each in found]
+    found = [
+        each.parent
+        for each in root.glob(f"states-*/{MANIFEST}")
+        if _FIRST_FORMAT.fullmatch(each.parent.name) and not each.parent.is_symlink()
+    ]
+    found.sort(key=lambda folder: int(folder.name.partition("-")[2]), reverse=True)
+    return [(str(folder.parent), folder.name) for folder in found]
+
+
+def of_trial(path: str) -> list[tuple[str, str]]:
+    """As `of_first_format`, for the checkpoint of a Ray Tune trial: it was `path` itself."""
+    root = Path(path).absolute()
+    return [(str(root.parent), root.name)] if (root / MANIFEST).is_file() else []
+
+
+def _remove(storage: LocalStorage, folder: str) -> None:
+    """Removes a replaced checkpoint, unless its manifest says nothing that this version reads. If
+    that fails, the next save tries again; the commit stays valid.
+    """
+    try:
+        if saved_by(storage, folder):
+            storage.remove(folder)
+    except (OSError, CheckpointError) as e:
+        log.warning("%s/%s could not be removed: %s", storage.where, folder, e)
