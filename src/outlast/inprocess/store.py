@@ -25,6 +25,8 @@ from outlast.system.error_text import first_line
 __all__ = ["FileStore", "PrefixStore", "StoreMixin", "TCPStore"]
 
 DEFAULT_TIMEOUT = datetime.timedelta(seconds=300)
+_ATTEMPT_S = 1.0
+"""How long one attempt to connect takes, for a process that may give up meanwhile."""
 
 Connection = SharedClient | TorchStore
 """A connection to the store of the job."""
@@ -124,7 +126,7 @@ def connect(
     endpoint: tuple[str, int] | None,
     timeout: float,
     ready: str = "",
-    give_up: Callable[[], bool] = lambda: False,
+    give_up: Callable[[], bool] | None = None,
 ) -> Connection:
     """Connects to the store, which may still be starting.
 
@@ -134,7 +136,7 @@ def connect(
         timeout: for this, and for each later operation other than a wait, in seconds.
         ready: a key that the server of this call sets. The previous call's server, which may still
             run on the same port, does not have it. Empty if one store serves all calls.
-        give_up: whether to try no longer; asked once a second or more often.
+        give_up: whether to try no longer; asked about once a second.
 
     Raises:
         RankTimeout: naming host and port, if there is no answer in time.
@@ -146,7 +148,8 @@ def connect(
         late: RankTimeout | StoreError
         try:
             if isinstance(connection, SharedClient):
-                connection.connect()
+                # Whoever listens there may be frozen, and never answer.
+                connection.connect(None if give_up is None else _ATTEMPT_S)
             if ready:
                 connection.wait_for(ready, max(0.1, min(1.0, deadline - time.monotonic())))
             return connection
@@ -162,7 +165,7 @@ def connect(
                 f"{e.__cause__}"
             )
         connection.close()
-        if time.monotonic() + pause > deadline or give_up():
+        if time.monotonic() + pause > deadline or (give_up is not None and give_up()):
             raise late
         time.sleep(pause)  # there is no event to wait for when a server starts
         pause = min(2 * pause, 0.25)

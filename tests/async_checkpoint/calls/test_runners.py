@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -306,3 +307,12 @@ def test_two_queues_are_two_worlds(tmp_path: Path) -> None:
             one.maybe_finalize_async_calls(blocking=True)
         assert other.maybe_finalize_async_calls(blocking=True) == [0]
     gc.collect()
+
+
+def test_a_fork_that_another_thread_kills_while_it_starts_does_not_go_on() -> None:
+    ended: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+    runner = ForkRunner(lambda index, outcome: ended.put(outcome), nice=0)
+    runner.kill()
+    runner.start(0, time.sleep, (20.0,), {})
+    assert ended.get(timeout=60.0).cause == "its process was killed by SIGKILL"
+    runner.close()

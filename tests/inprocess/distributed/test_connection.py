@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -40,6 +41,14 @@ def test_who_listens_is_no_store_and_the_error_names_the_place() -> None:
         port = silent.getsockname()[1]
         with pytest.raises(StoreError, match=rf"127\.0\.0\.1:{port} does not answer as a store"):
             connect(TCPStore, {}, ("127.0.0.1", port), 0.5)
+
+
+def test_who_gives_up_waits_for_no_server_that_is_silent() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        began = time.monotonic()
+        with pytest.raises(StoreError):
+            connect(TCPStore, {}, silent.getsockname(), NET_S, give_up=lambda: True)
+        assert time.monotonic() - began < NET_S / 4
 
 
 def test_a_store_that_comes_up_late_is_waited_for() -> None:

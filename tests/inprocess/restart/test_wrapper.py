@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import inspect
 import os
+import threading
 from collections.abc import Callable
 from typing import Any, Optional
 
+import psutil
 import pytest
 import torch
 
-from outlast.errors import RestartAbort
+from outlast.errors import RestartAbort, StoreError
 from outlast.inprocess import CallWrapper, Wrapper, wrapper
-from outlast.inprocess.initialize import RetryController
+from outlast.inprocess.initialize import Initialize, RetryController
+from outlast.inprocess.state import State
 
 PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 OTHERS = (
@@ -220,6 +223,22 @@ def test_the_environment_is_given_back_after_an_error_too() -> None:
     # No one waits for the monitor: it serves the store as long as others need it.
     os.waitpid(monitors[0], 0)
     assert {name: os.environ.get(name) for name in PLACE} == dict.fromkeys(PLACE)
+
+
+def test_no_thread_outlives_a_call_that_loses_its_store_before_the_function() -> None:
+    class Loses(Initialize):
+        def __call__(self, state: State) -> State:
+            (monitor,) = psutil.Process().children()
+            monitor.kill()  # it serves the store
+            monitor.wait()
+            raise OSError("a planned fault")
+
+    @Wrapper(initialize=Loses())
+    def function(call: CallWrapper) -> None: ...
+
+    with pytest.raises(StoreError, match="cannot be reached"):
+        function()  # type: ignore[call-arg]
+    assert [t.name for t in threading.enumerate() if t.name.startswith("outlast")] == []
 
 
 def test_a_call_that_does_not_fit_fails_once_and_at_once() -> None:

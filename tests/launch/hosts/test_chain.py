@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+from outlast.coordination.membership import MembershipProtocol
+from outlast.coordination.ops import Link, drive, perform_on
 from outlast.coordination.replicated.hosts import HostInfo, HostJoined, HostLost
 from outlast.coordination.replicated.operations import Failed, Operation, Result
 from outlast.coordination.replicated.table import Table, entry_key
-from outlast.launch.hosts.plan import Start
+from outlast.coordination.stores.store import MemoryStore
+from outlast.launch.config.job_spec import Placement
+from outlast.launch.hosts.host_group import GroupState
+from outlast.launch.hosts.job.many_hosts import ManyHosts
+from outlast.launch.hosts.plan import Entry, GiveUp, JobPlan, Start, Take
 from outlast.launch.hosts.replicated.membership import ChainFollower
 
 Done = Callable[[Result], None]
@@ -81,3 +88,42 @@ def test_the_end_of_the_lease_ends_it() -> None:
     done(Failed("the lease is over"))
     assert store.open == []
     assert agrees(follower, store.table)
+
+
+class Joined:
+    """The group of a host that has just joined: what it knows of it, and its workers' store."""
+
+    def __init__(self, *entries: Entry) -> None:
+        self.chain = [entry.encode() for entry in entries]
+        self.workers = MemoryStore()
+        self.placements: list[Placement] = []
+
+    def poll(self) -> GroupState:
+        return GroupState(chain=self.chain)
+
+    def new_attempt(self, attempt: int) -> None:
+        assert not self.placements
+
+    def start(self, placement: Placement) -> None:
+        gone = MembershipProtocol(Link(), 0).given_up()
+        assert drive(gone, perform_on(self.workers)) == {0, 1}
+        self.placements.append(placement)
+
+
+def test_who_has_a_place_before_it_has_learned_of_the_job_takes_its_ranks_back() -> None:
+    hosts = [HostInfo(id=name, name=name, address="127.0.0.1") for name in ("a", "b", "c")]
+    first, second, third = map(HostJoined, hosts)
+    lost = HostLost("b", "no heartbeat")
+    group: Any = Joined(
+        first, second, Start(0, ("a", "b")), lost, GiveUp((1,)), third, Take(1, "c")
+    )
+    given_up = MembershipProtocol(Link(), 0).give_up(frozenset(range(4)))
+    drive(given_up, perform_on(group.workers))
+    coordinator: Any = ManyHosts.__new__(ManyHosts)
+    coordinator._group = coordinator._actions = group
+    coordinator._job = SimpleNamespace(nproc=2)
+    coordinator._me, coordinator.host_id, coordinator.lease_page = hosts[2], "c", None
+    coordinator._plan, coordinator._notices = JobPlan(), None
+    coordinator._catch_up()
+    (placement,) = group.placements
+    assert (placement.place, placement.taken_over) == (1, 1)

@@ -141,7 +141,8 @@ class ForkRunner:
         self._ended = ended
         self._nice = nice
         self._calls: dict[int, threading.Thread] = {}  # by pidfd
-        self._reaping = threading.Lock()
+        self._reaping = threading.Lock()  # guards `_calls`, and its descriptors
+        self._killed = False
 
     def start(
         self, index: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -163,13 +164,18 @@ class ForkRunner:
                     os.kill(pid, signal.SIGKILL)
                     os.waitpid(pid, 0)
             raise
-        self._calls[pidfd] = threading.Thread(
+        thread = threading.Thread(
             target=self._wait, args=(index, pidfd, report), name="outlast-call", daemon=True
         )
-        self._calls[pidfd].start()
+        with self._reaping:
+            thread.start()
+            self._calls[pidfd] = thread
+            if self._killed:  # by another thread, while this one forked
+                send_signal(pidfd, signal.SIGKILL)
 
     def kill(self) -> None:
         with self._reaping:
+            self._killed = True
             for pidfd in self._calls:
                 send_signal(pidfd, signal.SIGKILL)
 

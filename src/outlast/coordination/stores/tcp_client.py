@@ -88,14 +88,22 @@ class TcpClient:
     def __del__(self) -> None:
         self.close()
 
-    def connect(self) -> None:
-        """Opens the connection, if it is not open.
+    def connect(self, within: float | None = None) -> None:
+        """Opens the connection, if it is not open; before other threads use this client.
+
+        Args:
+            within: how long that may take, in seconds, if less than an operation.
 
         Raises:
             StoreError: if nothing answers; without a `__cause__`, if something other than torch's
                 server does.
         """
-        self._perform(lambda connection: None)
+        timeout = self._timeout
+        self._timeout = timeout if within is None else min(within, timeout)
+        try:
+            self._perform(lambda connection: connection.settimeout(timeout))
+        finally:
+            self._timeout = timeout
 
     def put(self, key: str, value: bytes) -> None:
         self._perform(lambda connection: _send(connection, Query.SET, _key(key), _bytes(value)))

@@ -186,9 +186,11 @@ class _Session:
         except BaseException as e:
             log.debug("rank %d: leaving the call: %r", host.state.rank, e)
             self.emitter.emit(Lost(reason=describe(e)))
+            # The monitor thread still waits for the others, or interrupts until this is set: also
+            # if the store is lost.
+            if host.watch is not None:
+                host.watch.left.set()
             if not isinstance(e, StoreError | GeneratorExit):
-                if host.watch is not None:  # the monitor thread still waits for the others
-                    host.watch.left.set()
                 self._tell_restarts("ended")
             if not isinstance(e, GeneratorExit):
                 host.run_at_end(self.settings.terminate)

@@ -307,9 +307,6 @@ class ManyHosts:
         host = self._plan.host(entry.host).name
         self._say(f"host {host} takes place {entry.place}: {ranks}")
         if entry.host == self.host_id:
-            nproc = self._job.nproc
-            # Before they start, so before anything that is given up of them.
-            self.keys.take_back(range(entry.place * nproc, (entry.place + 1) * nproc))
             self._start_workers(entry.place)
 
     def _start_workers(self, place: int) -> None:
@@ -321,7 +318,10 @@ class ManyHosts:
         to the network. A script that serves something on the host of rank 0 finds its address in
         `OUTLAST_MASTER_ADDR`.
         """
-        plan, me = self._plan, self._me
+        plan, me, nproc = self._plan, self._me, self._job.nproc
+        if plan.taken_over[place]:
+            # Before they start, so before anything that is given up of them.
+            self.keys.take_back(range(place * nproc, (place + 1) * nproc))
         variables = {
             "OUTLAST_STORE": f"{LOOPBACK}:{me.store_port}",
             "OUTLAST_MASTER_ADDR": plan.host(plan.places[0]).address,
