@@ -162,7 +162,7 @@ def test_a_job_with_a_sigkill_is_seen_while_it_runs(tmp_path: Path, receiver: Re
         assert "1 restart" in title
         assert "1 active" in members
         assert "1 lost so far" in members
-        assert "rank 1 (pid" in frame.output
+        assert "Rank 1 (pid" in frame.output
         assert "was killed by SIGKILL" in frame.output
 
         finish.touch()
