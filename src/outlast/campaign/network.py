@@ -177,5 +177,5 @@ def unavailable() -> str:
 def _run(command: str, text: str | None = None) -> None:
     done = subprocess.run(shlex.split(command), input=text, capture_output=True, text=True)
     if done.returncode:
-        said = done.stderr.strip() or done.stdout.strip()
-        raise NetworkError(f"`{command}` failed: {said}")
+        output = done.stderr.strip() or done.stdout.strip()
+        raise NetworkError(f"`{command}` failed: {output}")

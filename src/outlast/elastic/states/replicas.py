@@ -139,7 +139,7 @@ class Replicas:
         if ledger.rank == 0:
             answer: dict[str, Any]
             try:
-                answer = {"is": decide([json.loads(said) for said in ledger.parts(index)])}
+                answer = {"is": decide([json.loads(each) for each in ledger.parts(index)])}
             except BaseException as e:
                 answer = {"error": self._failure(index, what, e).encode().decode()}
                 if not isinstance(e, Exception):
@@ -148,12 +148,12 @@ class Replicas:
                 cause = e
             ledger.conclude(index, json.dumps(answer).encode())
         try:
-            said = json.loads(self._conclusion(index, what))
+            conclusion = json.loads(self._conclusion(index, what))
             self._forget(index, verdict)
-            if "error" in said:
-                failure = CallFailure.decode(said["error"].encode())
+            if "error" in conclusion:
+                failure = CallFailure.decode(conclusion["error"].encode())
                 raise _error(failure, ledger.world_size) from cause
-            return said["is"]  # type: ignore[no-any-return]
+            return conclusion["is"]  # type: ignore[no-any-return]
         finally:
             cause = None  # as above
 
@@ -194,7 +194,7 @@ class Replicas:
         # Also join a wait that is over by now, which must not wait for a key that gets deleted.
         if wait.over.wait(self.timeout.total_seconds()):
             return wait.result()
-        missing = [rank for rank, said in enumerate(self._ledger.parts_so_far(index)) if not said]
+        missing = [r for r, part in enumerate(self._ledger.parts_so_far(index)) if not part]
         error = late(what, missing, self.timeout, self.rank)
         # Now there is a verdict in any case, so the wait ends.
         self._ledger.fail(index, CallFailure.here(index, _LATE, self.rank, str(error)))
