@@ -159,3 +159,22 @@ def test_a_close_in_a_callback_is_refused(tmp_path: Path) -> None:
             checkpointer.save(1, state_of(1)).add_done_callback(close)
         assert told.wait(NET.total_seconds())
     assert "close() was called in a callback of a save" in str(errors[0])
+
+
+def test_a_close_ends_the_writers_that_were_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one whose reader still waits for it to end by itself, which it would not."""
+    monkeypatch.setattr("outlast.async_checkpoint.writer.client._EXIT_S", 3.0)
+    with Checkpointer(tmp_path / "c") as checkpointer:
+        checkpointer.save(1, state_of(1)).wait(NET)
+        client = checkpointer._session.writer
+        process = client._process
+        assert process is not None
+        replaced = psutil.Process(process.pid)
+        process.channel._shut_down()  # as an interrupt in the middle of a message does
+        while client.pid == replaced.pid:
+            time.sleep(0.001)  # no event says that the reader has noticed it
+        checkpointer.save(2, state_of(2)).wait(NET)
+        assert client.pid != replaced.pid
+    assert not replaced.is_running()

@@ -117,8 +117,8 @@ class ProcessClient:
         self.timeout_s = 1800.0
         self._config = {**config, "main": os.getpid()}
         self._process: BackgroundProcess | None = None
-        self._reader: threading.Thread | None = None
-        self._over = threading.Event()  # the reader has ended
+        self._readers: list[threading.Thread] = []  # of this process, and of those it replaced
+        self._over = threading.Event()  # the reader of this process has ended
         self._pending: dict[int, Pending[Any]] = {}
         self._count = 0
         self._closed = False
@@ -198,11 +198,15 @@ class ProcessClient:
     def end(self, timeout_s: float) -> None:
         """Waits for the end of the process, which has been told to end; kills it after `timeout_s`.
         May be repeated, if an interrupt has cut it short.
+
+        Waits for those that it has replaced too: a process whose connection a restart has ended
+        takes the main process for killed, and lingers until its reader has killed it. A program
+        that ended before the reader did that would leave it behind.
         """
-        process, reader = self._process, self._reader
+        process = self._process
         if process is not None and not self._over.wait(timeout_s):
             process.kill()
-        if reader is not None:
+        for reader in self._readers:
             reader.join(_KILL_S)
 
     # -------------------------------------------------------------------------- for subclasses
@@ -255,10 +259,11 @@ class ProcessClient:
             process.channel.limit(max(self.timeout_s, _LEAST_S))
             self._over = over = threading.Event()
             name = f"outlast-{self.name.partition(' ')[0]}"
-            self._reader = threading.Thread(
+            reader = threading.Thread(
                 target=self._read, args=(process, over), name=name, daemon=True
             )
-            self._reader.start()
+            reader.start()
+            self._readers = [*(each for each in self._readers if each.is_alive()), reader]
             for call, pending in self._replayed(method):
                 numbered = call if pending is None else self._numbered(call, process, pending)
                 self._send(process, numbered)
