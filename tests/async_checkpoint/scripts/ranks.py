@@ -54,9 +54,9 @@ def join_group(store: str = "") -> None:
         dist.init_process_group("gloo")
 
 
-# A thread of gloo's may drop the last reference to a tensor late. If Python has none, that takes the
-# GIL, and the process aborts if the program is ending just then and something, such as a mesh, has
-# kept the group alive ("terminate called without an active exception").
+# A thread of gloo's may drop the last reference to a tensor late. If Python has none, that takes
+# the GIL, and the process aborts if the program is ending just then and something, such as a mesh,
+# has kept the group alive ("terminate called without an active exception").
 _met: list[torch.Tensor] = []
 
 
