@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,17 +55,18 @@ def join_group(store: str = "") -> None:
         dist.init_process_group("gloo")
 
 
-# A thread of gloo's may drop the last reference to a tensor late. If Python has none, that takes
-# the GIL, and the process aborts if the program is ending just then and something, such as a mesh,
-# has kept the group alive ("terminate called without an active exception").
-_met: list[torch.Tensor] = []
-
-
 def meet() -> int:
-    """Waits for all ranks; returns their number."""
-    _met.append(torch.ones(1))
-    dist.all_reduce(_met[-1])
-    return int(_met[-1])
+    """Waits for all ranks; returns their number.
+
+    Waits for gloo's thread to drop the tensor too, which needs the GIL. If it came while the
+    interpreter is ending, the process would abort ("terminate called without an active exception"):
+    a group is not over with `destroy_process_group` if something, such as a mesh, still has it.
+    """
+    count = torch.ones(1)
+    dist.all_reduce(count)
+    while count._use_count() > 1:  # type: ignore[attr-defined]
+        time.sleep(0.001)  # no event says so
+    return int(count)
 
 
 def leave_group() -> None:
