@@ -242,11 +242,28 @@ def test_a_fault_before_the_entry_leads_to_the_restart_after() -> None:
     ]
     run.fault(0, at=5.5, cause="in initialize")
     run.restart(at=5.5)
-    first, second = build(run.events).restarts
-    assert not first.resumed
+    report = build(run.events)
+    first, second = report.restarts
+    assert first.resumed  # by the second: it did not end the job
+    assert first.phases.total is None
     assert second.cause is not None
     assert second.cause.message == "in initialize"
     assert second.phases.total == RESTART
+    assert report.restart_count == 2
+
+
+def test_a_job_that_ends_before_the_entry_has_not_resumed() -> None:
+    run = SyntheticRun(hosts=["a", "a"])
+    run.begin(at=0.0)
+    run.fault(1, at=5.0)
+    run.restart(at=5.0)
+    run.events = [
+        event
+        for event in run.events
+        if not (isinstance(event, Entered) and event.iteration == 1)  # initialize failed
+    ]
+    run.fault(0, at=5.5, cause="in initialize")
+    assert [each.resumed for each in build(run.events).restarts] == [False, False]
 
 
 def test_each_call_of_a_wrapper_counts_its_iterations_from_zero() -> None:

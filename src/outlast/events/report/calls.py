@@ -184,7 +184,9 @@ class Call:
             joined=joined,
             world_size_before=self.world_size(iteration),
             world_size_after=self.world_size(iteration + 1),
-            resumed=bool(_only(ev.Entered, self.during.get(iteration + 1, ()))),
+            resumed=any(
+                _only(ev.Entered, self.during[i]) for i in self.iterations if i > iteration
+            ),
             swallowed=tuple(event.where for event in _only(ev.InterruptSwallowed, events)),
             ranks=ranks,
         )
