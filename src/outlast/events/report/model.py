@@ -168,7 +168,7 @@ class Restart(Record):
         cause: the first fault of a rank; `None` if none was recorded, as when a process joined.
         others: the other faults of the same iteration, in order.
         reason: why the survivors left the iteration, as they recorded it.
-        resumed: whether any member entered the function again, in the next iteration or a later one.
+        resumed: whether any member entered the function in the next iteration, or a later one.
         swallowed: places in user code that caught the interrupt and continued.
         redone_steps: how many completed steps the following restore discarded; `None` if unknown.
         host_loss: the loss of a host if that is the first cause. The faults of ranks, `cause`
