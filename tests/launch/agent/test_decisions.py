@@ -257,6 +257,13 @@ def test_of_a_dead_process_the_launcher_knows_more_than_the_ranks() -> None:
     )
 
 
+def test_the_rank_of_an_exit_is_named_and_not_the_one_that_ended_the_job() -> None:
+    exit_ = dataclasses.replace(MISTAKE, interruption="BASE_EXCEPTION", cause="SystemExit: 5")
+    reporter = dataclasses.replace(death(0, 1, Decision.FAILED, 93), last_output="SystemExit: 5")
+    ending = Ending(reporter, None, False, 12.5, fault=exit_)
+    assert ending.first_cause("here") == "SystemExit at train.py:16 (rank 1): 5"
+
+
 @pytest.mark.parametrize(("shown", "lines"), [(True, 2), (False, 7)])
 def test_an_exception_is_shown_once(shown: bool, lines: int) -> None:
     output = TRACEBACK.replace("\n", "\n[rank1]: ")

@@ -71,8 +71,14 @@ class Ending:
 
     @property
     def _told_by_ranks(self) -> FaultRecord | None:
-        """The fault, unless it is the end of a process, of which the launcher knows more."""
-        return None if self.fault is None or ends(self.fault) else self.fault
+        """The fault, unless it is the end of a process, of which the launcher knows more. It knows
+        less of an exception such as `SystemExit`, if another rank has ended the job because of it.
+        """
+        fault, cause = self.fault, self.cause
+        if fault is None or not ends(fault):
+            return fault
+        told = cause is not None and cause.exit_code == NO_RESTART
+        return fault if told and fault.interruption == "BASE_EXCEPTION" else None
 
     def output(self) -> list[str]:
         """The traceback or the last output of the first cause, with a line above it; empty if the
