@@ -334,6 +334,24 @@ def test_a_request_that_the_end_cuts_short_leaves_the_writer_time(
     assert left_over(path) == []
 
 
+def test_another_writer_tidies_up_after_one_that_was_lost(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    with Checkpointer(path, keep=Retention(last=1)) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"w": torch.ones(ELEMENTS)}).wait(NET)
+        session = checkpointer._session
+        session.writer.request(Writer.await_removals, tidy=False)
+        working, _ = session.storage.names_for(3, "0" * 20)
+        (path / working).mkdir()
+        (path / working / "part").write_bytes(b"x")
+        assert RECYCLED in left_over(path)
+        process = session.writer._process
+        assert process is not None
+        process.channel._shut_down()  # as an interrupt in the middle of a message does
+    assert valid_steps(path) == [2]
+    assert left_over(path) == []
+
+
 @pytest.mark.parametrize("how", ENDS)
 def test_recycled_files_are_gone_after_every_end(
     ranks: Callable[..., Job], tmp_path: Path, how: str

@@ -126,6 +126,7 @@ class ProcessClient:
         self._sending = threading.RLock()
         self._late: BackgroundProcess | None = None  # did not read or answer a message in time
         self._busy: BackgroundProcess | None = None  # did not answer before a restart went on
+        self._replaced = False  # whether the process is not the first one
 
     @property
     def pid(self) -> int | None:
@@ -263,6 +264,7 @@ class ProcessClient:
                 target=self._read, args=(process, over), name=name, daemon=True
             )
             reader.start()
+            self._replaced = bool(self._readers)
             self._readers = [*(each for each in self._readers if each.is_alive()), reader]
             for call, pending in self._replayed(method):
                 numbered = call if pending is None else self._numbered(call, process, pending)
@@ -364,9 +366,16 @@ class WriterClient(ProcessClient):
         """Ends the writer process, after `timeout_s` with a kill; what it is writing and its
         snapshots are lost. With `tidy` it deletes the recycled files first; with `last`, also the
         files of saves that were not committed.
+
+        If a restart has cut a message short, the writer is lost, and another one is started to do
+        that; but not if the disk did not respond.
         """
         with self._sending:  # a request that loses this writer starts no other one
-            self.tell(Writer.leave, tidy=tidy, last=last)
+            if (tidy or last) and timeout_s > 0 and self._readers and self._late is None:
+                # Without another writer, the next job removes what the lost one has left.
+                with contextlib.suppress(OSError, ProcessFailed):
+                    self._running()
+            self.tell(Writer.leave, tidy=tidy, last=last, replaced=self._replaced)
             self._closed = True
         self.end(timeout_s)
 

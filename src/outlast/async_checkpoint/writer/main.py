@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from outlast.async_checkpoint.storage.directory import open_storage
+from outlast.async_checkpoint.storage.directory import leftovers, open_storage
 from outlast.async_checkpoint.storage.fence import Credentials, check
 from outlast.async_checkpoint.storage.manifest import MANIFEST, saved_by
 from outlast.async_checkpoint.storage.protocol import Storage, is_temporary
@@ -71,13 +71,17 @@ class Writer(Service):
 
     # ------------------------------------------------------------------ calls without an answer
 
-    def leave(self, tidy: bool, last: bool) -> None:
+    def leave(self, tidy: bool, last: bool, replaced: bool) -> None:
         """The main process ends normally: see `goodbye`. Completes removals in the background
         first, deletes the recycled files if `tidy`, and removes what was written of saves that were
         not committed if `last`: the main process is rank 0, so no other process will commit them.
+        `replaced`: those of a writer that was lost.
         """
         self._recycles = self._recycles or tidy
         self._is_last = last
+        if last and replaced:
+            with contextlib.suppress(OSError, CheckpointError):  # the next job removes them
+                self._uncommitted.update(leftovers(self.storage))
         self.goodbye()
 
     def share_buffer(self, buffer: int, memory: SharedMemory, index: str) -> None:
