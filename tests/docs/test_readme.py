@@ -77,6 +77,8 @@ def test_the_first_program_survives(tmp_path: Path) -> None:
     for line in shown.splitlines():
         # As in the README, but for times and numbers.
         pattern = re.sub(r"\d+", r"\\d+", re.escape(re.sub(r"^\[outlast\] \S+ ", "", line)))
+        # The kill may come where ranks that live are a step behind too.
+        pattern = pattern.replace(r"rank\ \d+\ received", r"ranks?\ [\d, ]+\ received")
         assert re.search(pattern.replace(r"\[\d+\]", r"\[\d\]"), log), f"{line}\n{log}"
     losses = re.findall(r"step (\d+): loss \d", log)
     assert [int(step) for step in losses] == list(range(25, 1001, 25)), log

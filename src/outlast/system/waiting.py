@@ -30,11 +30,11 @@ class ThreadedWait(Generic[T]):
 
     def __init__(self, wait: Callable[[], T], name: str) -> None:
         self.over = threading.Event()
-        self._wait = wait
         self._value: T | None = None
         self._error: Exception | None = None
         self._abandoned: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        # The thread forgets `wait` at its end: it may be a method of what holds this object.
+        self._thread = threading.Thread(target=self._run, args=(wait,), name=name, daemon=True)
         self._thread.start()
 
     def result(self) -> T:
@@ -59,9 +59,9 @@ class ThreadedWait(Generic[T]):
         self._abandoned = error
         self.over.set()
 
-    def _run(self) -> None:
+    def _run(self, wait: Callable[[], T]) -> None:
         try:
-            self._value = self._wait()
+            self._value = wait()
         except Exception as e:  # noqa: BLE001 - `result` raises it
             self._error = e
         self.over.set()

@@ -162,11 +162,10 @@ def test_a_receiver_that_dies_in_the_middle(tmp_path: Path) -> None:
     with keepers(tmp_path) as (one, two), memory_of(16 << 20) as memory:
         os.kill(two.pid, signal.SIGSTOP)  # accepts connections, and reads nothing
         sent = one.send(two, memory, snapshot_of(3, 16 << 20))
-        reader = two.client._reader
+        reader = two.client._readers[-1]
         os.kill(two.pid, signal.SIGKILL)
         with pytest.raises(CheckpointError, match=f"{ADDRESS}:{two.port}: "):
             sent.result(NET_S)
-        assert reader is not None
         reader.join(NET_S)
         assert not reader.is_alive()  # a request that comes before its end is lost with the keeper
         # The keeper is replaced, and holds nothing.

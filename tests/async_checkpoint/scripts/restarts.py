@@ -32,10 +32,16 @@ def empty() -> dict[str, Any]:
     return state
 
 
-def held(writing: WriterClient) -> dict[str, int]:
-    """The resources of this process and its writer, when both are idle."""
+def held(writing: WriterClient, saver: threading.Thread | None) -> dict[str, int]:
+    """The resources of this process and its writer, when both are idle, and there is no other.
+    `saver` is the thread of the saves, which goes on.
+    """
+    for reader in writing._readers[:-1]:
+        reader.join(20)
+        assert not reader.is_alive()
     for thread in threading.enumerate():
-        if thread.name in ("outlast-release", "outlast-saver", "outlast-abort"):
+        ends = thread.name in ("outlast-release", "outlast-saver", "outlast-abort")
+        if ends and thread is not saver:
             thread.join(20)
             assert not thread.is_alive(), thread.name
     gc.collect()
@@ -74,21 +80,23 @@ def restarts(path: str, count: str) -> None:
             step = checkpointer.restore(state)
             assert step is None or same(state, own_state(step))
             session = checkpointer._session
-            looks = call.iteration in (10, last)
             say(
                 "began",
                 iteration=call.iteration,
                 step=step,
                 writer=session.writer.pid,
                 memories=[id(buffer.memory) for buffer in session.pool.buffers],
-                held=held(session.writer) if looks else None,
             )
             step = -1 if step is None else step
             dist.barrier()
-            if call.iteration % 3 == 0 or call.iteration == last:
+            looks = call.iteration in (10, last)
+            if call.iteration % 3 == 0 or looks:
                 checkpointer.save(step + 1, own_state(step + 1)).wait(NET)
                 say("committed", step=step + 1)
                 step += 1
+            if looks:  # a writer has used all it needs
+                say("held", held=held(session.writer, checkpointer._saves._thread))
+                dist.barrier()
             if call.iteration < last:
                 checkpointer.save(step + 1, own_state(step + 1))
                 if rank == call.iteration % 2:

@@ -27,6 +27,7 @@ import json
 import logging
 import math
 import socket
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -175,7 +176,14 @@ class RunningFiniteCheck:
         trained = [p for p in parameters.values() if p.requires_grad and p.is_leaf]
         last = [p for p in trained if p.ndim > 1][-1:]
         hooked = [] if self._off else [p for p in trained[:1] if p not in set(last)] + last
-        self._hooks = [p.register_hook(self._note_gradient) for p in hooked]
+        # A restart may interrupt the end of this check: a parameter must not hold it.
+        note = weakref.WeakMethod(self._note_gradient)
+
+        def hook(gradient: torch.Tensor) -> None:
+            if (noted := note()) is not None:
+                noted(gradient)
+
+        self._hooks = [p.register_hook(hook) for p in hooked]
         self.check_all()
 
     def step(self, step: int | None = None, loss: torch.Tensor | float | None = None) -> None:
