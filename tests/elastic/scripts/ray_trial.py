@@ -34,7 +34,7 @@ def trial(config: dict[str, Any]) -> None:
         saved: Any = save_all_states(asynchronous, metrics=metrics)
         where = saved.directory if asynchronous else saved
         assert config["storage"] in where
-        assert [name for name in os.listdir(f"{where}/states") if name[0] != "."] == ["step-00000001"]
+        assert [each.name for each in Path(where).glob("states/step-*")] == ["step-00000001"]
         text.text = "changed"
         assert load_state(text)  # what was just saved
         assert text.text.endswith(str(counters.step))
