@@ -4,6 +4,22 @@
 
 `docs/migration.md` lists what is the same, what is better and what is missing. A program whose
 imports cannot be changed calls `install()` before them.
+
+To the names of `outlast.inprocess`:
+
+| 0.4 | `outlast.inprocess` |
+|---|---|
+| `Compose(ActivateAllRanks(), ShiftRanks())` | `ShiftRanks()`: all are active without a rank filter |
+| `rank_assignment.MaxActiveWorldSize(n)` | `rank_filter.MaxActiveWorldSize(n)` |
+| `rank_assignment.ActiveWorldSizeDivisibleBy(n)` | `rank_filter.WorldSizeDivisibleBy(n)` |
+| `FilterCountGroupedByKey(key_or_fn, ...)` | `FilterGroupedByKey`, with `fn(rank, world_size)` |
+| `rank_assignment.Tree`, `Layer`, `LayerFlag` | those of `outlast.compat.nvrx.tree` |
+| `completion.Completion`, `terminate.Terminate` | `ending.Completion`, `ending.Terminate` |
+| a rank assignment: `ctx -> ctx` | `(state, ranks) -> (state, ranks)`, `ranks` a `frozenset` |
+| `Finalize`, `HealthCheck`: `state -> state` | `(state, train_ex) -> (state, train_ex)` |
+| `FrozenState`, `state.mode`, `Mode` | `State`, `state.status`, `Status` |
+| `state.active_rank`, `state.fn_exception` | `state.rank`, `train_ex` |
+| `heartbeat_interval=` | `monitor_process_interval=` |
 """
 
 from __future__ import annotations
