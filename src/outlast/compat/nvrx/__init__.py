@@ -5,6 +5,18 @@
 `docs/migration.md` lists what is the same, what is better and what is missing. A program whose
 imports cannot be changed calls `install()` before them.
 
+What policies of a user's own may notice:
+
+* `FillGaps` gives no rank outside the new size when a rank at or above it is lost too.
+* `state.active_rank` equals `state.rank` on active ranks, which are the lowest.
+* `Tree` fills the places of several lost ranks in the order of the active rank, raises `RestartAbort`
+  if no active rank is left, and has no attributes such as `init_rank_map`.
+* Without `ActivateAllRanks` all ranks are active; 0.4 raises an `InternalError`.
+* A terminated rank that is part of the world size after the assignment is a `RestartError`; 0.4 leaves
+  its place empty.
+* `Interruption` has no `MONITOR_PROCESS_EXCEPTION`.
+* A subclass of `StoreMixin` has `endpoint` and `serve` in place of barriers and counters.
+
 To the names of `outlast.inprocess`:
 
 | 0.4 | `outlast.inprocess` |
