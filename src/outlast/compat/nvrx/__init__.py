@@ -9,11 +9,11 @@ What policies of a user's own may notice:
 
 * `FillGaps` gives no rank outside the new size when a rank at or above it is lost too.
 * `state.active_rank` equals `state.rank` on active ranks, which are the lowest.
-* `Tree` fills the places of several lost ranks in the order of the active rank, raises `RestartAbort`
-  if no active rank is left, and has no attributes such as `init_rank_map`.
+* `Tree` fills the places of several lost ranks in the order of the active rank, raises
+  `RestartAbort` if no active rank is left, and has no attributes such as `init_rank_map`.
 * Without `ActivateAllRanks` all ranks are active; 0.4 raises an `InternalError`.
-* A terminated rank that is part of the world size after the assignment is a `RestartError`; 0.4 leaves
-  its place empty.
+* A terminated rank that is part of the world size after the assignment is a `RestartError`; 0.4
+  leaves its place empty.
 * `Interruption` has no `MONITOR_PROCESS_EXCEPTION`.
 * A subclass of `StoreMixin` has `endpoint` and `serve` in place of barriers and counters.
 
@@ -21,7 +21,7 @@ To the names of `outlast.inprocess`:
 
 | 0.4 | `outlast.inprocess` |
 |---|---|
-| `Compose(ActivateAllRanks(), ShiftRanks())` | `ShiftRanks()`: all are active without a rank filter |
+| `Compose(ActivateAllRanks(), ShiftRanks())` | `ShiftRanks()`: all ranks are active |
 | `rank_assignment.MaxActiveWorldSize(n)` | `rank_filter.MaxActiveWorldSize(n)` |
 | `rank_assignment.ActiveWorldSizeDivisibleBy(n)` | `rank_filter.WorldSizeDivisibleBy(n)` |
 | `FilterCountGroupedByKey(key_or_fn, ...)` | `FilterGroupedByKey`, with `fn(rank, world_size)` |
