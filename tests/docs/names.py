@@ -36,4 +36,3 @@ optimizer: torch.optim.Optimizer
 scheduler: torch.optim.lr_scheduler.LRScheduler
 save: Callable[[dict[str, Any]], None]
 train_step: Callable[[], None]
-validation_loss: Callable[[], float]

@@ -45,9 +45,9 @@ class CallWrapper:
     def ping(self) -> None:
         """Reports that the function is making progress.
 
-        The first ping of an iteration arms the progress timeouts: from then on, a rank that does
-        not ping within `soft_timeout` is interrupted, and within `hard_timeout` terminated. A ping
-        takes about a microsecond; call it once per step.
+        The first ping of an iteration arms `ping_timeout`, or the limit of `Adaptive`: from then
+        on, a rank that neither pings nor reports a step for that long is interrupted, whatever it
+        does. A ping takes about a microsecond; call it once per step.
         """
         now = self._clock.now()
         page = self._page
@@ -74,9 +74,10 @@ class CallWrapper:
         """Declares a phase without pings: an evaluation, a save, a first step.
 
         Args:
-            limit: how long the phase may take before the rank counts as hung; `None` means the
-                soft timeout of the settings (`Adaptive.initial`). The hard timeout follows after
-                the same interval as in the settings, or a longer one.
+            limit: how long the phase may take before the rank counts as hung, whatever it does.
+                `None`: the limits are those without `Adaptive`, whose soft timeout is then
+                `Adaptive.initial`. The hard timeout follows after the same interval as in the
+                settings, or a longer one.
 
         Phases nest: the limit of the innermost one applies.
 

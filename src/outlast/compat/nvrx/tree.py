@@ -74,6 +74,14 @@ class Layer:
 class Tree(RankAssignment):
     """Assigns and activates ranks by the topology of the job.
 
+        rank_assignment = Tree(
+            [
+                Layer(min_ranks=128, max_ranks=256, flag=LayerFlag.RESERVE),  # the job: 256 run
+                # A host that lost a GPU leaves the job.
+                Layer(8, 8, lambda state: socket.gethostname(), LayerFlag.RESERVE),
+            ]
+        )
+
     *At the start*, ranks are activated in depth-first order, as long as no group exceeds the
     `max_ranks` of its layer; the others are a warm reserve. *After faults*, in this order:
 
