@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +19,7 @@ from outlast.launch.hosts.plan import decode
 from outlast.launch.hosts.replicated import founding
 from outlast.launch.hosts.replicated.group import ReplicatedGroup
 from outlast.launch.hosts.replicated.membership import Membership
+from outlast.launch.hosts.replicated.service import HostService
 from outlast.system.lease_page import LeasePage
 from outlast.system.waiting import readable
 from procs import free_port
@@ -30,11 +34,15 @@ def page(tmp_path: Path) -> Iterator[LeasePage]:
     page.remove()
 
 
+def group_of(page: LeasePage) -> ReplicatedGroup:
+    endpoints = (("127.0.0.1", free_port()),)
+    return ReplicatedGroup(GroupSpec(run_id="one", endpoints=endpoints, page=page, lease_s=NET_S))
+
+
 @pytest.fixture
 def group(page: LeasePage, monkeypatch: pytest.MonkeyPatch) -> Iterator[ReplicatedGroup]:
     monkeypatch.setattr(founding, "SILENCE_S", 0.0)  # no other group is alive
-    endpoints = (("127.0.0.1", free_port()),)
-    group = ReplicatedGroup(GroupSpec(run_id="one", endpoints=endpoints, page=page, lease_s=NET_S))
+    group = group_of(page)
     group.start()
     yield group
     group.close(leave=True)
@@ -86,3 +94,54 @@ def test_a_change_makes_the_wakeup_descriptor_readable_until_it_is_polled(
     group.close(leave=True)
     with pytest.raises(StoreError, match="has left"):
         group.store.read("k")
+
+
+class Interrupt(BaseException):
+    pass
+
+
+def test_a_signal_before_the_thread_takes_calls_ends_it(
+    page: LeasePage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main, begins, closes = threading.get_ident(), threading.Event(), threading.Event()
+    begin, close = HostService._begin, HostService.close
+
+    def late(self: HostService, *given: Any) -> None:
+        begins.set()
+        assert closes.wait(NET_S)
+        time.sleep(0.1)  # for what `close` does without waiting; if it waits, this is no race
+        begin(self, *given)
+
+    def closing(self: HostService, *, leave: bool) -> None:
+        closes.set()
+        close(self, leave=leave)
+
+    def interrupt() -> None:
+        assert begins.wait(NET_S)
+        signal.pthread_kill(main, signal.SIGUSR2)
+
+    def on_signal(*_: Any) -> None:
+        raise Interrupt
+
+    monkeypatch.setattr(HostService, "_begin", late)
+    monkeypatch.setattr(HostService, "close", closing)
+    before = signal.signal(signal.SIGUSR2, on_signal)
+    sender = threading.Thread(target=interrupt)
+    try:
+        sender.start()
+        with pytest.raises(Interrupt):
+            group_of(page).start()
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+        sender.join()
+
+
+def test_a_group_whose_thread_has_not_started_can_be_closed(
+    page: LeasePage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_: HostService) -> None:
+        raise Interrupt
+
+    monkeypatch.setattr(HostService, "start", start)
+    with pytest.raises(Interrupt):
+        group_of(page).start()

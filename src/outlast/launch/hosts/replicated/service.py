@@ -28,6 +28,7 @@ from outlast.launch.hosts.replicated.record import Record
 from outlast.launch.hosts.server.store_server import StoreServer
 from outlast.system import lease_page
 from outlast.system.error_text import describe
+from outlast.system.fork import signals_of_job_blocked
 from outlast.system.lease_page import LeasePage
 
 PATIENCE_SHARE = 0.4
@@ -100,7 +101,8 @@ class HostService:
     # ------------------------------------------------------------------ other threads
     def start(self) -> None:
         """Start the thread; returns when it listens. Its `error` may be set by then."""
-        self._thread.start()
+        with signals_of_job_blocked():  # either it has started, or it never does: see `close`
+            self._thread.start()
         self._ready.wait()
 
     def problem(self) -> str:
@@ -149,7 +151,15 @@ class HostService:
         return lease_page.now() > self._page.deadline + self._timing.lease
 
     def close(self, *, leave: bool) -> None:
-        """End the service, after an orderly leave if that is wanted and possible."""
+        """End the service, after an orderly leave if that is wanted and possible.
+
+        A signal may have ended `start` by an exception. Before the thread listens, it takes no
+        calls: so this waits until it does.
+        """
+        if self._thread.ident is None:
+            self._place.listener.close()
+            return
+        self._ready.wait()
         if leave and self.call(self._leave):
             self._left.wait(min(LEAVE_LIMIT_S, self._timing.lease / 2))
         self.call(lambda: self._end(_CLOSED))
