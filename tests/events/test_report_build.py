@@ -230,17 +230,21 @@ def test_a_fault_that_ends_the_run_is_reported() -> None:
     assert report.completed == 0
 
 
-def test_a_fault_before_the_entry_leads_to_the_restart_after() -> None:
+def run_that_fails_before_the_entry() -> SyntheticRun:
+    """Into iteration 1: its `initialize` raises."""
     run = SyntheticRun(hosts=["a", "a"])
     run.begin(at=0.0)
     run.fault(1, at=5.0)
     run.restart(at=5.0)
     run.events = [
-        event
-        for event in run.events
-        if not (isinstance(event, Entered) and event.iteration == 1)  # initialize failed
+        event for event in run.events if not (isinstance(event, Entered) and event.iteration == 1)
     ]
     run.fault(0, at=5.5, cause="in initialize")
+    return run
+
+
+def test_a_fault_before_the_entry_leads_to_the_restart_after() -> None:
+    run = run_that_fails_before_the_entry()
     run.restart(at=5.5)
     report = build(run.events)
     first, second = report.restarts
@@ -253,16 +257,7 @@ def test_a_fault_before_the_entry_leads_to_the_restart_after() -> None:
 
 
 def test_a_job_that_ends_before_the_entry_has_not_resumed() -> None:
-    run = SyntheticRun(hosts=["a", "a"])
-    run.begin(at=0.0)
-    run.fault(1, at=5.0)
-    run.restart(at=5.0)
-    run.events = [
-        event
-        for event in run.events
-        if not (isinstance(event, Entered) and event.iteration == 1)  # initialize failed
-    ]
-    run.fault(0, at=5.5, cause="in initialize")
+    run = run_that_fails_before_the_entry()
     assert [each.resumed for each in build(run.events).restarts] == [False, False]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from typing import Any
 
 import psutil
@@ -94,7 +95,10 @@ def restarts(path: str, count: str) -> None:
                 checkpointer.save(step + 1, own_state(step + 1)).wait(NET)
                 say("committed", step=step + 1)
                 step += 1
-            if looks:  # a writer has used all it needs
+            if looks:  # a writer has used all it needs, and removes nothing
+                while len(checkpointer.checkpoints()) > 2:
+                    time.sleep(0.01)  # old ones are removed after the handle of the save has ended
+                session.writer.request(Writer.await_removals, tidy=False)
                 say("held", held=held(session.writer, checkpointer._saves._thread))
                 dist.barrier()
             if call.iteration < last:

@@ -18,6 +18,7 @@ from async_checkpoint.checkpoints import NET, folder_of, left_over, valid_steps
 from async_checkpoint.staged_writer import Plan
 from outlast.async_checkpoint import Checkpointer, Retention
 from outlast.async_checkpoint.storage import directory as folders
+from outlast.async_checkpoint.storage.fence import Credentials
 from outlast.async_checkpoint.storage.local import LocalStorage
 from outlast.async_checkpoint.storage.recycled_files import RECYCLED, RecycledFiles
 from outlast.async_checkpoint.writer import client
@@ -334,7 +335,9 @@ def test_a_request_that_the_end_cuts_short_leaves_the_writer_time(
     assert left_over(path) == []
 
 
-def test_another_writer_tidies_up_after_one_that_was_lost(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fenced", [False, True])
+def test_another_writer_tidies_up_after_one_that_was_lost(tmp_path: Path, fenced: bool) -> None:
+    """Not what may be a save in progress of another group of hosts, which has the folder now."""
     path = tmp_path / "c"
     with Checkpointer(path, keep=Retention(last=1)) as checkpointer:
         for step in (1, 2):
@@ -350,8 +353,10 @@ def test_another_writer_tidies_up_after_one_that_was_lost(tmp_path: Path) -> Non
         process = session.writer._process
         assert process is not None
         process.channel._shut_down()  # as an interrupt in the middle of a message does
+        if fenced:
+            session.credentials = Credentials("another", str(tmp_path / "no lease"))
     assert valid_steps(path) == [2]
-    assert left_over(path) == []
+    assert left_over(path) == ([working] if fenced else [])
 
 
 @pytest.mark.parametrize("how", ENDS)

@@ -8,6 +8,7 @@ and finds the buffers allocated, the writer running and the last snapshots still
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import os
 import sys
 import threading
@@ -137,7 +138,8 @@ class FolderSession:
             self.keeper.close(timeout_s)  # a round that waits for it ends
         if self.copies is not None:
             self.copies.join()
-        self.writer.close(timeout_s, tidy=self.recycles, last=self.locked)
+        allowed = dataclasses.asdict(self.credentials)
+        self.writer.close(timeout_s, tidy=self.recycles, last=self.locked, **allowed)
         self.pool.close()
         self.release_inherited()
         if self.kept is not None:

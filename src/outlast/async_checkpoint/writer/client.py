@@ -362,10 +362,18 @@ class WriterClient(ProcessClient):
             log.warning("%s before a save began: another one is started", lost)
             self.request(Writer.begin_save)
 
-    def close(self, timeout_s: float, *, tidy: bool = False, last: bool = False) -> None:
+    def close(
+        self,
+        timeout_s: float,
+        *,
+        tidy: bool = False,
+        last: bool = False,
+        writer: str = "",
+        lease: str = "",
+    ) -> None:
         """Ends the writer process, after `timeout_s` with a kill; what it is writing and its
         snapshots are lost. With `tidy` it deletes the recycled files first; with `last`, also the
-        files of saves that were not committed.
+        files of saves that were not committed. `writer` and `lease` are the credentials.
 
         If a restart has cut a message short, the writer is lost, and another one is started to do
         that; but not if the disk did not respond.
@@ -375,7 +383,14 @@ class WriterClient(ProcessClient):
                 # Without another writer, the next job removes what the lost one has left.
                 with contextlib.suppress(OSError, ProcessFailed):
                     self._running()
-            self.tell(Writer.leave, tidy=tidy, last=last, replaced=self._replaced)
+            self.tell(
+                Writer.leave,
+                tidy=tidy,
+                last=last,
+                replaced=self._replaced,
+                writer=writer,
+                lease=lease,
+            )
             self._closed = True
         self.end(timeout_s)
 

@@ -71,17 +71,20 @@ class Writer(Service):
 
     # ------------------------------------------------------------------ calls without an answer
 
-    def leave(self, tidy: bool, last: bool, replaced: bool) -> None:
+    def leave(self, tidy: bool, last: bool, replaced: bool, writer: str, lease: str) -> None:
         """The main process ends normally: see `goodbye`. Completes removals in the background
         first, deletes the recycled files if `tidy`, and removes what was written of saves that were
         not committed if `last`: the main process is rank 0, so no other process will commit them.
-        `replaced`: those of a writer that was lost.
+        `replaced`: also those of a writer that was lost, if a `commit` would be allowed.
         """
         self._recycles = self._recycles or tidy
         self._is_last = last
         if last and replaced:
             with contextlib.suppress(OSError, CheckpointError):  # the next job removes them
-                self._uncommitted.update(leftovers(self.storage))
+                found = leftovers(self.storage)
+                # Afterwards: so they were found before another group of hosts could save here.
+                self._check_fence(writer, lease)
+                self._uncommitted.update(found)
         self.goodbye()
 
     def share_buffer(self, buffer: int, memory: SharedMemory, index: str) -> None:
