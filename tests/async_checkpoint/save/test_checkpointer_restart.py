@@ -30,7 +30,7 @@ def test_restarts_with_a_save_in_flight(ranks: Ranks, tmp_path: Path) -> None:
             assert len({line["writer"] for line in began[1:]}) < RESTARTS // 2
             used = [line["memories"] for line in began[10:]]
             assert all(memories == used[0] for memories in used)
-            early, late = (line["held"] for line in job.lines(rank) if line["event"] == "held")
+            early, late = (line["held"] for line in began if line["held"])
             assert early == late
         assert stories[0] == stories[1]
         done = -1

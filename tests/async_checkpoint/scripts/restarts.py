@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import threading
-import time
 from typing import Any
 
 import psutil
@@ -33,16 +32,15 @@ def empty() -> dict[str, Any]:
     return state
 
 
-def held(writing: WriterClient, saver: threading.Thread | None) -> dict[str, int]:
-    """The resources of this process and its writer, when both are idle, and there is no other.
-    `saver` is the thread of the saves, which goes on.
+def held(writing: WriterClient) -> dict[str, int]:
+    """The resources of this process and its writer, when both are idle. The announcement of the
+    writer does not count: one that has just replaced another has none until the next snapshot.
     """
     for reader in writing._readers[:-1]:
         reader.join(20)
         assert not reader.is_alive()
     for thread in threading.enumerate():
-        ends = thread.name in ("outlast-release", "outlast-saver", "outlast-abort")
-        if ends and thread is not saver:
+        if thread.name in ("outlast-release", "outlast-saver", "outlast-abort"):
             thread.join(20)
             assert not thread.is_alive(), thread.name
     gc.collect()
@@ -52,17 +50,17 @@ def held(writing: WriterClient, saver: threading.Thread | None) -> dict[str, int
         "threads": len(threading.enumerate()),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "children": len(psutil.Process().children(recursive=True)),
-        "shared": len([t for t in _targets() if "outlast-snapshot" in t]),
+        "shared": len([t for t in _targets(os.getpid()) if "outlast-snapshot" in t]),
         "writer threads": writer.num_threads(),
-        "writer descriptors": writer.num_fds(),
+        "writer descriptors": len([t for t in _targets(writer.pid) if not t.endswith(".writer")]),
     }
 
 
-def _targets() -> list[str]:
+def _targets(pid: int) -> list[str]:
     targets = []
-    for entry in os.listdir("/proc/self/fd"):
+    for entry in os.listdir(f"/proc/{pid}/fd"):
         try:
-            targets.append(os.readlink(f"/proc/self/fd/{entry}"))
+            targets.append(os.readlink(f"/proc/{pid}/fd/{entry}"))
         except FileNotFoundError:
             continue  # the one that lists them
     return targets
@@ -81,26 +79,21 @@ def restarts(path: str, count: str) -> None:
             step = checkpointer.restore(state)
             assert step is None or same(state, own_state(step))
             session = checkpointer._session
+            looks = call.iteration in (10, last)
             say(
                 "began",
                 iteration=call.iteration,
                 step=step,
                 writer=session.writer.pid,
                 memories=[id(buffer.memory) for buffer in session.pool.buffers],
+                held=held(session.writer) if looks else None,
             )
             step = -1 if step is None else step
             dist.barrier()
-            looks = call.iteration in (10, last)
-            if call.iteration % 3 == 0 or looks:
+            if call.iteration % 3 == 0 or call.iteration == last:
                 checkpointer.save(step + 1, own_state(step + 1)).wait(NET)
                 say("committed", step=step + 1)
                 step += 1
-            if looks:  # a writer has used all it needs, and removes nothing
-                while len(checkpointer.checkpoints()) > 2:
-                    time.sleep(0.01)  # old ones are removed after the handle of the save has ended
-                session.writer.request(Writer.await_removals, tidy=False)
-                say("held", held=held(session.writer, checkpointer._saves._thread))
-                dist.barrier()
             if call.iteration < last:
                 checkpointer.save(step + 1, own_state(step + 1))
                 if rank == call.iteration % 2:
