@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from outlast.coordination.stores.store import KeyTimeout
-from outlast.coordination.stores.tcp_client import Query, TcpClient
+from outlast.coordination.stores.tcp_client import Query, SharedClient, TcpClient
 from outlast.errors import RankShouldRestart, StoreError
 from outlast.system.sockets import shut_down, socket_inodes
 
@@ -71,6 +71,22 @@ def test_after_a_timeout_another_connection_is_used(server: Any) -> None:
         client.wait_for("k", 0.01)
     server.set("k", "v")  # the first connection gets the answer to the wait
     assert client.add("n", 5) == 5
+
+
+def test_another_connection_after_an_interrupt_leaves_the_waits_of_other_threads(
+    server: Any,
+) -> None:
+    client = SharedClient("127.0.0.1", server.port, NET_S)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client.wait_for, "k", None)
+        while not client._waiting or client._waiting[0]._connection is None:
+            pass
+        theirs = client._waiting[0]._connection
+        client._unfinished = True  # as an interrupt of an operation leaves it
+        assert client.add("n", 1) == 1
+        assert client._waiting[0]._connection is theirs
+        server.set("k", "v")
+        assert waiting.result(NET_S) == b"v"
 
 
 def test_a_connection_that_is_shut_down_ends_the_wait_without_a_log_line(
