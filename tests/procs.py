@@ -294,12 +294,13 @@ def torch_noise(output: str) -> str:
     prefixes = r"^(\[\d+\] )?(\[rank\d+\]:)?"  # of the launcher, of torch
     signs = re.compile(prefixes + r"(\[[WE]\d{4} .*\.(cpp|cc|hpp):\d+\] |frame #\d+: )")
     # Not about faults: where no resolver answers, every connection of torch's may say so; DDP's
-    # advice about the script's model. And what gloo logs before the rank knows of a fault: a peer
-    # failed while this rank was still connecting to it.
+    # advice about the script's model. And what is logged before the rank knows of a fault: a peer
+    # failed while gloo was still connecting to it, or hung up while the store's server answered.
     others = (
         "The hostname of the client socket cannot be retrieved",
         "reducer.cpp",
         "Gloo connectFullMesh failed",
+        "Write setup to client failed",
     )
     lines = [line for line in output.splitlines() if signs.search(line)]
     return "\n".join(line for line in lines if not any(other in line for other in others))

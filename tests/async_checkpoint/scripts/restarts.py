@@ -35,7 +35,9 @@ def empty() -> dict[str, Any]:
 def held(writing: WriterClient) -> dict[str, int]:
     """The resources of this process and its writer, when both are idle. The announcement of the
     writer does not count: one that has just replaced another has none until the next snapshot.
+    Nor do the connections to the iteration's store: one more, if a rank has had to wait there.
     """
+    dist.barrier()  # the other rank opens no connection meanwhile
     for reader in writing._readers[:-1]:
         reader.join(20)
         assert not reader.is_alive()
@@ -46,9 +48,15 @@ def held(writing: WriterClient) -> dict[str, int]:
     gc.collect()
     writing.request(Writer.begin_save)  # done in order: everything dropped earlier has ended
     writer = psutil.Process(writing.pid)
+    store = int(os.environ["MASTER_PORT"])
+    ends = [
+        end
+        for end in psutil.Process().net_connections("tcp")
+        if store in (end.laddr.port, end.raddr and end.raddr.port)
+    ]
     return {
         "threads": len(threading.enumerate()),
-        "descriptors": len(os.listdir("/proc/self/fd")),
+        "descriptors": len(os.listdir("/proc/self/fd")) - len(ends),
         "children": len(psutil.Process().children(recursive=True)),
         "shared": len([t for t in _targets(os.getpid()) if "outlast-snapshot" in t]),
         "writer threads": writer.num_threads(),
