@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+import platform
 import socket
+import struct
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -16,6 +21,8 @@ from hypothesis import strategies as st
 from outlast.system.channel import MAX_DESCRIPTORS, Channel
 
 Ends = tuple[Channel, Channel]
+# How the line in /proc of a thread begins that waits in `poll`, or in `ppoll`.
+WAITS = {"x86_64": "7 ", "aarch64": "73 "}.get(platform.machine(), "")
 
 
 @pytest.fixture
@@ -99,21 +106,59 @@ def test_a_peer_that_went_without_reading(ends: Ends) -> None:
         ends[0].receive()
 
 
-def test_a_message_that_was_interrupted_ends_the_channel(ends: Ends) -> None:
+class Interrupted(BaseException):
+    pass
 
-    class Interrupted(BaseException):
+
+def test_an_interrupt_leaves_a_whole_message_and_the_channel(ends: Ends) -> None:
+    """One that comes while the message waits for room is raised once it is sent."""
+    ends[0].limit(0.05)
+    count = 0
+    with contextlib.suppress(TimeoutError):
+        while True:
+            ends[0]._socket.send(struct.pack(">Q", 100) + b"x" * 100)
+            count += 1
+    ends[0].limit(60)
+    outcome: list[BaseException] = []
+
+    def send() -> None:
+        try:
+            ends[0].send(b"interrupted")
+        except Interrupted as e:
+            outcome.append(e)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    call = f"/proc/self/task/{sender.native_id}/syscall"
+    while not Path(call).read_text().startswith(WAITS):
         pass
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(sender.ident or 0), ctypes.py_object(Interrupted)
+    )
+    for _ in range(count):
+        assert ends[1].receive()[0] == b"x" * 100
+    assert ends[1].receive()[0] == b"interrupted"
+    sender.join()
+    assert outcome
+    ends[0].send(b"next")
+    assert ends[1].receive()[0] == b"next"
 
+
+def test_a_message_that_was_interrupted_in_the_middle_ends_the_channel(ends: Ends) -> None:
     class Socket:
+        """Sends only the first bytes."""
+
         def __init__(self, sock: socket.socket) -> None:
             self._sock = sock
 
         def __getattr__(self, name: str) -> object:
             return getattr(self._sock, name)
 
+        def sendmsg(self, parts: list[bytes], ancillary: object) -> int:
+            return self._sock.send(b"".join(parts)[:9])
+
         def sendall(self, data: bytes) -> None:
-            if data:
-                raise Interrupted
+            raise Interrupted
 
     ends[0]._socket = Socket(ends[0]._socket)  # type: ignore[assignment]
     with pytest.raises(Interrupted):

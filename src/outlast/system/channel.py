@@ -57,16 +57,20 @@ class Channel:
             raise ValueError(f"{len(descriptors)} descriptors, at most {MAX_DESCRIPTORS} allowed")
         rights = array.array("i", descriptors)
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if descriptors else []
+        length = _LENGTH.pack(len(payload))
+        size = len(length) + len(payload)
+        sent: list[int] = []
         with self._sending:
             try:
-                length = _LENGTH.pack(len(payload))
-                sent = self._socket.sendmsg([length], ancillary)
-                self._socket.sendall(length[sent:])
-                self._socket.sendall(payload)
-            except BaseException:
-                # An interrupt may have come between two parts. The incomplete message must not
-                # become the beginning of the next one: the connection is ended.
-                self._shut_down()
+                # An interrupt comes between two calls of Python's, most often after one that has
+                # waited. These are one call: afterwards, what was sent is known in any case.
+                sent.extend(map(self._socket.sendmsg, [[length, payload]], [ancillary]))
+                if sent[0] < size:
+                    self._socket.sendall((length + payload)[sent[0] :])
+            except BaseException as e:
+                # An incomplete message must not become the beginning of the next one.
+                if isinstance(e, OSError) or 0 < sum(sent) < size:
+                    self._shut_down()
                 raise
 
     def receive(self) -> tuple[bytes, list[int]]:
