@@ -43,7 +43,6 @@ __all__ = ["Checkpointer"]
 
 log = logging.getLogger("outlast.checkpoint")
 
-_FOR_WRITER_S = 0.2
 _FOR_FAULT = datetime.timedelta(seconds=30)
 _FOR_EXIT = datetime.timedelta(minutes=10)
 
@@ -140,9 +139,9 @@ class Checkpointer:
             )
             self._session.writer.timeout_s = timeout_s
             if taken_over:
-                self._take_over()
+                self._session.end_owner()
             if self.rank != 0:
-                self._session.unlock()  # this process may have been rank 0 before
+                self._session.unlock()
             self._session.pool.grow(max_in_flight, spare=replicas)
             self._emitter = Emitter(events if events is not None else self._session.sink(self.rank))
             self._emitter.place(rank=self.rank)
@@ -377,14 +376,6 @@ class Checkpointer:
             self.abort()
         else:
             self._close_and_log(_FOR_EXIT)
-
-    def _take_over(self) -> None:
-        before = self._session.owner
-        if before is not None:
-            before._drop()  # even after an abort, which an interrupt may cut short
-            # A restart must not wait for a slow disk to make dropped files durable.
-            self._session.writer.await_idle(_FOR_WRITER_S)
-        self._session.pool.give_back_all()
 
     def _drop(self) -> None:
         self._closed = True

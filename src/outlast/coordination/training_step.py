@@ -1,5 +1,5 @@
-"""The progress of this process: the training step that it has reached, and how often the function
-has been left because of a fault.
+"""The progress of this process: the training step that it has reached, how often the function has
+been left because of a fault, and whether it has gone into reserve.
 
 `Job.step` and `Checkpointer.save` report steps; `inprocess.Wrapper`, which does not know them, uses
 them to tell a fault that comes back from one after progress, and fault injection to fire at a step.
@@ -50,3 +50,13 @@ def count_restart() -> None:
     """Counts: the training function has been left, and may be called again."""
     global _restarts
     _restarts += 1
+
+
+reserve_observers: list[Callable[[], None]] = []
+"""Called when this process is in reserve in the next iteration, before any rank enters that."""
+
+
+def go_into_reserve() -> None:
+    """The next iteration is without this process: if it was rank 0, another is that now."""
+    for observer in tuple(reserve_observers):
+        observer()

@@ -71,3 +71,17 @@ def test_each_iteration_makes_a_checkpointer_without_closing_the_one_before(
             assert len(refused) == 3
             assert all(f"Checkpointer (or a Job) for {tmp_path}/c" in text for text in refused)
     assert {1, 2, 3} <= set(valid_steps(tmp_path / "c"))
+
+
+def test_a_rank_0_in_reserve_does_not_keep_the_folder(ranks: Ranks, tmp_path: Path) -> None:
+    """The rank 0 of the next iteration is another process, which locks it."""
+    with ranks("restarts", "rank_0_goes_into_reserve", str(tmp_path / "c"), nprocs=3) as job:
+        job.start_all()
+        assert job.wait_all(60) == {0: 0, 1: 0, 2: 0}, job.errors(1)[-4000:]
+        lines = [line for rank in range(3) for line in job.lines(rank) if line["event"] == "began"]
+        first, second = ({x["rank"]: x for x in lines if x["iteration"] == k} for k in (0, 1))
+        assert len(lines) == 4
+        assert second[0]["pid"] == first[1]["pid"]
+        assert [second[rank]["step"] for rank in range(2)] == [1, 1]
+    assert valid_steps(tmp_path / "c") == [1, 2]
+    assert left_over(tmp_path / "c") == []

@@ -17,6 +17,9 @@ from outlast.async_checkpoint import Checkpointer, Retention
 from outlast.async_checkpoint.writer.client import WriterClient
 from outlast.async_checkpoint.writer.main import Writer
 from outlast.inprocess import CallWrapper, Wrapper
+from outlast.inprocess.rank_assignment import RankAssignment, ShiftRanks
+from outlast.inprocess.rank_filter import MaxActiveWorldSize
+from outlast.inprocess.state import State
 
 ELEMENTS = 300_000
 
@@ -137,6 +140,37 @@ def never_closed(path: str) -> None:
         dist.barrier()
         checkpointer.close()
         dist.barrier()
+        dist.destroy_process_group()
+
+    train()
+
+
+class Rotate(RankAssignment):
+    """After a fault, rank 0 becomes the last one: in reserve, beside `MaxActiveWorldSize`."""
+
+    def __call__(
+        self, state: State, terminated_ranks: frozenset[int]
+    ) -> tuple[State, frozenset[int]]:
+        state, left = ShiftRanks()(state, terminated_ranks)
+        if state.iteration > 0:
+            state = state.copy(rank=(state.rank - 1) % state.world_size)
+        return state, left
+
+
+@scenario
+def rank_0_goes_into_reserve(path: str) -> None:
+    @Wrapper(rank_assignment=Rotate(), rank_filter=MaxActiveWorldSize(2))
+    def train(call: CallWrapper) -> None:
+        dist.init_process_group("gloo")
+        with Checkpointer(path) as checkpointer:
+            step = checkpointer.restore(blank())
+            say("began", iteration=call.iteration, rank=dist.get_rank(), step=step, pid=os.getpid())
+            dist.barrier()
+            checkpointer.save(call.iteration + 1, state_of(call.iteration + 1)).wait(NET)
+            dist.barrier()
+            if call.iteration == 0 and dist.get_rank() == 1:
+                raise ValueError("a planned fault")
+            dist.barrier()
         dist.destroy_process_group()
 
     train()

@@ -24,12 +24,15 @@ from outlast.async_checkpoint.storage.directory import open_storage
 from outlast.async_checkpoint.storage.fence import Credentials
 from outlast.async_checkpoint.storage.manifest import checksum
 from outlast.async_checkpoint.writer.client import WriterClient
+from outlast.coordination.training_step import reserve_observers
 from outlast.events.emitter import JsonlSink, Sink
 from outlast.system.shared_memory import SharedMemory
 
 # The writer completes its last request in that time (at most ten seconds of it), and deletes the
 # recycled files: that takes seconds on a busy disk.
 _AT_EXIT_S = 20.0
+# A restart must not wait for a slow disk to make dropped files durable.
+_FOR_WRITER_S = 0.2
 
 _sessions: dict[str, FolderSession] = {}
 _lock = threading.Lock()
@@ -66,6 +69,7 @@ class FolderSession:
         self._sink: Sink | None = None
         # At exit, the program says goodbye to the writer, which would otherwise linger.
         atexit.register(self._close_at_exit)
+        reserve_observers.append(self._go_into_reserve)
 
     def sink(self, rank: int) -> Sink | None:
         """The default sink of events: one file for each process, which all its checkpointers for
@@ -106,10 +110,22 @@ class FolderSession:
         if memory is not None:
             memory.close()
 
+    def end_owner(self) -> None:
+        """Ends the checkpointer of an iteration that is over."""
+        if self.owner is not None:
+            self.owner._drop()  # even after an abort, which an interrupt may cut short
+            self.writer.await_idle(_FOR_WRITER_S)
+        self.pool.give_back_all()
+
     def unlock(self) -> None:
+        """On a rank other than 0: this process may have been that before."""
         if self.locked:
             self.storage.unlock()
             self.locked = False
+
+    def _go_into_reserve(self) -> None:
+        self.end_owner()
+        self.unlock()
 
     @property
     def outlives_program(self) -> bool:
@@ -153,6 +169,8 @@ class FolderSession:
         with _lock:
             if _sessions.get(self.url) is self:
                 del _sessions[self.url]
+        if self._go_into_reserve in reserve_observers:
+            reserve_observers.remove(self._go_into_reserve)
         atexit.unregister(self._close_at_exit)  # last: see above
 
 

@@ -19,7 +19,7 @@ from outlast.clock import Clock, MonotonicClock
 from outlast.coordination.decision import Decision, ViewRecord
 from outlast.coordination.ops import Link
 from outlast.coordination.records import FaultRecord
-from outlast.coordination.training_step import count_restart
+from outlast.coordination.training_step import count_restart, go_into_reserve
 from outlast.errors import HealthCheckError, InternalError, RankShouldRestart
 from outlast.events.emitter import Emitter
 from outlast.events.types import (
@@ -132,6 +132,8 @@ class RankHost(RankFaults):
         self.state = state
         self.page.rank, self.page.world_size = state.rank, state.world_size
         self.emitter.place(rank=state.rank)
+        if not state.active:
+            go_into_reserve()
         self.emitter.emit(
             Assigned(
                 world_size=state.world_size,
