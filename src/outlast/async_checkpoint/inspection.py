@@ -119,8 +119,6 @@ def open_bytes(storage: Storage, folder: str) -> dict[str, BinaryIO]:
     for name, tensor in manifest.tensors.items():
         for shard in tensor.shards:
             found[name] = (shard.file, shard.at, math.prod(shard.sizes))
-    if not found:  # the first format of `outlast.elastic`: each state is a file
-        found = {name: (name, 0, file.size_bytes) for name, file in manifest.files.items()}
     source = storage_source(storage, folder, manifest)
     return {
         name: cast(BinaryIO, io.BufferedReader(VerifiedBytes(source, *place)))

@@ -186,7 +186,7 @@ def test_values_that_run_code_are_refused_unless_trusted(
         with pytest.raises(CheckpointError, match=r"'value' cannot be saved: a _Malice could not"):
             checkpointer.save(1, {"value": _Malice(harm)})
         assert not harm.exists()
-        monkeypatch.setattr(structure, "encode", lambda value: value)  # as earlier versions did
+        monkeypatch.setattr(structure, "encode", lambda value: value)
         checkpointer.save(1, {"value": _Malice(harm)}).wait()
     with Checkpointer(tmp_path / "c") as checkpointer:
         with pytest.raises(CheckpointError, match=r"'value' .* cannot be loaded.*weights_only"):

@@ -59,16 +59,14 @@ def test_what_is_there_by_step(storage: LocalStorage) -> None:
     ]
 
 
-def test_checkpoints_of_states_in_the_same_folder_are_left_alone(storage: LocalStorage) -> None:
-    """Earlier versions of `outlast.elastic` saved them there."""
+def test_directories_that_are_no_checkpoints(storage: LocalStorage) -> None:
     save(storage, 3)
-    own = [".tmp-recycled", ".tmp-removed-step-00000001-aa", ".tmp-step-00000005-aa"]
-    others = [".tmp-removed-states-00000001-aa", ".tmp-states-00000005-aa", "states-00000009"]
-    for name in (*own, *others):
+    left = [".tmp-recycled", ".tmp-removed-step-00000001-aa", ".tmp-step-00000005-aa"]
+    for name in (*left, "states-00000009"):
         storage.make(name)
     assert folders.candidates(storage) == [(3, "step-00000003")]
-    assert folders.leftovers(storage) == own
-    assert [one.folder for one in folders.survey(storage)] == ["step-00000003", *own]
+    assert folders.leftovers(storage) == left
+    assert [one.folder for one in folders.survey(storage)] == ["step-00000003", *left]
 
 
 def test_a_directory_that_cannot_be_read_now(monkeypatch: pytest.MonkeyPatch) -> None:

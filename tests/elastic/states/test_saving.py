@@ -18,16 +18,10 @@ from async_checkpoint.storage.manifests import forged
 from elastic.states.test_state import NAMES, ODD
 from elastic.text_state import Failing, Text
 from outlast.async_checkpoint import Retention
-from outlast.async_checkpoint.storage.entries import FileEntry
-from outlast.async_checkpoint.storage.local import LocalStorage
 from outlast.async_checkpoint.storage.manifest import (
-    CHUNK_BYTES,
     FORMAT_VERSION,
     MANIFEST,
-    Manifest,
-    checksum,
     decode,
-    encode,
 )
 from outlast.coordination.training_step import observed_steps
 from outlast.elastic import State, load_all_states, load_state, save_all_states, save_state
@@ -332,41 +326,6 @@ def test_what_a_killed_save_has_left_is_removed_and_not_taken_along(folder: Path
     assert state.text == "ours"
 
 
-def of_first_format(folder: Path, number: int, text: str, name: str = "") -> Path:
-    directory = folder / (name or f"states-{number:08d}")
-    local = LocalStorage(str(folder))
-    local.prepare()
-    local.make(directory.name)
-    (directory / "a.state").write_text(text)
-    manifest = Manifest(
-        files={"a.state": FileEntry("a.state", len(text), [checksum(text.encode())])},
-        tensors={},
-        values={},
-        step=number,
-        save_id="abc",
-        world_size=2,
-        metric=None,
-        chunk_bytes=CHUNK_BYTES,
-    )
-    local.put(directory.name, MANIFEST, encode(manifest))
-    return directory
-
-
-def test_states_of_the_first_format(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for number, text in ((1, "older"), (2, "old"), (3, "damaged")):
-        directory = of_first_format(folder, number, text)
-    damage(directory / "a.state")
-    a, b = Text("a"), Text("b", "own")
-    assert load_all_states() == ["a"]
-    assert (a.text, b.text) == ("old", "own")
-    assert "passed over" in caplog.text
-    a.text = "new"
-    assert save_all_states() == str(folder / "states" / "step-00000001")
-    assert os.listdir(folder) == ["states"]
-    assert load_all_states() == ["a", "b"]
-    assert a.text == "new"
-
-
 def test_a_manifest_of_another_program_is_neither_read_nor_a_reason_to_remove(
     folder: Path,
 ) -> None:
@@ -381,47 +340,6 @@ def test_a_manifest_of_another_program_is_neither_read_nor_a_reason_to_remove(
     assert (folder / "data.bin").read_text() == "mine"
     assert os.path.isdir(where)
     assert load_state(state)
-
-
-COPIES = ("states-00000009-20261122", "states-2", "states-a", "states-00000001-0")
-
-
-def test_copies_of_the_first_format_are_neither_loaded_nor_removed(folder: Path) -> None:
-    elsewhere = of_first_format(folder.parent, 1, "linked", "elsewhere")
-    of_first_format(folder, 1, "old")
-    for name in COPIES:
-        of_first_format(folder, 1, "copied", name)
-    (folder / "states-00000007").symlink_to(elsewhere)
-    later = of_first_format(folder, 3, "later")
-    (later / MANIFEST).write_text("of another program")
-    state = Text("a")
-    assert load_state(state)
-    assert state.text == "old"
-    save_all_states()
-    kept = [*COPIES, "states-00000003", "states-00000007", "states"]
-    assert sorted(os.listdir(folder)) == sorted(kept)
-    assert (elsewhere / "a.state").read_text() == "linked"
-
-
-def test_an_old_checkpoint_that_cannot_be_removed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    old = of_first_format(folder, 1, "old")
-
-    def refuse(self: object, path: str) -> None:
-        raise PermissionError(13, "no")
-
-    state = Text("a", "new")
-    with monkeypatch.context() as patch:
-        patch.setattr(LocalStorage, "remove", refuse)
-        where = save_all_states()
-    assert f"{old} could not be removed" in caplog.text
-    state.text = ""
-    assert load_state(state)
-    assert state.text == "new"
-    save_all_states()
-    assert where is not None
-    assert not old.exists()
 
 
 def test_two_jobs_do_not_save_into_one_folder(folder: Path) -> None:

@@ -33,6 +33,7 @@ from outlast.async_checkpoint.storage.protocol import (
     IDENTITY,
     NEW,
     REMOVED,
+    WORKING,
     Position,
     Storage,
     check_names,
@@ -53,7 +54,6 @@ from outlast.system.files import (
 
 log = logging.getLogger("outlast.checkpoint")
 
-WORKING = ".tmp-"
 _LOCK = ".lock"
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2

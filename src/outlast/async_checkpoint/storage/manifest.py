@@ -28,7 +28,6 @@ from outlast.errors import CheckpointError, CheckpointMismatch, CheckpointReadEr
 MANIFEST = "manifest.json"
 FORMAT = "outlast-checkpoint"
 FORMAT_VERSION = 2
-_UNSEALED_VERSION = 1  # the first line had no checksum of its own
 HEAD_BYTES = 4096
 """The first line has at most this size."""
 # A million shards take about 100 MB. A save refuses more, so a larger file is no manifest.
@@ -86,7 +85,6 @@ class Manifest(Contents, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class Head(msgspec.Struct, frozen=True):
     """The first line of a manifest; the rest has `body_bytes` and this `checksum`."""
 
-    version: int
     step: int
     save_id: str
     body_bytes: int
@@ -131,12 +129,7 @@ def decode(content: bytes, where: str) -> Manifest:
     if len(body) != head.body_bytes or checksum(body) != head.checksum:
         raise CheckpointError(f"{where} is damaged: its checksum does not match")
     try:
-        values = json.loads(body, object_pairs_hook=_unique)
-        if head.version == _UNSEALED_VERSION:
-            for tensor in values["tensors"].values():
-                if tensor.pop("opaque", 0) != 0:  # never written
-                    raise ValueError("a tensor is opaque")
-        manifest = msgspec.convert(values, Manifest)
+        manifest = msgspec.convert(json.loads(body, object_pairs_hook=_unique), Manifest)
         if MANIFEST in manifest.files:
             raise ValueError("it lists itself as a file")
         if (manifest.step, manifest.save_id) != (head.step, head.save_id):
@@ -162,7 +155,7 @@ def decode_head(content: bytes, where: str) -> Head:
             f"{FORMAT_VERSION}: update outlast, or restore an older step by its number"
         )
     names = ("step", "save_id", "bytes", "xxh3_128")
-    head = Head(found["version"], *map(found.get, names))  # type: ignore[arg-type]  # next
+    head = Head(*map(found.get, names))  # type: ignore[arg-type]  # next
     if not (is_count(head.step) and is_count(head.body_bytes) and isinstance(head.save_id, str)):
         raise CheckpointError(f"{where} is not valid: its first line is {found}")
     return head
@@ -192,22 +185,17 @@ def saved_by(storage: Storage, folder: str) -> str:
 def _head(content: bytes) -> dict[str, Any] | None:
     """The first line, if it is from this library and intact."""
     line = content[:HEAD_BYTES].partition(b"\n")[0]
-    text, seal, rest = line.rpartition(_SEAL)
-    sealed = bool(seal)
-    if sealed:
-        line = text + b"}"
-        if rest != checksum(line).encode() + b'"}':
-            return None
+    text, _, seal = line.rpartition(_SEAL)
+    line = text + b"}"
+    if seal != checksum(line).encode() + b'"}':
+        return None
     try:
         found = json.loads(line, object_pairs_hook=_unique)
         if found["format"] != FORMAT or type(found["version"]) is not int:
             return None
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    # Any later version has the seal: a damaged digit must not look like one.
-    if sealed != (found["version"] > _UNSEALED_VERSION) or found["version"] < _UNSEALED_VERSION:
-        return None
-    return dict(found)
+    return dict(found) if found["version"] >= FORMAT_VERSION else None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -23,14 +23,14 @@ IDENTITY = ".id"
 """The file that holds `Storage.identity`."""
 SMALL_FILE_BYTES = 16 << 20
 """The size of the largest record beside the checkpoints."""
-REMOVED = ".tmp-removed-"
+WORKING = ".tmp-"
+"""How the name of a directory begins that is not a checkpoint, or not any more."""
+REMOVED = f"{WORKING}removed-"
 """How the name of a checkpoint begins that was made invisible, until its files are deleted."""
 NEW = "-new"
 """How the name of a checkpoint ends while it replaces an older one of its step."""
 
 _COMMITTED = re.compile(rf"step-(\d+)(?:-[0-9a-f]+|{NEW})?")
-# Not those of states, which earlier versions saved in the same directory.
-_TEMPORARY = re.compile(r"\.tmp-(?!(?:removed-)?states-\d).*")
 _IDENTITY = re.compile(rb"[0-9a-f]{32}")
 
 
@@ -212,7 +212,7 @@ def step_of(folder: str) -> int | None:
 
 def is_temporary(folder: str) -> bool:
     """Whether a directory of this name belongs to an unfinished save or removal."""
-    return _TEMPORARY.fullmatch(folder) is not None
+    return folder.startswith(WORKING)
 
 
 @dataclasses.dataclass(frozen=True)

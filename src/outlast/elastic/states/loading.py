@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import BinaryIO, TypeVar
@@ -20,7 +19,7 @@ from outlast.elastic.states import pending_save
 from outlast.elastic.states.content import file_name
 from outlast.elastic.states.replicas import TIMEOUT, Replicas, current
 from outlast.elastic.states.state import State, name_of, registered
-from outlast.elastic.states.storage import folder_of, of_first_format, of_trial
+from outlast.elastic.states.storage import folder_of
 from outlast.errors import CheckpointError, CheckpointMismatch, CheckpointReadError
 from outlast.system.arguments import Duration, as_timedelta
 from outlast.system.error_text import describe
@@ -125,9 +124,9 @@ def _named(name: str, work: Callable[[], T]) -> T:
         raise CheckpointError(f"the state {name!r} could not be loaded: {describe(e)}") from e
 
 
-# On rank 0, by path: the checkpoints there, and the one chosen and verified. So states loaded one
+# On rank 0, by folder: the checkpoints there, and the one chosen and verified. So states loaded one
 # by one come from the same checkpoint, which is verified once.
-_verified: dict[str, tuple[list[tuple[str, str]], tuple[str, str]]] = {}
+_verified: dict[str, tuple[list[str], str]] = {}
 
 
 def _choose(path: str, _: list[object]) -> tuple[str, str] | None:
@@ -138,25 +137,23 @@ def _choose(path: str, _: list[object]) -> tuple[str, str] | None:
         CheckpointError: if none is valid (names what is wrong with each), or if one has a later
             format, or cannot be read now, which must not be skipped.
     """
-    path = os.path.abspath(path)
-    new = folder_of(path)
-    there = [(new, folder) for _, folder in candidates(LocalStorage(new))]
-    there += of_trial(path) if environment.from_ray() else of_first_format(path)
-    before, chosen = _verified.get(path, ([], ("", "")))
+    storage = LocalStorage(folder_of(path))
+    there = [folder for _, folder in candidates(storage)]
+    before, chosen = _verified.get(storage.where, ([], ""))
     if before == there and there:
-        return chosen
+        return storage.where, chosen
     wrong = []
-    for where, folder in there:
+    for folder in there:
         try:
-            verify_folder(LocalStorage(where), folder)
+            verify_folder(storage, folder)
         except (CheckpointMismatch, CheckpointReadError):
             raise  # it may be intact
         except CheckpointError as e:
             wrong.append(str(e))
             log.warning("passed over a checkpoint: %s", e)
         else:
-            _verified[path] = there, (where, folder)
-            return where, folder
+            _verified[storage.where] = there, folder
+            return storage.where, folder
     if wrong:
         raise CheckpointError(f"no checkpoint in {path} is valid:\n  " + "\n  ".join(wrong))
     return None

@@ -6,19 +6,16 @@ import contextlib
 import dataclasses
 import logging
 import os
-import re
 from collections.abc import Mapping
-from pathlib import Path
 
 from outlast.async_checkpoint import Checkpointer, SaveHandle
-from outlast.async_checkpoint.inspection import MANIFEST, LocalStorage, candidates, saved_by
+from outlast.async_checkpoint.inspection import LocalStorage, candidates
 from outlast.elastic.states.content import MemoryFile
 from outlast.errors import CheckpointError
 
 log = logging.getLogger("outlast.elastic")
 
 _CLOSE_S = 10.0
-_FIRST_FORMAT = re.compile(r"states-\d{8,18}")  # other names are a user's copies
 
 _open: tuple[str, Checkpointer] | None = None
 _newest = 0
@@ -35,8 +32,6 @@ class Begun:
     def finish(self) -> str:
         """Waits until the checkpoint is committed, and returns its directory."""
         step = self.handle.result()
-        for where, folder in of_first_format(self.path):
-            _remove(LocalStorage(where), folder)
         (directory,) = (f for s, f in candidates(LocalStorage(folder_of(self.path))) if s == step)
         return f"{folder_of(self.path)}/{directory}"
 
@@ -70,34 +65,3 @@ def release() -> None:
 def folder_of(path: str) -> str:
     """The folder of the states' checkpoints: a `Job` may have others in `path` itself."""
     return os.path.join(os.path.abspath(path), "states")
-
-
-def of_first_format(path: str) -> list[tuple[str, str]]:
-    """Checkpoints in the format from before states were saved by a `Checkpointer`: the parent and
-    the name of their directories, the newest first.
-    """
-    root = Path(path).absolute()
-    found = [
-        each.parent
-        for each in root.glob(f"states-*/{MANIFEST}")
-        if _FIRST_FORMAT.fullmatch(each.parent.name) and not each.parent.is_symlink()
-    ]
-    found.sort(key=lambda folder: int(folder.name.partition("-")[2]), reverse=True)
-    return [(str(folder.parent), folder.name) for folder in found]
-
-
-def of_trial(path: str) -> list[tuple[str, str]]:
-    """As `of_first_format`, for the checkpoint of a Ray Tune trial: it was `path` itself."""
-    root = Path(path).absolute()
-    return [(str(root.parent), root.name)] if (root / MANIFEST).is_file() else []
-
-
-def _remove(storage: LocalStorage, folder: str) -> None:
-    """Removes a replaced checkpoint, unless its manifest says nothing that this version reads. If
-    that fails, the next save tries again; the commit stays valid.
-    """
-    try:
-        if saved_by(storage, folder):
-            storage.remove(folder)
-    except (OSError, CheckpointError) as e:
-        log.warning("%s/%s could not be removed: %s", storage.where, folder, e)
