@@ -76,8 +76,7 @@ class AbortTorchDistributed(Abort):
         for thread in threads:
             thread.start()
         self._gloo = GlooAbort(keep=self._open_before)
-        self._gloo.shut_down()
-        self._shut_down_store()
+        self._shut_down_store(self._gloo.shut_down())
         deadline = time.monotonic() + _NCCL_S
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -90,16 +89,18 @@ class AbortTorchDistributed(Abort):
         wakes threads that still wait when no connection is left.
         """
         connected = self._gloo.shut_down()
-        self._shut_down_store()
+        self._shut_down_store(connected)
         if self._gloo.wake_blocked(settled=not connected):
             log.info("woke a thread that gloo had left waiting without a connection")
 
-    def _shut_down_store(self) -> None:
+    def _shut_down_store(self, of_gloo: frozenset[int]) -> None:
+        """`of_gloo` are the inodes of sockets that are none of its connections."""
         endpoint = store_endpoint()
         if endpoint is None:
             return
+        others = self._open_before | of_gloo
         for descriptor, inode in socket_inodes().items():
-            if inode not in self._open_before and _peer(descriptor) == endpoint:
+            if inode not in others and _peer(descriptor) == endpoint:
                 shut_down(descriptor, inode)
 
 

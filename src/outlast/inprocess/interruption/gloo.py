@@ -45,13 +45,13 @@ from typing import Any
 
 import torch
 
-from outlast.system.sockets import descriptors_of, shut_down, socket_inode
+from outlast.system.sockets import epoll_descriptors, shut_down, socket_inode
 
 log = logging.getLogger("outlast.inprocess")
 
 SETTLED_PATIENCE_S = 0.003
 PATIENCE_S = 0.04
-_TASKS = Path("/proc/self/task")
+_TASKS = "/proc/self/task"
 _FUTEX = {"x86_64": b"202", "aarch64": b"98"}.get(os.uname().machine, b"none")
 _ABORTS_SEND = "_ZN4gloo9transport3tcp13UnboundBuffer13abortWaitSendEv"
 _ABORTS_RECV = "_ZN4gloo9transport3tcp13UnboundBuffer13abortWaitRecvEv"
@@ -96,19 +96,14 @@ def pair_sockets() -> dict[int, int]:
     found: dict[int, int] = {}
     memory = -1
     try:
-        for epoll in descriptors_of("anon_inode:[eventpoll]"):
-            try:
-                registered = Path(f"/proc/self/fdinfo/{epoll}").read_bytes()
-            except OSError:
-                continue  # closed by its owner in the meantime
-            for descriptor, data in _EVENT.findall(registered):
+        for epoll in epoll_descriptors():
+            for descriptor, data in _EVENT.findall(_read(f"/proc/self/fdinfo/{epoll}")):
                 address = int(data, 16)
                 if address < 1 << 16:
                     continue  # a descriptor, not a pointer
                 if memory < 0:
                     memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
-                name = type_name(memory, address)
-                if name.startswith(b"N4gloo9transport3tcp") and b"Pair" in name:
+                if _is_pair(memory, address):
                     inode = socket_inode(int(descriptor))
                     if inode is not None:
                         found[int(descriptor)] = inode
@@ -134,6 +129,39 @@ def type_name(memory: int, address: int) -> bytes:
         return b""
 
 
+_pair_tables: set[int] = set()
+"""The vtables of gloo's pairs, as far as they have been met: torch is never unloaded."""
+
+
+def _is_pair(memory: int, address: int) -> bool:
+    try:
+        table = _word(memory, address)
+    except (OSError, OverflowError, struct.error):
+        return False
+    if table in _pair_tables:
+        return True
+    name = type_name(memory, address)
+    if name.startswith(b"N4gloo9transport3tcp") and b"Pair" in name:
+        _pair_tables.add(table)
+        return True
+    return False
+
+
+def _read(path: str) -> bytes:
+    """A file of `/proc`; empty if what it describes is gone, or the system does not show it."""
+    content = b""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            while part := os.read(descriptor, 1 << 16):
+                content += part
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return b""
+    return content
+
+
 def _word(memory: int, address: int) -> int:
     return int(struct.unpack("=Q", os.pread(memory, 8, address))[0])
 
@@ -148,13 +176,13 @@ class GlooAbort:
         self._since: dict[_Wait, float] = {}
         self._settled_at = 0.0
 
-    def shut_down(self) -> bool:
-        """Shuts down all connections between gloo's pairs; returns whether there were any."""
+    def shut_down(self) -> frozenset[int]:
+        """Shuts down all connections between gloo's pairs; returns their inodes."""
         _code()  # the check
         pairs = [pair for pair in pair_sockets().items() if pair[1] not in self._keep]
         for descriptor, inode in pairs:
             shut_down(descriptor, inode)
-        return bool(pairs)
+        return frozenset(inode for _, inode in pairs)
 
     def wake_blocked(self, *, settled: bool) -> int:
         """Checks once, and wakes every thread that nothing else will wake; returns their number.
@@ -184,16 +212,15 @@ def _waits() -> set[_Wait]:
     memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
     try:
         for tid in os.listdir(_TASKS):
-            try:
-                fields = (_TASKS / tid / "syscall").read_bytes().split()
-                status = (_TASKS / tid / "status").read_bytes()
-            except OSError:
-                continue  # the thread has ended, or the system does not show it
-            if len(fields) == 9 and fields[0] == _FUTEX:
-                held = _object_of(memory, int(fields[1], 16), int(fields[7], 16))
-                if held is not None:
-                    switches = int(status.rpartition(b"\nvoluntary_ctxt_switches:")[2].split()[0])
-                    found.add((int(tid), switches, *held))
+            fields = _read(f"{_TASKS}/{tid}/syscall").split()
+            if len(fields) != 9 or fields[0] != _FUTEX:
+                continue
+            held = _object_of(memory, int(fields[1], 16), int(fields[7], 16))
+            status = b"" if held is None else _read(f"{_TASKS}/{tid}/status")
+            if held is None or not status:
+                continue
+            switches = int(status.rpartition(b"\nvoluntary_ctxt_switches:")[2].split()[0])
+            found.add((int(tid), switches, *held))
     finally:
         os.close(memory)
     return found
@@ -218,10 +245,13 @@ def _object_of(memory: int, futex: int, stack: int) -> tuple[bytes, int] | None:
 
 def _type_waited_for(memory: int, stack: int) -> bytes | None:
     ranges = _code()
+    low = min((begin for begin, _ in ranges), default=0)
+    high = max((begin for begin, _ in ranges), default=0) + _CODE
     for word in _words(memory, stack, _STACK):
-        for begin, name in ranges:
-            if begin <= word < begin + _CODE:
-                return name
+        if low <= word < high:
+            for begin, name in ranges:
+                if begin <= word < begin + _CODE:
+                    return name
     return None
 
 

@@ -92,7 +92,7 @@ class Releaser:
             return
         self._thread.join()
         self._thread = None
-        if self._sockets & set(pair_sockets().values()):
+        if self._sockets and not self._sockets.isdisjoint(pair_sockets().values()):
             gc.collect()
 
     def end(self) -> None:
