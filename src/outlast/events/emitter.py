@@ -23,6 +23,8 @@ log = logging.getLogger("outlast.events")
 
 E = TypeVar("E", bound=Event)
 
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
 
 class Sink(Protocol):
     """Takes events. Must be callable from any thread."""
@@ -78,8 +80,7 @@ class JsonlSink:
         self._lock = threading.Lock()
 
     def write(self, event: Event) -> None:
-        line = json.dumps(event_to_dict(event), separators=(",", ":")) + "\n"
-        content = line.encode()
+        content = (_encode(event_to_dict(event)) + "\n").encode()
         with self._lock:
             if self._fd >= 0:
                 written = os.write(self._fd, content)

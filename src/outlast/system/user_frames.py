@@ -25,8 +25,11 @@ def user_place(error: BaseException) -> str:
     """The innermost line of the user in the traceback: `train.py:42 in step`. The innermost line
     outside this package if there is none, or an empty string.
     """
-    frames = reversed(traceback.extract_tb(error.__traceback__))
-    return place_in_user_code([(each.filename, each.lineno or 0, each.name) for each in frames])
+    frames = [
+        (frame.f_code.co_filename, line or 0, frame.f_code.co_name)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    return place_in_user_code(frames[::-1])
 
 
 def user_place_of(frame: FrameType | None) -> str:

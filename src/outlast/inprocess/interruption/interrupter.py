@@ -181,7 +181,7 @@ class Interrupter:
         places: list[str] = []
         for each in _stack(frame):
             if not is_own(each):
-                file = "/".join(Path(each.f_code.co_filename).parts[-2:])
+                file = "/".join(each.f_code.co_filename.split("/")[-2:])
                 places.append(f"{file}:{each.f_lineno} {each.f_code.co_name}")
         return " < ".join(places[:4])
 
