@@ -165,6 +165,7 @@ CALLS: dict[str, Call] = {
     "Checkpointer.timeout": lambda path, value: outlast.Checkpointer(path, timeout=value),
     "Checkpointer.wait.timeout": on_checkpointer(lambda one, value: one.wait(value)),
     "CudaHealthCheck.timeout": lambda path, value: health_check.CudaHealthCheck(value),
+    "DeviceHealthCheck.timeout": lambda path, value: health_check.DeviceHealthCheck(value),
     "FilterGroupedByKey.timeout": lambda path, value: rank_assignment.FilterGroupedByKey(
         "host", bool, value
     ),

@@ -15,15 +15,11 @@ import torch
 
 from async_checkpoint.checkpoints import NET, copy_of, same
 from outlast.async_checkpoint import Checkpointer
-from outlast.async_checkpoint.snapshot import (
-    buffers,
-    device_copy,
-    overlap,
-    snapshot,
-)
-from outlast.async_checkpoint.snapshot.device_copy import DeviceChunks, DeviceCopy, PinnedMemory
+from outlast.async_checkpoint.snapshot import buffers, device_copy, overlap, snapshot
+from outlast.async_checkpoint.snapshot.device_copy import DeviceChunks, DeviceCopy
 from outlast.async_checkpoint.snapshot.snapshot import Snapshot
 from outlast.errors import CheckpointError
+from outlast.system import devices
 from outlast.system.shared_memory import SharedMemory
 
 
@@ -42,6 +38,9 @@ class Stream:
 
 
 class Event:
+    def __init__(self, device: Any, enable_timing: bool) -> None:
+        assert not enable_timing
+
     def record(self, stream: Stream) -> None:
         self.stream = stream
 
@@ -50,14 +49,13 @@ class Event:
 
 
 class Cuda:
-    """`torch.cuda` with one device, whose tensors are in CPU memory."""
+    """One device, whose tensors are in CPU memory."""
 
     def __init__(self) -> None:
         self.training = Stream()
         self.side: list[Stream] = []
-        self.Event = Event
 
-    def Stream(self, device: Any) -> Stream:  # noqa: N802 - torch's name
+    def new_stream(self, device: Any) -> Stream:
         self.side.append(Stream())
         return self.side[-1]
 
@@ -75,8 +73,10 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
         stream.queue.append(lambda: to.copy_(source.detach()))
 
     for module in (device_copy, overlap, snapshot):
-        monkeypatch.setattr(module, "on_gpu", lambda tensor: tensor.dim() > 1)
-    monkeypatch.setattr(device_copy, "cuda", cuda)
+        monkeypatch.setattr(module, "on_accelerator", lambda tensor: tensor.dim() > 1)
+    monkeypatch.setattr(device_copy, "Event", Event)
+    monkeypatch.setattr(device_copy, "Stream", cuda.new_stream)
+    monkeypatch.setattr(device_copy, "current_stream", cuda.current_stream)
     monkeypatch.setattr(device_copy, "_queue_copy", queue_copy)
     return cuda
 
@@ -231,8 +231,9 @@ class Cudart:
 @pytest.fixture
 def cudart(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Cudart:
     cudart = Cudart(getattr(request, "param", 0))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     monkeypatch.setattr(torch.cuda, "device", lambda device: _Device(device, cudart))
     return cudart
@@ -252,7 +253,8 @@ class _Device:
 def test_memory_is_unpinned_before_it_is_unmapped(cudart: Cudart) -> None:
     memory = SharedMemory(4096)
     address = memory.address
-    buffer = buffers.SnapshotBuffer(0, memory, PinnedMemory.pin(memory, 2))
+    unlock = devices.of("cuda").page_lock(address, memory.size_bytes, 2)
+    buffer = buffers.SnapshotBuffer(0, memory, unlock)
     assert cudart.calls == [("device", 2), ("register", address, 4096, 1)]
     closed = memory.close
     memory.close = lambda: (cudart.calls.append(("close",)), closed())  # type: ignore[method-assign,func-returns-value,assignment,return-value]
@@ -265,12 +267,18 @@ def test_memory_is_unpinned_before_it_is_unmapped(cudart: Cudart) -> None:
 def test_memory_that_cannot_be_pinned_is_used_as_it_is(
     cudart: Cudart, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cleared: list[int] = []
-    monkeypatch.setattr(device_copy, "_clear_error", cleared.append)
+    cleared: list[torch.device] = []
+    empty = torch.empty
+
+    def kernel(*size: int, device: torch.device) -> torch.Tensor:
+        cleared.append(device)
+        return empty(*size)
+
+    monkeypatch.setattr(torch, "empty", kernel)
     memory = SharedMemory(4096)
     with caplog.at_level(logging.INFO):
-        assert PinnedMemory.pin(memory, 1) is None
-    assert cleared == [1]
+        assert devices.of("cuda").page_lock(memory.address, 4096, 1) is None
+    assert cleared == [torch.device("cuda", 1)]
     assert "could not be page-locked (CUDA error 2)" in caplog.text
     memory.close()
 

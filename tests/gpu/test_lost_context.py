@@ -11,7 +11,7 @@ import torch
 
 from launch.runs import Run
 from outlast.errors import HealthCheckError
-from outlast.inprocess.health_check import check_cuda_context
+from outlast.inprocess.health_check import check_device_context
 
 ERROR = "CUDA error: device-side assert triggered"
 
@@ -33,8 +33,11 @@ class Stream:
 def train():
     dist.init_process_group("gloo")
     if os.environ["RANK"] == "1" and os.environ["OUTLAST_REPLACEMENT"] == "0":
+        torch.accelerator.current_accelerator = lambda: torch.device("cuda")
+        torch.accelerator.current_device_index = lambda: 0
+        torch.accelerator.device_count = lambda: 1
         torch.cuda.is_initialized = lambda: True
-        torch.cuda.current_device = lambda: 0
+        torch.cuda.memory_reserved = lambda device: 1
         torch.cuda.default_stream = lambda device: Stream()
         raise RuntimeError(ERROR)
     dist.barrier()
@@ -67,23 +70,24 @@ class Stream:
 
 
 def with_streams(monkeypatch: pytest.MonkeyPatch, outcomes: list[bool | Exception]) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: len(outcomes))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(outcomes))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1)
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: Stream(outcomes[device]))
 
 
 def test_work_in_progress_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with_streams(monkeypatch, [True, False])
-    check_cuda_context(0)
+    check_device_context(0)
 
 
 def test_the_error_names_rank_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
     with_streams(monkeypatch, [True, RuntimeError(f"{ERROR}\nCompile with TORCH_USE_CUDA_DSA")])
     with pytest.raises(HealthCheckError, match=rf"^rank 3: .* on cuda:1, .*: {ERROR}$"):
-        check_cuda_context(3)
+        check_device_context(3)
 
 
 def test_a_process_that_has_not_used_cuda_is_not_checked() -> None:
-    check_cuda_context(0)
+    check_device_context(0)
     assert not torch.cuda.is_initialized()

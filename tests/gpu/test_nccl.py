@@ -99,13 +99,13 @@ train()
 CHECK_AFTER_AN_ASSERTION = """
 import torch
 from outlast.inprocess.state import State
-from outlast.inprocess.health_check import CudaHealthCheck, check_cuda_context
+from outlast.inprocess.health_check import CudaHealthCheck, check_device_context
 table = torch.ones(4, device="cuda")
 state = State(0, 1, 0, 1)
 CudaHealthCheck()(state)
-check_cuda_context(0)
+check_device_context(0)
 table[torch.tensor([9], device="cuda")]
-for check in (lambda: CudaHealthCheck()(state), lambda: check_cuda_context(0)):
+for check in (lambda: CudaHealthCheck()(state), lambda: check_device_context(0)):
     try:
         check()
     except Exception as e:

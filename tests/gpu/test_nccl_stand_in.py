@@ -62,8 +62,8 @@ def two(monkeypatch: pytest.MonkeyPatch) -> list[Communicator]:
     """Two communicators whose aborts wait for each other, and a group that has none."""
     first, second = Communicator(), Communicator()
     first.partner, second.partner = second, first
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     groups: Any = dist.distributed_c10d._world.pg_map
     for each in (first, None, second):
         monkeypatch.setitem(groups, Group(each), None)
@@ -86,18 +86,18 @@ def test_an_abort_that_fails_is_logged_and_the_restart_continues(
     two[0].error = RuntimeError("Future for ProcessGroup abort timed out")
     AbortTorchDistributed()(STATE)
     assert all(each.aborted.is_set() for each in two)
-    assert "an NCCL communicator could not be aborted" in caplog.text
+    assert "a communicator of the device could not be aborted" in caplog.text
 
 
 def test_an_abort_that_hangs_does_not_hold_up_the_restart(
     two: list[Communicator], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(abort, "_NCCL_S", 0.05)
+    monkeypatch.setattr(abort, "_DEVICE_S", 0.05)
     missing = two[0].partner = Communicator()
     with caplog.at_level(logging.WARNING):
         AbortTorchDistributed()(STATE)
     assert "was not aborted within" in caplog.text
-    left = [t for t in threading.enumerate() if t.name == abort.NCCL_THREAD]
+    left = [t for t in threading.enumerate() if t.name == abort.DEVICE_THREAD]
     missing.aborted.set()
     for thread in left:
         thread.join(60)

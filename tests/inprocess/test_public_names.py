@@ -25,7 +25,10 @@ SPEC = {
     "abort": {"Abort", "AbortTorchDistributed", "AbortTransformerEngine"},
     "ending": {"Completion", "Terminate"},
     "finalize": {"Finalize", "ThreadedFinalize"},
-    "health_check": {"HealthCheck", "CudaHealthCheck", "FaultCounter", "FaultCounterExceeded"},
+    "health_check": {
+        "HealthCheck", "CudaHealthCheck", "DeviceHealthCheck", "FaultCounter",
+        "FaultCounterExceeded",
+    },
     "rank_assignment": {
         "RankAssignment", "ShiftRanks", "FillGaps", "FilterGroupedByKey", "RankDiscarded",
         "AwaitReplacements",

@@ -189,6 +189,8 @@ def _hang_collective(group: dist.ProcessGroup | None) -> None:
     import torch
     import torch.distributed as dist
 
+    from outlast.coordination.collectives import device_of
+
     if not dist.is_initialized():
         raise ChaosError(f"{Kind.HANG_COLLECTIVE}: torch.distributed is not initialized")
     rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -196,13 +198,12 @@ def _hang_collective(group: dist.ProcessGroup | None) -> None:
         raise ChaosError(f"{Kind.HANG_COLLECTIVE}: the group has only one rank")
     # A receive without a send, not an extra collective: that would be matched with the peers' next
     # collective, and corrupt it instead of hanging.
-    config = dist.get_backend_config(group)
-    device = "cpu" if "cpu:" in config and "cpu:nccl" not in config else "cuda"
+    device = device_of(group)
     peer = (rank + 1) % size
     source = peer if group is None else dist.get_global_rank(group, peer)
     dist.recv(torch.zeros(1, device=device), src=source, group=group, tag=UNSENT_TAG)
-    if device == "cuda":
-        torch.cuda.synchronize()  # recv only enqueues the wait on the GPU
+    if device.type != "cpu":
+        torch.accelerator.synchronize()  # recv only enqueues the wait on the device
 
 
 def _kill_monitor(pid: int | None) -> None:

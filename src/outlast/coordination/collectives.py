@@ -30,7 +30,7 @@ def least(value: int, group: Any = None) -> int:
     """The minimum of the values of all ranks: a collective. Without a group, the value itself."""
     if not _several(group):
         return value
-    tensor = torch.tensor([value], dtype=torch.int64, device=_device(group))
+    tensor = torch.tensor([value], dtype=torch.int64, device=device_of(group))
     dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=group)
     return int(tensor.item())
 
@@ -54,7 +54,8 @@ def _several(group: Any) -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
-def _device(group: Any) -> torch.device:
+def device_of(group: Any) -> torch.device:
+    """Where the tensors of this group's collectives are."""
     resolved: Any = dist.group.WORLD if group is None else group
     kinds = [device.type for device in resolved._device_types]
     # NCCL takes only tensors on the GPU; gloo takes both, and those on the CPU need no copy.

@@ -1,7 +1,7 @@
 """The global random generators of a process: their states, and seeds for the workers of a loader.
 
 These are the generators of Python, of NumPy (if it is imported), and of torch on the CPU and on the
-GPUs that this process uses. Their states are tensors; nothing is pickled.
+devices that this process uses. Their states are tensors; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch.utils.data import get_worker_info
+
+from outlast.system import devices
 
 log = logging.getLogger("outlast.elastic")
 
@@ -30,11 +32,18 @@ def capture() -> Generators:
         state = numpy.random.get_state()
         if state[0] == "MT19937":
             states["numpy"] = of_numpy(state)
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        current = torch.cuda.current_device()
-        for device in range(torch.cuda.device_count()):
-            name = "cuda" if device == current else f"cuda:{device}"
-            states[name] = torch.cuda.get_rng_state(device)
+    return states | of_devices()
+
+
+def of_devices() -> Generators:
+    """The state of the generator of each accelerator, if this process uses them."""
+    accelerator = devices.in_use()
+    if accelerator is None:
+        return {}
+    states, current = {}, torch.accelerator.current_device_index()
+    for index in range(torch.accelerator.device_count()):
+        name = accelerator.type if index == current else f"{accelerator.type}:{index}"
+        states[name] = accelerator.random_state(index)
     return states
 
 
@@ -71,7 +80,7 @@ def setter(name: str, value: torch.Tensor | int) -> Callable[[], object]:
             return lambda: torch.default_generator.manual_seed(value % (1 << 63))
         torch.Generator().set_state(value)
         return lambda: torch.set_rng_state(value)
-    return _cuda_setter(name, value)
+    return _device_setter(name, value)
 
 
 def set_all(states: Generators) -> None:
@@ -97,21 +106,23 @@ def _numpy_setter(value: torch.Tensor | int) -> Callable[[], object]:
     return lambda: numpy.random.set_state(state)
 
 
-def _cuda_setter(name: str, value: torch.Tensor | int) -> Callable[[], object]:
-    """`cuda` is the current device; other devices have their number in the name."""
-    if not torch.cuda.is_available():
-        log.info("the state of generator %s is skipped: there is no GPU here", name)
+def _device_setter(name: str, value: torch.Tensor | int) -> Callable[[], object]:
+    """A type, such as `cuda`, is the current device; others have their number in the name."""
+    type, _, number = name.partition(":")
+    accelerator = devices.available()
+    if accelerator is None or accelerator.type != type:
+        log.info("the state of generator %s is skipped: there is no such device here", name)
         return lambda: None
 
     def apply() -> None:
-        current = torch.cuda.current_device()
-        device = int(name.partition(":")[2] or current)
-        if device >= torch.cuda.device_count() or (name != "cuda" and device == current):
+        current = torch.accelerator.current_device_index()
+        index = int(number or current)
+        if index >= torch.accelerator.device_count() or (number and index == current):
             return
         if isinstance(value, int):
-            torch.cuda.default_generators[device].manual_seed(value % (1 << 63))
+            accelerator.set_random_state(index, accelerator.seeded(index, value % (1 << 63)))
         else:
-            torch.cuda.set_rng_state(value, device)
+            accelerator.set_random_state(index, value)
 
     return apply
 

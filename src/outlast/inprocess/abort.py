@@ -1,7 +1,7 @@
 """Aborts in-flight distributed work, from another thread, within milliseconds.
 
-* NCCL groups are aborted with NCCL's abort, each in a separate thread, so that a hanging abort does
-  not delay the others.
+* Groups with a backend for the accelerator, such as NCCL, are aborted by that, each in a separate
+  thread, so that a hanging abort does not delay the others.
 * gloo groups are aborted by shutting down their sockets (`interruption/gloo.py`), including
   subgroups and DDP's groups.
 * A rank may also be blocked while creating a group, waiting on the group's store for a peer that
@@ -23,12 +23,12 @@ import threading
 import time
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from outlast.inprocess.environment import store_endpoint
 from outlast.inprocess.interruption.gloo import GlooAbort
 from outlast.inprocess.state import State
+from outlast.system import devices
 from outlast.system.sockets import shut_down, socket_inodes
 
 __all__ = ["Abort", "AbortTorchDistributed", "AbortTransformerEngine"]
@@ -36,11 +36,12 @@ __all__ = ["Abort", "AbortTorchDistributed", "AbortTransformerEngine"]
 log = logging.getLogger("outlast.inprocess")
 
 _AGAIN_S = 0.02
-NCCL_THREAD = "outlast-abort-nccl"
-_NCCL_S = 30.0
-"""How long to wait for NCCL's abort, which waits for the GPU. torch's own limit, the timeout of the
-group, does not end it: torch then waits for its thread. A thread that is still in an abort is left
-behind; if the function's thread waits for the GPU too, the hard timeout ends the process.
+DEVICE_THREAD = "outlast-abort-device"
+_DEVICE_S = 30.0
+"""How long to wait for an abort such as NCCL's, which waits for the device. torch's own limit, the
+timeout of the group, does not end it: torch then waits for its thread. A thread that is still in an
+abort is left behind; if the function's thread waits for the device too, the hard timeout ends the
+process.
 """
 
 
@@ -70,18 +71,18 @@ class AbortTorchDistributed(Abort):
 
     def __call__(self, state: State) -> State:
         threads = [
-            threading.Thread(target=_abort_nccl, args=(backend,), name=NCCL_THREAD, daemon=True)
-            for backend in _nccl_backends()
+            threading.Thread(target=_abort, args=(each,), name=DEVICE_THREAD, daemon=True)
+            for each in _communicators()
         ]
         for thread in threads:
             thread.start()
         self._gloo = GlooAbort(keep=self._open_before)
         self._shut_down_store(self._gloo.shut_down())
-        deadline = time.monotonic() + _NCCL_S
+        deadline = time.monotonic() + _DEVICE_S
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         if any(thread.is_alive() for thread in threads):
-            log.warning("an NCCL communicator was not aborted within %g s", _NCCL_S)
+            log.warning("a communicator of the device was not aborted within %g s", _DEVICE_S)
         return state
 
     def again(self, state: State) -> None:
@@ -146,22 +147,16 @@ def _peer(descriptor: int) -> tuple[str, int] | None:
     return str(address[0]).removeprefix("::ffff:"), int(address[1])
 
 
-def _nccl_backends() -> list[Any]:
-    if not (dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available()):
+def _communicators() -> list[Any]:
+    accelerator = devices.available()
+    if accelerator is None or not dist.is_available():
         return []
-    backends = []
-    for group in list(dist.distributed_c10d._world.pg_map):
-        try:
-            backend = group._get_backend(torch.device("cuda"))
-        except RuntimeError:
-            continue  # a group without a CUDA backend
-        if hasattr(backend, "abort"):
-            backends.append(backend)
-    return backends
+    found = map(accelerator.communicator, list(dist.distributed_c10d._world.pg_map))
+    return [each for each in found if each is not None]
 
 
-def _abort_nccl(backend: Any) -> None:
+def _abort(communicator: Any) -> None:
     try:
-        backend.abort()
+        communicator.abort()
     except RuntimeError:
-        log.exception("an NCCL communicator could not be aborted; the restart continues")
+        log.exception("a communicator of the device could not be aborted; the restart continues")

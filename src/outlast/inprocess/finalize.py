@@ -13,6 +13,7 @@ import torch
 from outlast.errors import RankTimeout
 from outlast.inprocess.state import State
 from outlast.system.arguments import Duration, as_timedelta, check_callable, seconds
+from outlast.system.devices import device_in_use
 
 __all__ = ["Finalize", "ThreadedFinalize", "run_within"]
 
@@ -40,7 +41,7 @@ class Finalize(abc.ABC):
 class ThreadedFinalize(Finalize):
     """Runs `fn(*args, **kwargs)` in a thread, for at most `timeout`.
 
-    The thread has the caller's current CUDA device. After the timeout the thread is abandoned,
+    The thread has the caller's current device. After the timeout the thread is abandoned,
     because Python cannot end it: as a daemon, it does not delay the exit of the process.
 
     Args:
@@ -88,12 +89,12 @@ def run_within(timeout: Duration, what: str, call: Callable[[], Any]) -> None:
     """
     raised: list[BaseException] = []
     # A new thread starts on device 0, not on the device of this one.
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    device = device_in_use()
 
     def run() -> None:
         try:
             if device is not None:
-                torch.cuda.set_device(device)
+                torch.accelerator.set_device_index(device.index)
             call()
         except BaseException as e:  # noqa: BLE001 - raised again in the calling thread
             raised.append(e)

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import dataclasses
 import datetime
+from typing import ClassVar
 
 import torch
 
 from outlast.errors import FaultCounterExceeded, HealthCheckError, RankShouldRestart
 from outlast.inprocess.finalize import run_within
 from outlast.inprocess.state import State
+from outlast.system import devices
 from outlast.system.arguments import Duration, as_timedelta, check_int
 from outlast.system.error_text import first_line
 
-__all__ = ["CudaHealthCheck", "FaultCounter", "FaultCounterExceeded", "HealthCheck"]
+__all__ = [
+    "CudaHealthCheck",
+    "DeviceHealthCheck",
+    "FaultCounter",
+    "FaultCounterExceeded",
+    "HealthCheck",
+]
 
 
 class HealthCheck(abc.ABC):
@@ -42,25 +49,26 @@ class HealthCheck(abc.ABC):
 
 
 @dataclasses.dataclass(eq=False)
-class CudaHealthCheck(HealthCheck):
-    """Synchronizes with the rank's GPU in a thread, twice.
+class DeviceHealthCheck(HealthCheck):
+    """Synchronizes with the rank's accelerator in a thread, twice.
 
     The first synchronization waits for work that the abort has left in the streams, and raises its
     errors; the second checks that the device still responds afterwards.
 
-    The rank's GPUs are those on which this process has allocated memory, or its current device if
-    there are none. Without CUDA, or if this process has not used it yet, the check does nothing: it
-    allocates no GPU memory.
+    The rank's devices are those on which this process has allocated memory, or its current device
+    if there are none, or if the type of device has no statistics of memory. If this process has not
+    used a device yet, the check does nothing: it allocates no memory there.
 
     Args:
         timeout: the limit for both together.
 
     Raises:
-        RankTimeout: when called, if a GPU does not respond; names it. CUDA errors are propagated
-            unchanged.
+        RankTimeout: when called, if a device does not respond; names it. Errors of the device are
+            propagated unchanged.
     """
 
     timeout: Duration = datetime.timedelta(seconds=30)
+    _checked: ClassVar[type[devices.Accelerator]] = devices.Accelerator
 
     def __post_init__(self) -> None:
         self.timeout = as_timedelta("timeout", self.timeout)
@@ -68,12 +76,19 @@ class CudaHealthCheck(HealthCheck):
     def __call__(
         self, state: State, train_ex: BaseException | None = None
     ) -> tuple[State, BaseException | None]:
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            devices = _devices_in_use()
-            names = ", ".join(f"cuda:{device}" for device in devices)
-            what = f"rank {state.rank}: CudaHealthCheck: synchronizing with {names}"
-            run_within(self.timeout, what, lambda: _synchronize(devices * 2))
+        accelerator = devices.in_use()
+        if isinstance(accelerator, self._checked):
+            held = accelerator.held()
+            names = ", ".join(f"{accelerator.type}:{index}" for index in held)
+            what = f"rank {state.rank}: {type(self).__name__}: synchronizing with {names}"
+            run_within(self.timeout, what, lambda: _synchronize(held * 2))
         return state, train_ex
+
+
+class CudaHealthCheck(DeviceHealthCheck):
+    """`DeviceHealthCheck` for CUDA and ROCm alone: does nothing on another accelerator."""
+
+    _checked = devices.Cuda
 
 
 @dataclasses.dataclass(eq=False)
@@ -115,38 +130,34 @@ class FaultCounter(HealthCheck):
         return state, train_ex
 
 
-def check_cuda_context(rank: int) -> None:
-    """Raises if the CUDA context of this process cannot be used any more.
+def check_device_context(rank: int) -> None:
+    """Raises if the context of this process on its devices, such as CUDA's, cannot be used any
+    more.
 
     An error inside a kernel (a device-side assertion, an illegal address) stays: every later CUDA
     call of the process fails with it, in every later iteration too. Only a new process has a new
     context, so this rank must leave. This check runs before every restart, in addition to the
-    user's health check. It does not wait for the GPU: work in progress is no error.
+    user's health check. It does not wait for the device: work in progress is no error.
 
     Raises:
         HealthCheckError: if a device reports such an error; names the rank and the device.
     """
-    if not torch.cuda.is_initialized():
+    accelerator = devices.in_use()
+    if accelerator is None:
         return
-    device = -1
+    index = -1
     try:
-        for device in _devices_in_use():
-            torch.cuda.default_stream(device).query()
+        for index in accelerator.held():
+            accelerator.check(index)
     except RuntimeError as e:
-        where = "" if device < 0 else f" on cuda:{device}"
+        where = "" if index < 0 else f" on {accelerator.type}:{index}"
+        name = accelerator.type.upper()
         raise HealthCheckError(
-            f"rank {rank}: the CUDA context of this process cannot be used after an error{where}, "
-            f"and no restart in place can mend it; the process must be replaced: {first_line(e)}"
+            f"rank {rank}: the {name} context of this process cannot be used after an error{where},"
+            f" and no restart in place can mend it; the process must be replaced: {first_line(e)}"
         ) from e
 
 
-def _devices_in_use() -> list[int]:
-    held: list[int] = []
-    with contextlib.suppress(RuntimeError):  # a pluggable allocator may have no statistics
-        held = [d for d in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(d)]
-    return held or [torch.cuda.current_device()]
-
-
-def _synchronize(devices: list[int]) -> None:
-    for device in devices:
-        torch.cuda.synchronize(device)
+def _synchronize(indices: list[int]) -> None:
+    for index in indices:
+        torch.accelerator.synchronize(index)

@@ -14,7 +14,9 @@
 * `arguments`: check and convert the arguments of public functions.
 * `lazy_exports`: packages that import their modules on first use.
 
-Nothing here imports torch: background processes use these modules, and must start fast.
+* `devices`, `streams`: what torch does not offer for all types of accelerators alike.
+
+These two alone import torch: background processes use the others, and must start fast.
 
 Every package of `outlast` that needs the operating system imports a module of this one, so that on
 another system than Linux the import fails here.

@@ -1,4 +1,4 @@
-"""Health checks: the GPU answers, and a rank has at most the allowed number of faults."""
+"""Health checks: the device answers, and a rank has at most the allowed number of faults."""
 
 from __future__ import annotations
 
@@ -13,29 +13,39 @@ from hypothesis import strategies as st
 
 from inprocess.view_strategies import state_of
 from outlast.errors import FaultCounterExceeded, RankShouldRestart, RankTimeout
-from outlast.inprocess.health_check import CudaHealthCheck, FaultCounter, HealthCheck
+from outlast.inprocess.health_check import (
+    CudaHealthCheck,
+    DeviceHealthCheck,
+    FaultCounter,
+    HealthCheck,
+)
 
 STATE = state_of(2, 4)
 
 
 class Gpus:
-    """Replaces torch.cuda: four devices, of which this process uses some."""
+    """Replaces the current accelerator: four devices, of which this process uses some."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, type: str = "cuda") -> None:
+        self.type: str | None = type
         self.held = {0: 0, 1: 0, 2: 0, 3: 0}
         self.initialized = True
         self.current = 1
         self.synchronized: list[tuple[int, str]] = []
         self.blocked: threading.Event | None = None
         self.broken_at = -1
-        for name in ("set_device", "memory_reserved", "synchronize"):
-            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: self.initialized)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: self.current)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(self.held))
+        module = torch.get_device_module(type)
+        monkeypatch.setattr(module, "is_initialized", lambda: self.initialized)
+        monkeypatch.setattr(module, "memory_reserved", self.memory_reserved)
+        for name in ("current_accelerator", "set_device_index", "synchronize"):
+            monkeypatch.setattr(torch.accelerator, name, getattr(self, name))
+        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: self.current)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: len(self.held))
 
-    def set_device(self, device: int) -> None:
+    def current_accelerator(self) -> torch.device | None:
+        return None if self.type is None else torch.device(self.type)
+
+    def set_device_index(self, device: int) -> None:
         assert device == self.current
 
     def memory_reserved(self, device: int) -> int:
@@ -82,10 +92,24 @@ def test_a_process_that_has_not_used_cuda_does_not_begin_to(gpus: Gpus) -> None:
     assert not gpus.synchronized
 
 
-def test_without_cuda_it_does_nothing(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_without_an_accelerator_it_does_nothing(gpus: Gpus) -> None:
+    gpus.type = None
     assert CudaHealthCheck()(STATE) == (STATE, None)
     assert not gpus.synchronized
+
+
+def test_on_another_accelerator_the_check_for_all_runs_and_that_for_cuda_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    devices = Gpus(monkeypatch, "xpu")
+    assert CudaHealthCheck()(STATE) == (STATE, None)
+    assert not devices.synchronized
+    assert DeviceHealthCheck()(STATE) == (STATE, None)
+    assert [device for device, _ in devices.synchronized] == [1, 1]
+    devices.blocked = threading.Event()
+    with pytest.raises(RankTimeout, match=r"rank 2: DeviceHealthCheck: .*xpu:1 "):
+        DeviceHealthCheck(timeout=0.1)(STATE)
+    devices.blocked.set()
 
 
 def test_a_gpu_that_does_not_answer_is_named(gpus: Gpus) -> None:

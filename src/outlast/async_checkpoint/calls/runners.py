@@ -126,12 +126,15 @@ def run_here(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
 
 
 def _await_copies() -> None:
-    """Waits for pending copies from a GPU (`non_blocking=True`): a snapshot of their target must
+    """Waits for pending copies from a device (`non_blocking=True`): a snapshot of their target must
     not contain half a tensor.
     """
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    if torch is not None:
+        from outlast.system import devices  # it imports torch
+
+        if devices.in_use() is not None:
+            torch.accelerator.synchronize()
 
 
 class ForkRunner:

@@ -37,6 +37,7 @@ from outlast.async_checkpoint.storage.entries import (
 from outlast.async_checkpoint.storage.manifest import CHUNK_BYTES, checksum, pieces
 from outlast.coordination.agreement import Agreement
 from outlast.coordination.call_ledger import CallFailure
+from outlast.coordination.collectives import device_of
 from outlast.errors import CheckpointError
 
 _SENT_BYTES = 64 << 20  # in one collective
@@ -200,14 +201,12 @@ def content_in_memory(
 
 def _send(content: torch.Tensor, owner: int, group: Any) -> None:
     source = dist.get_global_rank(group, owner) if group is not None else owner
-    on_gpu = dist.get_backend(group) == "nccl"
+    device = device_of(group)
     for piece in content.split(_SENT_BYTES):
-        if on_gpu:  # NCCL needs tensors on the GPU
-            moved = piece.cuda()
-            dist.broadcast(moved, source, group=group)
+        moved = piece.to(device)
+        dist.broadcast(moved, source, group=group)
+        if moved is not piece:
             piece.copy_(moved)
-        else:
-            dist.broadcast(piece, source, group=group)
 
 
 def _only(entries: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:

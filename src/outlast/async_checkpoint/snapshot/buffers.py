@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from outlast.async_checkpoint.snapshot.device_copy import PinnedMemory, device_in_use
 from outlast.async_checkpoint.snapshot.structure import Structure
 from outlast.async_checkpoint.writer.client import WriterClient
 from outlast.async_checkpoint.writer.handover import (
@@ -20,6 +19,7 @@ from outlast.async_checkpoint.writer.handover import (
     take_over,
 )
 from outlast.async_checkpoint.writer.main import Writer
+from outlast.system import devices
 from outlast.system.shared_memory import SharedMemory, populate
 
 
@@ -33,7 +33,7 @@ class SnapshotBuffer:
 
     Attributes:
         number: names it in the writer.
-        pinned: its registration with CUDA, if the process uses CUDA.
+        unlock: ends its page lock, if the process uses an accelerator that has page-locked it.
         targets: views into it, one for each tensor of the structure that it is laid out for.
         snapshot, values: the sealed snapshot in it, if there is one, and its pickled values.
         stop: ends the last copy into it, which may still be running.
@@ -43,7 +43,7 @@ class SnapshotBuffer:
 
     number: int
     memory: SharedMemory | None = None
-    pinned: PinnedMemory | None = None
+    unlock: Callable[[], None] | None = None
     structure: Structure | None = None
     targets: Sequence[torch.Tensor] = ()
     busy: bool = False
@@ -65,9 +65,9 @@ class SnapshotBuffer:
 
     def drop_memory(self) -> None:
         self.targets, self.structure = (), None
-        pinned, self.pinned = self.pinned, None
-        if pinned is not None:
-            pinned.unpin()
+        unlock, self.unlock = self.unlock, None
+        if unlock is not None:
+            unlock()
         memory, self.memory = self.memory, None
         if memory is not None:
             memory.close()
@@ -116,7 +116,7 @@ class BufferPool:
             buffer.busy = True
             buffer.turn += 1
         try:
-            self._lay_out(buffer, structure, device_in_use())
+            self._lay_out(buffer, structure, devices.device_in_use())
         except BaseException:
             self.give_back(buffer)
             raise
@@ -171,7 +171,7 @@ class BufferPool:
         if not fresh:
             return
 
-        device = device_in_use()  # of this thread: a new one has device 0
+        device = devices.device_in_use()  # of this thread: a new one has device 0
 
         def allocate() -> None:
             for buffer in fresh:
@@ -232,7 +232,9 @@ class BufferPool:
             buffer.usable for buffer in self.buffers
         )
 
-    def _lay_out(self, buffer: SnapshotBuffer, structure: Structure, device: int | None) -> None:
+    def _lay_out(
+        self, buffer: SnapshotBuffer, structure: Structure, device: torch.device | None
+    ) -> None:
         # Before the first byte is overwritten: see `Writer.reuse_buffer`.
         buffer.snapshot = None
         self._writer.tell(Writer.reuse_buffer, buffer=buffer.number)
@@ -251,7 +253,8 @@ class BufferPool:
             buffer.memory = memory = SharedMemory(needed)
             populate(memory)
             if device is not None:
-                buffer.pinned = PinnedMemory.pin(memory, device)
+                lock = devices.of(device.type).page_lock
+                buffer.unlock = lock(memory.address, memory.size_bytes, device.index)
         index = structure.index
         self._writer.tell(Writer.share_buffer, buffer=buffer.number, memory=memory, index=index)
         buffer.targets = structure.inscribe(memory)

@@ -9,8 +9,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from outlast.async_checkpoint.snapshot.device_copy import on_gpu
 from outlast.errors import CheckpointError
+from outlast.system.devices import on_accelerator
 
 _WORTH_A_CALL = 64 << 10  # below that, a call costs more than the copy
 _INSIDE = ("optimizer", "_optimizer", "optim", "base_optimizer")  # where wrappers keep theirs
@@ -52,9 +52,9 @@ class Writes:
 
 def can_overlap(tensor: torch.Tensor, owned: set[int]) -> bool:
     """Whether the tensor can be copied during training: only an optimizer changes it (its address
-    is in `owned`), and it is contiguous, in the memory of the CPU or of a GPU.
+    is in `owned`), and it is contiguous, in the memory of the CPU or of the accelerator.
     """
-    if not (tensor.is_cpu or on_gpu(tensor)) or tensor.is_inference():
+    if not (tensor.is_cpu or on_accelerator(tensor)) or tensor.is_inference():
         return False
     return _has_bytes(tensor) and tensor.data_ptr() in owned
 

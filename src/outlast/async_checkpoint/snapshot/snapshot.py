@@ -5,9 +5,9 @@ writer process, the copies to other hosts and the save itself are told by its se
 
 An eager save returns when everything is copied. An overlapped save returns at once: tensors that
 only an optimizer changes (its parameters and its state) are copied during the next forward and
-backward pass, by a thread, or by the GPU while a thread waits for it. The optimizer's `step` waits,
-in a torch hook, for the rest of the copy. All other tensors, such as batch-norm statistics, are
-copied at once.
+backward pass, by a thread, or by the device while a thread waits for it. The optimizer's `step`
+waits, in a torch hook, for the rest of the copy. All other tensors, such as batch-norm statistics,
+are copied at once.
 
 A snapshot must be the state at the moment of the save (C2), so a write to a tensor that is still
 being copied must be detected. torch counts the writes to a tensor (`_version`); a write counts when
@@ -35,12 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from outlast.async_checkpoint.snapshot.buffers import SnapshotBuffer
 from outlast.async_checkpoint.snapshot.chunk_copy import ChunkCache, Chunks, EagerCopy, are_private
-from outlast.async_checkpoint.snapshot.device_copy import (
-    CopyPair,
-    DeviceChunks,
-    DeviceCopy,
-    on_gpu,
-)
+from outlast.async_checkpoint.snapshot.device_copy import CopyPair, DeviceChunks, DeviceCopy
 from outlast.async_checkpoint.snapshot.overlap import (
     Writes,
     addresses_of_optimizers,
@@ -54,6 +49,7 @@ from outlast.async_checkpoint.writer.handover import SnapshotDescription
 from outlast.async_checkpoint.writer.main import Writer
 from outlast.async_checkpoint.writer.write_files import checksums_of
 from outlast.errors import CheckpointError, SaveCancelled
+from outlast.system.devices import on_accelerator
 
 # The writer, which writes pieces of this size, is notified whenever this much has been copied.
 _REPORTED_BYTES = 16 << 20
@@ -269,8 +265,8 @@ class Snapshotter:
         by_torch = [pair for pair in now if not is_contiguous_cpu(pair[0])]
         files = structure.files
         # The copy hashes only where training does not wait for it (`snapshot/chunk_copy.py`).
-        by_gpu = bool(later) and on_gpu(later[0][0])
-        snapshot.hashed = bool(later) and not by_gpu and self._are_private(sources)
+        by_device = bool(later) and on_accelerator(later[0][0])
+        snapshot.hashed = bool(later) and not by_device and self._are_private(sources)
         writes = Writes(source for source, _ in now)
         snapshot.copy_now(DeviceCopy(by_torch))
         eager = self._now.chunks(memory, files, by_chunks, hashed=False)
@@ -282,7 +278,7 @@ class Snapshotter:
             return snapshot
         chunks = (
             DeviceChunks(later)
-            if by_gpu
+            if by_device
             else self._later.chunks(memory, files, later, hashed=snapshot.hashed)
         )
         snapshot.copy_later(later, chunks, self._optimizers)
@@ -301,9 +297,9 @@ class Snapshotter:
         now: list[CopyPair] = []
         for source, to in copies:
             (later if can_overlap(source, owned) else now).append((source, to))
-        if any(on_gpu(source) for source, _ in later):
+        if any(on_accelerator(source) for source, _ in later):
             # Those in CPU memory are few and small, such as Adam's counters of steps.
-            now += [pair for pair in later if not on_gpu(pair[0])]
+            now += [pair for pair in later if not on_accelerator(pair[0])]
             now.sort(key=lambda pair: pair[1].data_ptr())
-            later = [pair for pair in later if on_gpu(pair[0])]
+            later = [pair for pair in later if on_accelerator(pair[0])]
         return later, now

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import default_collate
 
+from outlast.coordination.collectives import device_of
 from outlast.elastic.data.loader import rank_and_replicas, warn_if_changed
 from outlast.system.arguments import as_int
 
@@ -182,7 +183,7 @@ class ShardedStream:
     def _gather(self, count: int) -> list[int]:
         if not self._is_distributed():
             return [count]
-        own = torch.tensor([count], device=_device(self._group))
+        own = torch.tensor([count], device=device_of(self._group))
         gathered = [torch.empty_like(own) for _ in range(self.replicas)]
         dist.all_gather(gathered, own, group=self._group)
         return [int(each.item()) for each in gathered]
@@ -190,10 +191,6 @@ class ShardedStream:
     def _exchange(self) -> None:
         """Only the replica that reads a shard advances its offset: the greatest one is current."""
         if self._is_distributed():
-            offsets = self._offsets.to(_device(self._group))
+            offsets = self._offsets.to(device_of(self._group))
             dist.all_reduce(offsets, op=dist.ReduceOp.MAX, group=self._group)
             self._offsets = offsets.cpu()
-
-
-def _device(group: Any) -> str:
-    return "cuda" if dist.get_backend(group) == "nccl" else "cpu"

@@ -246,10 +246,8 @@ class RandomPart(Part):
         }
         if "numpy" in sys.modules:
             noted["numpy"] = self._of_numpy(sys.modules["numpy"])
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            states = generators.capture()
-            noted.update({k: v.numpy().tobytes() for k, v in states.items() if "cuda" in k})
-        return noted
+        of_devices = generators.of_devices()
+        return noted | {name: state.numpy().tobytes() for name, state in of_devices.items()}
 
     def live(self, shared: Any, own: Any, trusted: bool) -> dict[str, generators.Generators]:
         if own is None:  # a rank that did not exist before keeps its own

@@ -21,7 +21,7 @@ Costs: no communication overlaps with the backward pass. The sum takes one hop p
 pipelined buckets, and a broadcast. Replicas other than the first keep the gradients of all their
 parts until the sum of the replicas before them arrives. Parts are computed one by one, with smaller
 matrices. Requirements: the same kind of processor, the same number of torch threads, and
-deterministic operations (on GPUs: `torch.use_deterministic_algorithms`).
+deterministic operations (on accelerators: `torch.use_deterministic_algorithms`).
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from torch import nn
 from outlast.elastic.data.sampler import bounds
 from outlast.elastic.numerics.ordered_sum import OrderedSum, global_rank, views_of
 from outlast.elastic.random_generators import mix64
+from outlast.system import devices
 from outlast.system.arguments import as_int
 
 
@@ -199,19 +200,25 @@ class ConsistentDDP(nn.Module):
 def _seeded(seed: int, part: int) -> dict[str, torch.Tensor]:
     number = mix64(seed * 0x1_0000_0001 + part) >> 1
     states = {"cpu": torch.Generator().manual_seed(number).get_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.Generator("cuda").manual_seed(number).get_state()
+    accelerator = devices.available()
+    if accelerator is not None:
+        index = torch.accelerator.current_device_index()
+        states[accelerator.type] = accelerator.seeded(index, number)
     return states
 
 
 def _random_state() -> dict[str, torch.Tensor]:
     states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
+    accelerator = devices.available()
+    if accelerator is not None:
+        index = torch.accelerator.current_device_index()
+        states[accelerator.type] = accelerator.random_state(index)
     return states
 
 
 def _set_random_state(states: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(states["cpu"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+    accelerator = devices.available()
+    if accelerator is not None and accelerator.type in states:
+        index = torch.accelerator.current_device_index()
+        accelerator.set_random_state(index, states[accelerator.type])

@@ -1,8 +1,8 @@
-"""The digests of parameters and buffers: xxh3 in CPU memory, column sums of integers on a GPU.
+"""The digests of parameters and buffers: xxh3 in CPU memory, column sums on an accelerator.
 
-Two ranks compare digests that were made in the same way. On a GPU, the bytes are summed as columns
-of 64-bit integers: integer addition gives the same result in any order, and a change of one word
-changes its column. Only errors that cancel in a column stay unseen. The sums are computed on a
+Two ranks compare digests that were made in the same way. On a device, the bytes are summed as
+columns of 64-bit integers: integer addition gives the same result in any order, and a change of one
+word changes its column. Only errors that cancel in a column stay unseen. The sums are computed on a
 stream of their own, and only they are copied to the host.
 """
 
@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from outlast.elastic.silent_faults.layout import Part, Piece, local_tensor
+from outlast.system.streams import current_stream, on_stream
 
 Digest = Callable[[], str]
 """Returns the digest, as 16 hexadecimal digits; waits for it if needed."""
@@ -38,16 +39,17 @@ def cpu_digest(piece: Piece, tensors: Sequence[torch.Tensor]) -> str:
 
 
 class SideStream:
-    """Starts digests on a GPU: the kernels of training and of the digests run side by side."""
+    """Starts digests on a device: the kernels of training and of the digests run side by side."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self.device = device
+        self._stream = torch.Stream(device)
         self._done: Any = None
 
     def start(self, pieces: Sequence[Piece], tensors: Sequence[torch.Tensor]) -> list[Digest]:
         """Enqueues the digests, after what training has enqueued so far. Does not synchronize."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream), torch.no_grad():
+        self._stream.wait_stream(current_stream(self.device))
+        with on_stream(self._stream), torch.no_grad():
             sums = [
                 [_column_sums(_bytes_of(tensors[p.parameter], p)) for p in piece.parts]
                 for piece in pieces
@@ -56,7 +58,7 @@ class SideStream:
                 torch.cat(each).to("cpu", non_blocking=True) if each else torch.empty(0)
                 for each in sums
             ]
-            done = torch.cuda.Event()
+            done = torch.Event(self.device, enable_timing=False)
             done.record(self._stream)
         self._done = done
 
@@ -69,7 +71,7 @@ class SideStream:
     def hold_training(self) -> None:
         """Makes the training stream wait until the started digests have read their bytes."""
         if self._done is not None:
-            torch.cuda.current_stream(self._stream.device).wait_event(self._done)
+            current_stream(self.device).wait_event(self._done)
 
 
 def _column_sums(content: torch.Tensor) -> torch.Tensor:
@@ -121,7 +123,7 @@ class Buffers:
 
     def unwritten(self) -> set[str]:
         """The labels of the pieces of which no buffer was written to or replaced."""
-        return set(self._pieces("cpu")[0]) | set(self._pieces("cuda")[0])
+        return set(self._pieces()[0])
 
     def later(self) -> tuple[dict[str, Digest], Callable[[], None]]:
         """The digests by label, and what makes them: to be called in the background."""
@@ -134,13 +136,15 @@ class Buffers:
         return {label: partial(made.__getitem__, label) for label in pieces}, make
 
     def start(self, stream: SideStream) -> dict[str, Digest]:
-        """The digests by label, which are made on a GPU."""
-        pieces, tensors = self._pieces("cuda")
+        """The digests by label, which are made on a device."""
+        pieces, tensors = self._pieces(stream.device.type)
         if not pieces:
             return {}
         return dict(zip(pieces, stream.start(list(pieces.values()), tensors), strict=True))
 
-    def _pieces(self, device: str) -> tuple[dict[str, Piece], list[torch.Tensor]]:
+    def _pieces(
+        self, device_type: str | None = None
+    ) -> tuple[dict[str, Piece], list[torch.Tensor]]:
         """The pieces by label, and the tensors that they refer to. They are the same in every
         cycle, except for those that are left out.
         """
@@ -149,7 +153,7 @@ class Buffers:
             for name, each in self._module.named_buffers()
             if name in self._versions
             and self._versions[name] == (id(each), each._version)
-            and each.device.type == device
+            and device_type in (None, each.device.type)
         }
         pieces: dict[str, Piece] = {}
         tensors: list[torch.Tensor] = []

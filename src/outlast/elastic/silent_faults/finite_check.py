@@ -7,7 +7,7 @@ tell: a NaN stays in them. (Gradients do not: a scaler of mixed precision skips 
 Each step looks at one slice of the parameters, of at most 128 KiB or 1/`every` of them, by
 a sum: infinities and NaN stay in it. On the CPU the training thread does it: a step reads and
 writes every parameter several times, so that the slice costs less than handing it to another
-thread. On a GPU the sum is enqueued, and read when it is there: nothing is synchronized. As soon
+thread. On a device the sum is enqueued, and read when it is there: nothing is synchronized. As soon
 as a loss is NaN, so is almost every parameter, after the same step, whatever the slice. A small
 model is one slice; so is every model when it is compared before its last save.
 
@@ -45,6 +45,8 @@ from outlast.errors import NonFinite, StoreError
 from outlast.events.emitter import Emitter, Sink
 from outlast.events.types import NonFiniteFound
 from outlast.system.arguments import as_int
+from outlast.system.devices import on_accelerator
+from outlast.system.streams import current_stream
 
 __all__ = ["FiniteCheck", "RunningFiniteCheck"]
 
@@ -135,7 +137,7 @@ class _Finding:
 
 @dataclasses.dataclass(frozen=True)
 class _Look:
-    """The sums of a slice after `step`, on their way from the GPU until `ready`."""
+    """The sums of a slice after `step`, on their way from the device until `ready`."""
 
     step: int
     number: int
@@ -205,7 +207,7 @@ class RunningFiniteCheck:
             return
         number = self._step % len(self._slices)
         sums = [total(part) for part in self._parts(number)]
-        if any(each.is_cuda for each in sums):
+        if any(map(on_accelerator, sums)):
             self._looks.append(_on_its_way(self._step, number, sums))
         else:
             self._judge(self._step, number, [each.item() for each in sums])
@@ -266,8 +268,8 @@ class RunningFiniteCheck:
         self._gradient = found if self._gradient is None else self._gradient + found
 
     def _look_at_loss(self, loss: torch.Tensor | float) -> None:
-        """On a GPU, it is read with the next step: then it is there."""
-        at_once = not (isinstance(loss, torch.Tensor) and loss.is_cuda)
+        """On a device, it is read with the next step: then it is there."""
+        at_once = not (isinstance(loss, torch.Tensor) and on_accelerator(loss))
         self._losses.append((self._step, loss.detach() if isinstance(loss, torch.Tensor) else loss))
         while len(self._losses) > (0 if at_once else 1):
             step, values = self._losses.popleft()
@@ -358,10 +360,10 @@ class RunningFiniteCheck:
 
 
 def _on_its_way(step: int, number: int, sums: list[torch.Tensor]) -> _Look:
-    device = next(each.device for each in sums if each.is_cuda)
+    device = next(each.device for each in sums if on_accelerator(each))
     together = torch.stack([each.float().to(device) for each in sums]).to("cpu", non_blocking=True)
-    ready = torch.cuda.Event()
-    ready.record()
+    ready = torch.Event(device, enable_timing=False)
+    ready.record(current_stream(device))
     return _Look(step, number, together, ready)
 
 

@@ -46,6 +46,7 @@ from outlast.errors import RankExcluded, ReplicasDiffer
 from outlast.events.emitter import Emitter, Sink
 from outlast.events.types import ReplicaMismatch
 from outlast.system.arguments import as_int
+from outlast.system.devices import on_accelerator
 
 __all__ = ["ReplicaCheck", "RunningReplicaCheck"]
 
@@ -147,8 +148,9 @@ class RunningReplicaCheck:
         self._handover: _Handover | None = None
         self._told_of_writes = False
         self._times: Counter[tuple[int, ...]] = Counter()
-        devices = {local_tensor(p).device for p in self._layout.parameters}
-        self._streams = {d: SideStream(d) for d in devices if d.type == "cuda"}
+        tensors = [local_tensor(p) for p in self._layout.parameters]
+        on_devices = {tensor.device for tensor in tensors if on_accelerator(tensor)}
+        self._streams = {device: SideStream(device) for device in on_devices}
         self._hook = register_optimizer_step_pre_hook(self._before_optimizer_step)
 
     @property

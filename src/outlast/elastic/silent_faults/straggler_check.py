@@ -7,7 +7,7 @@ That moment is a torch hook of the parameter whose gradient comes last in the ba
 data, the forward and the backward pass are part of it, whether the processor works or sleeps; what
 is waited for other ranks in between, as in DDP's broadcast of the buffers, is not (`waits.py`).
 
-On a GPU, the two moments are events on the training stream, which are read when the window ends:
+On a device, the two moments are events on the training stream, which are read when the window ends:
 nothing is synchronized.
 
 Where parameters are sharded (FSDP2), each layer waits for other ranks, and the hook of a shard is
@@ -37,6 +37,7 @@ from outlast.elastic.silent_faults.waits import Moments, Waits
 from outlast.events.emitter import Emitter, Sink
 from outlast.events.types import StragglerFound
 from outlast.system.arguments import as_int
+from outlast.system.devices import on_accelerator
 from outlast.system.units import duration_text
 
 __all__ = ["RunningStragglerCheck", "StragglerCheck"]
@@ -112,8 +113,8 @@ class RunningStragglerCheck:
         self._exchange = Exchange(ledger, "stragglers", SlowRanks(check.factor, check.windows))
         self._step = step
         parameters = [p for p in module.parameters() if p.requires_grad and p.is_leaf]
-        cuda = any(p.is_cuda for p in parameters)
-        self._now: Callable[[], Any] = _cuda_moment if cuda else time.perf_counter
+        on_device = any(map(on_accelerator, parameters))
+        self._now: Callable[[], Any] = _device_moment if on_device else time.perf_counter
         self._waits = None if self._alone else Waits(self._now)
         self._last_of_backward = _LastGradient(
             () if self._alone else parameters, self._now, self._waits
@@ -241,7 +242,7 @@ class _LastGradient:
 
     def _learn(self, parameter: torch.Tensor) -> None:
         self._last = parameter
-        if self._waits is not None:  # on a GPU, autograd has a thread of its own
+        if self._waits is not None:  # on a device, autograd has a thread of its own
             self._waits.threads.add(threading.get_ident())
 
     def _note(self, parameter: torch.Tensor) -> None:
@@ -249,8 +250,8 @@ class _LastGradient:
         self._moment = self._now(), [] if self._waits is None else self._waits.so_far()
 
 
-def _cuda_moment() -> Any:
-    event = torch.cuda.Event(enable_timing=True)
+def _device_moment() -> Any:
+    event = torch.Event(enable_timing=True)
     event.record()
     return event
 

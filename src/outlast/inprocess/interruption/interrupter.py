@@ -37,12 +37,11 @@ from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
-import torch
-
 from outlast.errors import RankShouldRestart
 from outlast.inprocess.interruption.error_kinds import USER_REGION, ending_in, user_region
 from outlast.inprocess.interruption.release import QuietHooks
 from outlast.inprocess.monitor.shared_page import Blocked
+from outlast.system import devices
 from outlast.system.user_frames import in_own_code, in_standard_library, is_own, user_place_of
 
 INTERRUPT_SIGNAL = signal.SIGURG
@@ -52,10 +51,16 @@ _set_async_exc.argtypes = (ctypes.c_ulong, ctypes.py_object)
 _set_async_exc.restype = ctypes.c_int
 
 
-# The torch packages in which a rank waits for other ranks: in a collective, in a backward pass that
+# The packages in which a rank waits for other ranks: in a collective, in a backward pass that
 # reduces gradients, or for a device that runs collectives. Elsewhere in torch (`torch.load`, a data
 # loader), a rank does not depend on others.
-_WAITING = ("torch.distributed", "torch.autograd", "torch.nn.parallel", "torch.cuda")
+_WAITING = (
+    "torch.distributed",
+    "torch.autograd",
+    "torch.nn.parallel",
+    "torch.accelerator",
+    "outlast.system.streams",
+)
 
 
 _DEBUGGERS = ("bdb", "pdb")
@@ -201,14 +206,14 @@ class Interrupter:
 
     def waits_for_others(self) -> bool:
         """Whether the innermost Python frame of the thread is where torch waits for other ranks."""
-        return _is_in(sys._current_frames().get(self.ident), _WAITING)
+        return _waits(sys._current_frames().get(self.ident))
 
     def blocked_in(self) -> Blocked:
         """Where the thread is, which runs no Python code at the moment."""
         innermost = frame = sys._current_frames().get(self.ident)
         while frame is not None and in_standard_library(frame):
             frame = frame.f_back
-        if _is_in(frame, _WAITING):
+        if _waits(frame):
             return Blocked.WAITS
         if frame is None or is_own(frame):  # this package waits for others, or copies state
             return Blocked.UNKNOWN
@@ -216,7 +221,7 @@ class Interrupter:
             return Blocked.ELSEWHERE
         # Any operation may wait for the device, which may wait for other ranks. That wait uses the
         # CPU, so CPU time says nothing.
-        on_device = torch.cuda.is_initialized() and not _is_in(frame, _COMPILING)
+        on_device = devices.in_use() is not None and not _is_in(frame, _COMPILING)
         return Blocked.WAITS if on_device else Blocked.UNKNOWN
 
     def _sleeps(self) -> bool:
@@ -265,6 +270,12 @@ def _stack(frame: FrameType | None) -> Iterator[FrameType]:
 def _is_in(frame: FrameType | None, packages: tuple[str, ...]) -> bool:
     name = "" if frame is None else str(frame.f_globals.get("__name__", ""))
     return any(f"{name}.".startswith(f"{package}.") for package in packages)
+
+
+def _waits(frame: FrameType | None) -> bool:
+    accelerator = devices.current()
+    own = () if accelerator is None else (accelerator.module.__name__,)  # such as torch.xpu
+    return _is_in(frame, (*_WAITING, *own))
 
 
 _BOUNDARY: CodeType = Interrupter.run.__code__

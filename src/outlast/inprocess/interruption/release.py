@@ -36,12 +36,12 @@ import torch.distributed as dist
 
 from outlast.errors import RankShouldRestart
 from outlast.inprocess.interruption.gloo import GlooAbort, any_blocked, pair_sockets
+from outlast.system import devices
 
 log = logging.getLogger("outlast.inprocess")
 
 _LOADER = "_MultiProcessingDataLoaderIter.__del__"
 _SHARER = resource_sharer.__file__
-_DEVICE_TYPES = ("cpu", "cuda")
 _DRAIN_S = 5.0
 """How long worker threads may take to leave their waits before the release continues."""
 
@@ -79,7 +79,7 @@ class Releaser:
             self._thread = threading.Thread(target=held.clear, name="outlast-release", daemon=True)
             del held  # the thread holds the last reference to the list
             self._thread.start()
-        if torch.cuda.is_initialized():
+        if devices.in_use() is not None:
             # The next iteration needs the memory of this one's models, reference cycles included.
             self.join()
             gc.collect()
@@ -248,9 +248,12 @@ class TorchModes:
 
     def __init__(self) -> None:
         self._gradients = torch.is_grad_enabled()
+        accelerator = devices.current()
+        types = ["cpu", *([] if accelerator is None else [accelerator.type])]
         self._autocast = {
             each: (torch.is_autocast_enabled(each), torch.get_autocast_dtype(each))
-            for each in _DEVICE_TYPES
+            for each in types
+            if torch.amp.is_autocast_available(each)
         }
         self._autocast_cache = torch.is_autocast_cache_enabled()
 

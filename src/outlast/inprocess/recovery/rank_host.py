@@ -36,7 +36,7 @@ from outlast.events.types import (
 from outlast.inprocess.call_wrapper import CallWrapper, observers
 from outlast.inprocess.ending import Completion, Terminate
 from outlast.inprocess.environment import Launch, publish_rank
-from outlast.inprocess.health_check import check_cuda_context
+from outlast.inprocess.health_check import check_device_context
 from outlast.inprocess.interruption.error_kinds import is_consequence, is_interrupt
 from outlast.inprocess.interruption.interrupter import AtomicSection
 from outlast.inprocess.interruption.monitor_thread import IterationWatch, MonitorThread
@@ -246,7 +246,7 @@ class RankHost(RankFaults):
         if error is not None:
             release_frames(error)
         log.debug("rank %d: iteration %d: finalize", self.state.rank, iteration)
-        check_cuda_context(self.state.rank)
+        check_device_context(self.state.rank)
         with self._user_code(Activity.LEAVING), self.emitter.span(FinalizeDone):
             self._notify_recovering(iteration)
             self.releaser.release()

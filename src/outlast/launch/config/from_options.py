@@ -161,12 +161,10 @@ def _nproc(text: str) -> int:
     if text in ("cpu", "gpu", "auto"):
         import torch  # here, because it takes a second and the other values do not need it
 
-        if text == "gpu":
-            if not torch.cuda.is_available():
-                raise ValueError("--nproc-per-node gpu: no GPU is available")
-            return torch.cuda.device_count()
-        if text == "auto" and torch.accelerator.is_available():
+        if text != "cpu" and torch.accelerator.is_available():
             return torch.accelerator.device_count()
+        if text == "gpu":
+            raise ValueError("--nproc-per-node gpu: no GPU or other accelerator is available")
         return len(os.sched_getaffinity(0))
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(

@@ -1,0 +1,193 @@
+"""Accelerators: the one module that speaks to a particular type of device.
+
+The rest of the package uses `torch.accelerator`, `torch.Stream` and `torch.Event`. What these do
+not offer is a method of `Accelerator`. It serves every type of device (XPU, NPU, HPU, ...) through
+the module that torch has for it, such as `torch.xpu`. `Cuda` serves NVIDIA's and AMD's GPUs, which
+are both `cuda` in torch. To serve another type in its own way, `register` a subclass.
+
+A process uses at most one type, the one that torch calls the current accelerator. Tensors on other
+devices are copied as by `Tensor.copy_`, without streams. The streams of a type must be able to run
+beside each other: `torch.Stream` raises where there is only one (MPS), and so does an overlapped
+save or a check of replicas there.
+
+Nothing here initializes a device, unless a method says that it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+log = logging.getLogger("outlast.devices")
+
+_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices of this process
+
+
+class Accelerator:
+    """The operations on one type of device, by what every type offers.
+
+    Attributes:
+        type: the type, as in `torch.device.type`.
+    """
+
+    def __init__(self, type: str) -> None:
+        self.type = type
+
+    @property
+    def module(self) -> Any:
+        """Torch's module for the type. `device_count` and `is_available` are all that it needs to
+        have; where another function is missing, the methods say what happens.
+        """
+        return torch.get_device_module(self.type)
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether this process has used a device. A type that cannot tell is used if available."""
+        return bool(getattr(self.module, "is_initialized", self.module.is_available)())
+
+    def held(self) -> list[int]:
+        """The devices on which this process has allocated memory. The current device if there are
+        none, or if the type has no statistics.
+        """
+        found: list[int] = []
+        reserved = getattr(self.module, "memory_reserved", None)
+        if reserved is not None:
+            with contextlib.suppress(RuntimeError):  # a pluggable allocator may have no statistics
+                found = [i for i in range(torch.accelerator.device_count()) if reserved(i)]
+        return found or [torch.accelerator.current_device_index()]
+
+    def check(self, index: int) -> None:
+        """Raises torch's `RuntimeError` if this process cannot use the device any more. Does not
+        wait for the device: work in progress is no error. On a type whose errors do not stay, or
+        are not reported by a stream, it finds nothing.
+        """
+        default_stream = getattr(self.module, "default_stream", torch.accelerator.current_stream)
+        default_stream(index).query()
+
+    def communicator(self, group: Any) -> Any:
+        """What ends the collectives of a process group on this type by its `abort()`, which is
+        called in a thread of its own; `None` if the group has no backend for the type.
+        """
+        try:
+            backend = group._get_backend(torch.device(self.type))
+        except RuntimeError:
+            return None
+        return backend if hasattr(backend, "abort") else None
+
+    def page_lock(self, address: int, size_bytes: int, index: int) -> Callable[[], None] | None:
+        """Page-locks memory, so that devices copy into it at full speed, in the background. Without
+        it copies are slower but correct, so an error is only logged.
+
+        Args:
+            address: where the memory begins.
+            size_bytes: how long it is.
+            index: any device that this process uses. The current one may be different in a thread
+                of this package, where the call would create a context on device 0.
+
+        Returns:
+            What ends it, before the memory is freed, while no copy into it is in progress. `None`
+            if it failed, or if the type cannot page-lock memory that it has not allocated itself.
+        """
+        return None
+
+    def random_state(self, index: int) -> torch.Tensor:
+        """The state of a device's random generator; initializes the device. `AttributeError` if the
+        module has no `get_rng_state`: what a job draws there could not be repeated.
+        """
+        state: torch.Tensor = self.module.get_rng_state(index)
+        return state
+
+    def set_random_state(self, index: int, state: torch.Tensor) -> None:
+        """Sets it; initializes the device."""
+        self.module.set_rng_state(state, index)
+
+    def seeded(self, index: int, seed: int) -> torch.Tensor:
+        """The state of a generator with this seed; initializes the device."""
+        device = torch.device(self.type, index)
+        return torch.Generator(device).manual_seed(seed).get_state()
+
+
+class Cuda(Accelerator):
+    """GPUs of NVIDIA, and of AMD by ROCm."""
+
+    def page_lock(self, address: int, size_bytes: int, index: int) -> Callable[[], None] | None:
+        with torch.cuda.device(index):
+            code = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, _PORTABLE))
+            if code:
+                # The next kernel of the training would report CUDA's last error as its own: a
+                # kernel here reports it instead.
+                with contextlib.suppress(RuntimeError):
+                    torch.empty(1, device=torch.device(self.type, index)).fill_(0)
+                log.info(
+                    "a snapshot buffer of %d bytes could not be page-locked (CUDA error %d): "
+                    "copies from the GPU are slower",
+                    size_bytes,
+                    code,
+                )
+                return None
+
+        def unlock() -> None:
+            if self.is_initialized:  # else this is a forked child, which must not use CUDA
+                torch.cuda.cudart().cudaHostUnregister(address)
+
+        return unlock
+
+
+_registered: dict[str, Accelerator] = {}
+
+
+def register(accelerator: Accelerator) -> None:
+    """Lets `accelerator` serve all devices of its type, in this process."""
+    _registered[accelerator.type] = accelerator
+
+
+register(Cuda("cuda"))
+
+
+def of(type: str) -> Accelerator:
+    """What serves devices of this type."""
+    return _registered.get(type) or Accelerator(type)
+
+
+def current() -> Accelerator | None:
+    """What serves the accelerator for which torch was built, or that was registered with torch,
+    even if there is no device; `None` if there is none.
+    """
+    try:
+        device = torch.accelerator.current_accelerator()
+    except RuntimeError:  # torch 2.6: there is no device
+        return None
+    return None if device is None else of(device.type)
+
+
+def available() -> Accelerator | None:
+    """The same; `None` if there is no device."""
+    return current() if torch.accelerator.is_available() else None
+
+
+def in_use() -> Accelerator | None:
+    """The same; `None` if this process has not used a device."""
+    found = current()
+    return found if found is not None and found.is_initialized else None
+
+
+def device_in_use() -> torch.device | None:
+    """The current device of this thread; `None` if this process has not used one."""
+    found = in_use()
+    if found is None:
+        return None
+    return torch.device(found.type, torch.accelerator.current_device_index())
+
+
+def on_accelerator(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is in the memory of the current accelerator, and so operations on it are
+    only queued when they return.
+    """
+    if tensor.device.type in ("cpu", "meta"):
+        return False
+    found = current()
+    return found is not None and found.type == tensor.device.type
