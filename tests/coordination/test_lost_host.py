@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from outlast.coordination.lost_host import enter_host, report_host_lost, report_killed
 from outlast.coordination.membership import RESTART, MembershipProtocol
 from outlast.coordination.ops import Link, drive, perform_on
-from outlast.coordination.records import FaultRecord, LostRecord
+from outlast.coordination.records import FaultRecord, LostRecord, process_token
 from outlast.coordination.stores.store import MemoryStore
 
 CAUSE = FaultRecord(0, -1, -1, "h2", 0, "UNRESPONSIVE", "host h2 is lost")
@@ -39,14 +38,14 @@ class Job:
         return False
 
     async def enter(self, rank: int, token: str, host: str) -> int:
-        await enter_host(self.membership.link, host, token)
+        token = process_token(host, token)
         member = await self.membership.register(rank, token)
         if member is None:
             member = await self.membership.ask_to_join(rank, token)
         return member
 
     def lose(self, host: str, ranks: range) -> frozenset[int]:
-        members: frozenset[int] = self(report_host_lost(self.membership, host, ranks, CAUSE))
+        members: frozenset[int] = self(self.membership.report_ended(host, ranks, CAUSE))
         return members
 
     @property
@@ -58,7 +57,7 @@ def lived_for(most: int) -> list[int]:
     return list(range(most + 1))
 
 
-@pytest.mark.parametrize("steps", lived_for(4))
+@pytest.mark.parametrize("steps", lived_for(3))
 def test_the_first_member_of_a_rank_is_lost_wherever_its_process_was(steps: int) -> None:
     job = Job()
     for rank in (0, 1):
@@ -75,7 +74,7 @@ def test_the_first_member_of_a_rank_is_lost_wherever_its_process_was(steps: int)
     assert job(job.membership.register(3, "again")) is None  # a replacement asks to join
 
 
-@pytest.mark.parametrize("steps", lived_for(6))
+@pytest.mark.parametrize("steps", lived_for(5))
 def test_a_replacement_is_lost_once_it_has_asked_to_join(steps: int) -> None:
     job = Job()
     for rank in range(4):
@@ -110,7 +109,7 @@ def test_a_second_report_records_nothing_twice() -> None:
 def test_a_process_that_died_before_it_entered_is_lost_with_its_host(steps: int) -> None:
     job = Job()
     job(job.enter(2, "b2", "b"))
-    job.steps(report_killed(job.membership, "b", 3, "b3", -1, CAUSE), steps)
+    job.steps(job.membership.report_killed("b/b3", 3, -1, CAUSE), steps)
     job.lose("b", range(2, 4))
     assert set(job.ledger) == {2, 3}
     assert job(job.membership.over(0)) == RESTART
@@ -133,7 +132,7 @@ def test_another_reporter_finishes_what_a_dead_one_began(steps: int) -> None:
     for member in (0, 1):
         expected = job(job.membership.view(0)).expected
         job(job.membership.leave(0, member, expected, {}))
-    job.steps(report_host_lost(job.membership, "b", range(2, 4), CAUSE), steps)
+    job.steps(job.membership.report_ended("b", range(2, 4), CAUSE), steps)
     job.lose("b", range(2, 4))
     assert set(job.ledger) == {2, 3}
     assert job(job.membership.over(0)) == RESTART

@@ -11,7 +11,6 @@ import pytest
 from outlast.coordination import barrier
 from outlast.coordination.barrier import arrive, done_key
 from outlast.coordination.decision import Held, Rules, decode_record
-from outlast.coordination.lost_host import report_killed
 from outlast.coordination.membership import COMPLETED, RESTART, MembershipProtocol
 from outlast.coordination.ops import Link, drive, perform_on
 from outlast.coordination.records import (
@@ -110,7 +109,7 @@ def test_a_death_is_recorded_and_wakes_all_that_wait() -> None:
     call(call.membership.register(1, "b"))
     call.leave(0, 0)
     assert call(call.membership.decision(1)) is None
-    call(report_killed(call.membership, "", 1, "b", 1, killed()))
+    call(call.membership.report_killed("b", 1, 1, killed()))
     assert call(call.membership.over(0)) == RESTART
     assert call(call.membership.ledger()) == [LostRecord(1, "killed")]
     assert [f.member for f in call(call.membership.faults(0))] == [1]
@@ -120,7 +119,7 @@ def test_a_death_is_recorded_and_wakes_all_that_wait() -> None:
 
 def test_a_process_that_died_before_it_registered_is_not_waited_for() -> None:
     call = Call()
-    call(report_killed(call.membership, "", 1, "b", -1, killed()))
+    call(call.membership.report_killed("b", 1, -1, killed()))
     assert call(call.membership.ledger()) == [LostRecord(1, "killed")]
     assert call(call.membership.register(1, "new")) is None
 
@@ -129,14 +128,14 @@ def test_a_newcomer_that_died_is_found_by_its_token() -> None:
     call = Call()
     call(call.membership.register(1, "a"))
     call(call.membership.ask_to_join(1, "x"))
-    call(report_killed(call.membership, "", 1, "x", -1, killed()))
+    call(call.membership.report_killed("x", 1, -1, killed()))
     assert [lost.member for lost in call(call.membership.ledger())] == [2]
 
 
 def test_a_newcomer_that_had_not_asked_is_nobodys_loss() -> None:
     call = Call()
     call(call.membership.register(1, "a"))
-    call(report_killed(call.membership, "", 1, "x", -1, killed()))
+    call(call.membership.report_killed("x", 1, -1, killed()))
     assert call(call.membership.ledger()) == call(call.membership.faults(0)) == []
 
 
@@ -248,7 +247,7 @@ def test_the_end_of_a_member_that_had_left_the_iteration_is_not_its_cause() -> N
     call.start(0, 0, 1, 2)
     call(call.membership.report_fault(raised(0)))
     call.leave(0, 1)
-    call(report_killed(call.membership, "", 1, "b", 1, killed()))
+    call(call.membership.report_killed("b", 1, 1, killed()))
     call.leave(0, 0, 2)
     decision = call(call.membership.decision(1))
     assert decision.cause == raised(0)

@@ -15,7 +15,6 @@ class MinimalHost:
     """A base of the hosts of simulated members: nothing to clean up, and no events to emit."""
 
     preferred_rank: int
-    host_id = ""
     member = -1
     rules = Rules()
 

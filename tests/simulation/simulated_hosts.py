@@ -14,7 +14,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from outlast.coordination.lost_host import report_host_lost
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link, Op, request
 from outlast.coordination.records import FaultRecord
@@ -162,7 +161,7 @@ class SimulatedHosts:
             await request(Op("succeed", host.id))
         killed = Interruption.TERMINATED.value
         fault = FaultRecord(0, -1, host.ranks[0], host.id, -1, killed, f"host {host.id} was lost")
-        await report_host_lost(membership, host.id, host.ranks, fault)
+        await membership.report_ended(host.id, host.ranks, fault)
         if host.has_successor:
             await request(Op("succeed", host.id))
         elif self._schedule.await_full:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from outlast.coordination.lost_host import report_killed
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link, Op, drive, perform_on, request
-from outlast.coordination.records import LostRecord, StopRecord, lines
+from outlast.coordination.records import LostRecord, StopRecord, lines, process_token
 from outlast.errors import RestartAbort
 from outlast.inprocess.attribution import Interruption
 from simulation.fault_budget import Budget, Schedule
@@ -43,7 +42,7 @@ class SimulatedJob:
             f"p{self.born}", rank, self.sim.clock, self.schedule, self.budget, self.invariants
         )
         if self.schedule.per_host:
-            host.host_id = at.id
+            host.host_id, host.token = at.id, process_token(at.id, host.name)
         slow = self.sim.random.choice([1, 1, 1, 10])
         task = Task(host.name, host.live(), slow=slow, on_end=self._ended)
         self.members[task] = host
@@ -96,7 +95,7 @@ class SimulatedJob:
         membership = MembershipProtocol(Link(), self.schedule.members, host.rules)
         fault = host.fault(host.iteration, Interruption.TERMINATED, "killed")
         rank, token, member = host.preferred_rank, host.token, host.member
-        await report_killed(membership, host.host_id, rank, token, member, fault)
+        await membership.report_killed(token, rank, member, fault)
 
     async def _stop(self) -> None:
         """A process of the job is told to stop."""
@@ -119,9 +118,10 @@ class SimulatedJob:
         table = self.sim.store.table
         if host.member >= 0:
             return host.member
-        asked = [said["member"] for said in lines(table.get("joins")) if said["token"] == host.name]
-        claimed = table.get(f"claim/{host.preferred_rank}", host.name.encode())
-        first = host.preferred_rank < self.schedule.members and claimed == host.name.encode()
+        token = host.token
+        asked = [said["member"] for said in lines(table.get("joins")) if said["token"] == token]
+        claimed = table.get(f"claim/{host.preferred_rank}", token.encode())
+        first = host.preferred_rank < self.schedule.members and claimed == token.encode()
         return host.preferred_rank if first else next(iter(asked), -1)
 
     def _is_silent(self, member: int) -> bool:

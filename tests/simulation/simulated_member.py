@@ -46,7 +46,7 @@ def rules_of(schedule: Schedule) -> Rules:
 
 class SimulatedMember(MinimalHost):
     """The rank-local side of a simulated member; its function is an operation whose result the
-    scheduler chooses. `name` is its token too.
+    scheduler chooses.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class SimulatedMember(MinimalHost):
         budget: Budget,
         invariants: Invariants,
     ) -> None:
-        self.name, self.token = name, name
+        self.name, self.token, self.host_id = name, name, ""
         self.preferred_rank, self.clock, self.grow = rank, clock, schedule.grow
         self.schedule, self.budget, self.invariants = schedule, budget, invariants
         self.limits = Limits(120.0, 120.0, await_seconds=HOLD_S)

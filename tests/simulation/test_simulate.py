@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from inprocess.mutations import simulation_finds
-from outlast.coordination import barrier, decision
+from outlast.coordination import barrier, decision, records
 from outlast.coordination.decision import Facts, next_record
-from outlast.coordination.lost_host import report_host_lost, report_killed
 from outlast.coordination.membership import MembershipProtocol
 from outlast.errors import RestartError
 from outlast.inprocess.recovery.host_protocol import GrowPolicy
@@ -306,18 +305,18 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
     ),
     "two processes take one place": (
         MembershipProtocol.register,
-        "if held == token.encode() else None",
-        "",
+        " == token else None",
+        " else None",
     ),
     "who dies before it is known is not told": (
-        report_killed,
-        "await membership.register(rank, token)",
-        "None",
+        MembershipProtocol.report_killed,
+        "await self.report_ended(token, range(rank, rank + 1), fault)",
+        "return",
     ),
     "a newcomer that dies before it is known is not told": (
-        report_killed,
-        "if j.token == token",
-        "if False",
+        MembershipProtocol.report_ended,
+        "if belongs_to(joiner.token, owner):",
+        "if False:",
     ),
     "an iteration is forgotten while some are in it": (
         MembershipProtocol.forget_before,
@@ -341,55 +340,41 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
     ),
 }
 
-_ENTER = """\
-    if self.host.host_id:
-        await enter_host(self.link, self.host.host_id, self.host.token)
-"""
-_REGISTER = """\
-    rank, token = self.host.preferred_rank, self.host.token
-    member = await self.membership.register(rank, token)
-"""
 MUTATIONS |= {
     "the ranks of a lost host are not claimed": (
-        report_host_lost,
-        'await membership.register(rank, f"lost with {host}")',
-        "None",
+        MembershipProtocol.report_ended,
+        'belongs_to(await self._claim(rank, owner) or "", owner)',
+        'belongs_to((await self.link.read(f"claim/{rank}") or b"").decode(), owner)',
     ),
     "the processes of a lost host are not known": (
-        report_host_lost,
-        '{line["token"] for line in lines(await link.read(f"hosts/{host}"))}',
-        "set[str]()",
+        records.belongs_to,
+        ' or token.startswith(process_token(owner, ""))',
+        "",
     ),
     "the loss of a host leaves out replacements": (
-        report_host_lost,
-        "if joiner.token in tokens:",
-        "if False:",
+        MembershipProtocol.report_ended,
+        "if belongs_to(joiner.token, owner):",
+        "if joiner.token == owner:",
     ),
     "the loss of a host takes replacements on other hosts along": (
-        report_host_lost,
-        "if joiner.token in tokens:",
+        MembershipProtocol.report_ended,
+        "if belongs_to(joiner.token, owner):",
         "if True:",
     ),
     "the loss of a host takes first members on other hosts along": (
-        report_host_lost,
-        ".decode() in tokens",
-        "",
+        MembershipProtocol.report_ended,
+        'if belongs_to(await self._claim(rank, owner) or "", owner)',
+        "if await self._claim(rank, owner)",
     ),
-    "what a dead launcher began is not finished": (report_host_lost, "if before:", "if False:"),
+    "what a dead launcher began is not finished": (
+        MembershipProtocol.report_ended,
+        "if before:",
+        "if False:",
+    ),
     "only one member of a lost host is lost": (
         MembershipProtocol.report_all_lost,
         'b"".join(map(to_line, losses))',
         "to_line(losses[0])",
-    ),
-    "a monitor claims a rank for no host": (
-        report_killed,
-        "if host:",
-        "if False:",
-    ),
-    "a process registers before it enters its host": (
-        Machine._enter,
-        _ENTER + _REGISTER,
-        _REGISTER + _ENTER,
     ),
     "a member that counts as lost asks to join": (
         Machine._decide,

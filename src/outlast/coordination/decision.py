@@ -110,7 +110,11 @@ def decide(
         iteration=iteration,
         base=base,
         lost=frozenset(m for m in base if m is not None and m in lost),
-        joiners=tuple(j for j in joiners if j.member not in inside and j.member not in lost),
+        joiners=tuple(
+            Joiner(j.member, j.preferred)
+            for j in joiners
+            if j.member not in inside and j.member not in lost
+        ),
     )
 
 

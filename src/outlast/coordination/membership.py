@@ -31,10 +31,20 @@ one on. If a decision includes a member whose loss is in the ledger by then, the
 it, so the ledger entry came after that read; the arrivals at `start` of the new view come after the
 decision and read the ledger again, so the barrier completes without the lost member, and its
 missing rank causes the next restart.
+
+Why the loss of a host leaves no gap (`report_ended`). A process that dies is reported by its
+monitor; a host that dies takes the monitors with it, and the launcher of another host reports all
+of its processes. Each process registers, by a claim of its rank or a request to join, with a token
+that names its host (`records.process_token`). So one operation says that the member exists and on
+which host. The reporter claims the ranks of the host too: either it finds the claim of a process
+of the host, or the rank is its own, and counts as that of a lost member. A claim or request that
+comes after the reporter has looked is refused by the store, which has closed itself to the host
+before the loss is known.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from collections.abc import Sequence
@@ -54,6 +64,7 @@ from outlast.coordination.records import (
     LostRecord,
     SizeRecord,
     StopRecord,
+    belongs_to,
     first_cause,
     to_line,
 )
@@ -80,14 +91,19 @@ class MembershipProtocol(Decisions):
         The monitor of this process knows `token` before the claim, so that it can tell a death
         right after the claim from a rank that was never claimed.
         """
+        return rank if await self._claim(rank, token) == token else None
+
+    async def _claim(self, rank: int, token: str) -> str | None:
+        """Claims `rank` of the first view; returns the token that has it, `None` if the view has no
+        such rank.
+        """
         await self.rules()
         if not 0 <= rank < self.world_size:
             return None
         # The view first: once a rank is claimed, there is a view in which its loss can be reported.
         first = Decision(ViewRecord(0, tuple(range(self.world_size))))
         await self.link.claim(decision_key(0, 0), encode_record(first))
-        held = await self.link.claim(f"claim/{rank}", token.encode())
-        return rank if held == token.encode() else None
+        return (await self.link.claim(f"claim/{rank}", token.encode())).decode()
 
     async def ask_to_join(self, preferred: int, token: str) -> int:
         """Asks to join; returns the new member id. The monitor of this process finds the request
@@ -151,6 +167,50 @@ class MembershipProtocol(Decisions):
         failed = frozenset(lost.member for lost in losses if not lost.discarded)
         discarded = frozenset(lost.member for lost in losses if lost.discarded)
         await self.wake_for_lost(iteration, failed, discarded)
+
+    async def report_killed(self, token: str, rank: int, member: int, fault: FaultRecord) -> None:
+        """Records that the process with `token` ended without leaving the job; its monitor calls
+        this. `member` is its ID, -1 if it did not know that yet. `fault` is what is known of its
+        end.
+        """
+        if member < 0:
+            await self.report_ended(token, range(rank, rank + 1), fault)
+        else:
+            fault = dataclasses.replace(fault, member=member)
+            await self.report_lost(LostRecord(member, fault.cause), fault.iteration, fault)
+
+    async def report_ended(self, owner: str, ranks: range, fault: FaultRecord) -> frozenset[int]:
+        """Records all members of an owner as lost: of the process with that token, or of the host
+        with that ID. Returns those that this call has recorded. It may be called again, also by
+        another process: a member that is in the ledger already is left out.
+
+        If no process has claimed one of `ranks`, as which those of the owner were started, the
+        owner gets it: the others do not wait for a process that will never arrive. `fault` is what
+        is known of the end, without iteration, member and rank.
+        """
+        # The first members were started as the ranks that are their IDs.
+        members = {
+            rank: rank for rank in ranks if belongs_to(await self._claim(rank, owner) or "", owner)
+        }
+        for joiner in await self.joiners():
+            if belongs_to(joiner.token, owner):
+                members[joiner.member] = joiner.preferred
+        known = {record.member: record.discarded for record in await self.ledger()}
+        lost = {member: rank for member, rank in sorted(members.items()) if member not in known}
+        iteration = await self.current()
+        if lost:
+            faults = [
+                dataclasses.replace(fault, iteration=iteration, member=member, rank=rank)
+                for member, rank in lost.items()
+            ]
+            losses = [LostRecord(member, fault.cause) for member in lost]
+            await self.report_all_lost(losses, iteration, faults)
+        # Another reporter may have died between its entries in the ledger and this.
+        before = frozenset(members.keys() & known.keys())
+        if before:
+            discarded = frozenset(member for member in before if known[member])
+            await self.wake_for_lost(iteration, before - discarded, discarded)
+        return frozenset(lost)
 
     async def wake_for_lost(
         self, iteration: int, failed: frozenset[int], discarded: frozenset[int] = frozenset()

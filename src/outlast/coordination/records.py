@@ -27,6 +27,18 @@ def process_name(host: str, pid: int) -> str:
     return f"{host}:{pid}" if host else str(pid)
 
 
+def process_token(host: str, random: str) -> str:
+    """The token with which a process registers; `host` is the ID of its host, empty if the job has
+    one host.
+    """
+    return f"{host}/{random}"
+
+
+def belongs_to(token: str, owner: str) -> bool:
+    """Whether a token is `owner`, or is of a process on the host with that ID."""
+    return token == owner or token.startswith(process_token(owner, ""))
+
+
 @dataclasses.dataclass(frozen=True)
 class FaultRecord:
     """A fault in one iteration, as its own process, its monitor or an observer reported it.

@@ -12,7 +12,6 @@ import pytest
 import torch.distributed as dist
 
 from inprocess.job_output import assert_never_together, errors, events, full, returned, said, views
-from outlast.coordination.lost_host import report_host_lost
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link, drive, perform_on
 from outlast.coordination.records import FaultRecord
@@ -157,7 +156,7 @@ def test_a_lost_host_is_reported_by_another_ones_launcher(ranks: Ranks) -> None:
         cause = FaultRecord(0, -1, -1, "h2", 0, "UNRESPONSIVE", "host h2 is lost")
         ranks_of_b = range(1, 3)
         assert drive(
-            report_host_lost(membership, "b", ranks_of_b, cause), perform_on(store)
+            membership.report_ended("b", ranks_of_b, cause), perform_on(store)
         ) == frozenset(ranks_of_b)
         drive(membership.give_up(frozenset(ranks_of_b)), perform_on(store))
         assert job.wait_all() == {0: 0, 1: KILLED, 2: KILLED}, errors(job)
@@ -181,7 +180,7 @@ def test_a_live_rank_that_is_mistaken_for_lost_leaves_and_can_be_replaced(ranks:
         record = json.loads(store.read("outlast/job") or b"")
         membership = MembershipProtocol(Link(record["prefix"]), 2)
         cause = FaultRecord(0, -1, -1, "h2", 0, "UNRESPONSIVE", "host h2 is lost")
-        drive(report_host_lost(membership, "b", range(1, 2), cause), perform_on(store))
+        drive(membership.report_ended("b", range(1, 2), cause), perform_on(store))
         assert job.wait(1) == 1, errors(job)
         assert "the other ranks count this one as lost: host h2 is lost" in job.errors(1)
         job.start(1, {"OUTLAST_HOST": "c", "OUTLAST_REPLACEMENT": "1"})

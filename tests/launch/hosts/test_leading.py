@@ -9,13 +9,27 @@ from typing import Any
 
 from fake_clock import FakeClock
 from launch.hosts.test_decider import Hosts, group, running
+from outlast.coordination.deciding import GONE
+from outlast.coordination.membership import RESTART, MembershipProtocol
+from outlast.coordination.ops import Link, drive, perform_on
 from outlast.coordination.records import SizeRecord
 from outlast.coordination.stores.store import MemoryStore
 from outlast.launch.agent.job_keys import JOB_KEY, JobKeys
 from outlast.launch.config.hosts_spec import HostsSpec
 from outlast.launch.hosts.job.job_log import JobLog
 from outlast.launch.hosts.job.leading import Leading
-from outlast.launch.hosts.plan import End, Entry, Finish, GiveUp, JobPlan, Start, Stop, Take
+from outlast.launch.hosts.plan import (
+    End,
+    Entry,
+    Finish,
+    GiveUp,
+    JobPlan,
+    Links,
+    Probe,
+    Start,
+    Stop,
+    Take,
+)
 
 NEEDS_TWO = SizeRecord(ranks=2, least=2)
 OVER = "the wait is over, after "
@@ -24,9 +38,9 @@ OVER = "the wait is over, after "
 class Agent:
     """One agent's part, its clock, and what it has said."""
 
-    def __init__(self, *, leads: bool) -> None:
+    def __init__(self, *, leads: bool, store: MemoryStore | None = None) -> None:
         self.said: list[str] = []
-        self.clock, self.leads, self.store = FakeClock(), leads, MemoryStore()
+        self.clock, self.leads, self.store = FakeClock(), leads, store or MemoryStore()
         hosts = HostsSpec(minimum=2, maximum=3, backend="c10d", endpoints=(("a", 1),))
         job: Any = SimpleNamespace(nproc=1, max_restarts=None)
         store: Any = self.store  # its keys are not forgotten
@@ -40,8 +54,25 @@ class Agent:
 
     def holds(self, size: SizeRecord) -> None:
         """The members of a call hold a restart."""
-        self.store.put(JOB_KEY, b'{"call": 0, "state": "running", "prefix": "call/"}')
+        self.calls("call/")
         self.store.put("call/size", json.dumps(dataclasses.asdict(size)).encode())
+
+    def calls(self, prefix: str) -> None:
+        """The members have begun a call."""
+        record = {"call": 0, "state": "running", "prefix": prefix}
+        self.store.put(JOB_KEY, json.dumps(record).encode())
+
+    def lost_in(self, prefix: str) -> list[int]:
+        """The members of a call that are in its ledger."""
+        ledger = MembershipProtocol(Link(prefix), 3).ledger()
+        return [record.member for record in drive(ledger, perform_on(self.store))]
+
+    def over(self, prefix: str) -> bytes | None:
+        """How the first iteration of a call has ended."""
+        return drive(MembershipProtocol(Link(prefix), 3).over(0), perform_on(self.store))
+
+    def given_up(self) -> frozenset[int]:
+        return drive(MembershipProtocol(Link(), 3).given_up(), perform_on(self.store))
 
 
 def test_each_wait_has_a_time_of_its_own() -> None:
@@ -116,3 +147,53 @@ def test_a_wait_for_the_first_hosts_is_over_when_the_job_starts() -> None:
     assert agent.looks(JobPlan(), group("abc"), 1.0) == Start(0, ("a", "b", "c"))
     agent.looks(running("abc"), group("abc"))
     assert agent.said[1:] == [f"{OVER}7.00 s"]
+
+
+def test_the_loss_of_a_host_ends_the_iteration_of_each_call_that_begins() -> None:
+    agent = Agent(leads=True)
+    plan, there = running("abc"), group("ab", lost="c")
+    for prefix in ("first/", "second/"):
+        agent.calls(prefix)
+        agent.looks(plan, there)
+        assert (agent.lost_in(prefix), agent.over(prefix)) == ([2], RESTART)
+    other = Agent(leads=False, store=agent.store)
+    other.calls("third/")
+    other.looks(plan, there)
+    assert (other.lost_in("third/"), other.over("third/")) == ([], None)
+
+
+def test_a_new_leader_tells_the_members_all_that_the_one_before_may_have_left_out() -> None:
+    first = Agent(leads=True)
+    first.calls("call/")
+    plan, there = running("abc", GiveUp((2,))), group("ab", lost="c")
+    second = Agent(leads=True, store=first.store)
+    second.looks(plan, there)
+    assert (second.lost_in("call/"), second.given_up()) == ([2], {2})
+    log = second.store.read(GONE)
+    second.looks(plan, there)
+    assert second.store.read(GONE) == log  # each agent tells it once
+    first.looks(plan, there)
+    assert (first.lost_in("call/"), first.given_up()) == ([2], {2})
+
+
+def test_a_place_that_is_given_up_again_is_told_again() -> None:
+    agent = Agent(leads=True)
+    agent.calls("call/")
+    plan = running("abc", GiveUp((2,)))
+    agent.looks(plan, group("ab", lost="c"))
+    drive(MembershipProtocol(Link(), 3).take_back(frozenset({2})), perform_on(agent.store))
+    plan = plan.apply(Take(2, "d")).apply(GiveUp((2,)))
+    agent.looks(plan, group("ab", lost="cd"))
+    assert agent.given_up() == {2}
+
+
+def test_a_probe_is_over_once_the_host_that_leaves_is_lost() -> None:
+    agent = Agent(leads=True)
+    agent.calls("call/")
+    key = "call/links/0"
+    plan = running("abc", Probe(0, key, tuple("abc")), Links(0, key, {"c": "no link"}, {"c": []}))
+    agent.looks(plan, group("abc"))
+    assert agent.store.read(key) is None
+    agent.looks(plan, group("ab", lost="c"))
+    assert agent.store.read(key) == b"1"
+    assert agent.lost_in("call/") == [2]

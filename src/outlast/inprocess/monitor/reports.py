@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 from outlast.coordination.barrier import lost_members
 from outlast.coordination.decision import Rules, ViewRecord
-from outlast.coordination.lost_host import report_killed
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link, Op, drive, perform_on
 from outlast.coordination.records import FaultRecord, LostRecord, process_name
@@ -223,9 +222,7 @@ class FaultReports:
 
     def _report_killed(self, member: int, fault: FaultRecord) -> None:
         plan = self._plan
-        self._store.perform(
-            report_killed(self._membership, plan.host_id, plan.rank, plan.token, member, fault)
-        )
+        self._store.perform(self._membership.report_killed(plan.token, plan.rank, member, fault))
 
     def _fault(self, kind: Interruption, cause: str) -> FaultRecord:
         page = self._page

@@ -84,8 +84,7 @@ class Host(Protocol):
     """The rank-local side. An exception raised by one of these methods ends this member."""
 
     clock: Clock
-    token: str
-    host_id: str  # of the host in the launcher's group of hosts; empty if there is none
+    token: str  # of this process; it names its host (`records.process_token`)
     preferred_rank: int
     grow: GrowPolicy
     limits: Limits

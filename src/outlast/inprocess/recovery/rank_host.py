@@ -18,7 +18,7 @@ from typing import Any
 from outlast.clock import Clock, MonotonicClock
 from outlast.coordination.decision import Decision, ViewRecord
 from outlast.coordination.ops import Link
-from outlast.coordination.records import FaultRecord
+from outlast.coordination.records import FaultRecord, process_token
 from outlast.coordination.training_step import count_restart, go_into_reserve
 from outlast.errors import HealthCheckError, InternalError, RankShouldRestart
 from outlast.events.emitter import Emitter
@@ -90,8 +90,8 @@ class RankHost(RankFaults):
         self.atomic_section = atomic_section
         self.iteration_store = IterationStore(address)
         self.clock: Clock = MonotonicClock()
-        self.token, self.pid = secrets.token_hex(8), os.getpid()
-        self.host_id, self.preferred_rank = launch.host_id, launch.rank
+        self.token, self.pid = process_token(launch.host_id, secrets.token_hex(8)), os.getpid()
+        self.preferred_rank = launch.rank
         self.grow, self.rules = settings.grow_policy, settings.rules(launch)
         self.limits = settings.limits(launch)
         self.cause: FaultRecord | None = None

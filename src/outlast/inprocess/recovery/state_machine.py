@@ -45,7 +45,6 @@ import dataclasses
 from typing import Any
 
 from outlast.coordination.decision import Decision, ViewRecord
-from outlast.coordination.lost_host import enter_host
 from outlast.coordination.membership import COMPLETED, RESTART, MembershipProtocol, resume_key
 from outlast.coordination.ops import Link
 from outlast.coordination.records import FaultRecord, LostRecord
@@ -111,8 +110,6 @@ class Machine:
         return self.value
 
     async def _enter(self) -> RecoveryState:
-        if self.host.host_id:
-            await enter_host(self.link, self.host.host_id, self.host.token)
         rank, token = self.host.preferred_rank, self.host.token
         member = await self.membership.register(rank, token)
         if member is not None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from outlast.coordination.lost_host import report_host_lost
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link, drive, perform_on
 from outlast.coordination.records import COMPLETED_BY, SUSPECTED_LINK, FaultRecord, SizeRecord
+from outlast.coordination.replicated.hosts import HostInfo
 from outlast.coordination.stores.store import Store
 from outlast.events.restart_causes import RestartCount
 from outlast.launch.agent.decisions import JobRecord, JobState
@@ -73,20 +73,11 @@ class JobKeys:
             return False
         return drive(_membership(job).is_registered(rank), perform_on(self._store))
 
-    def will_not_come(self, rank: int, world_size: int, cause: str) -> None:
-        """Tell the members of the running call not to wait for a rank whose only process has ended
-        before it reached the call; no effect if it had reached it: then its monitor tells them.
+    def will_not_come(self, job: JobRecord, rank: int, world_size: int, cause: str) -> None:
+        """Tell the members of the call not to wait for a rank whose only process has ended before
+        it reached the call; no effect if it had reached it: then its monitor tells them.
         """
-        fault = FaultRecord(
-            iteration=0,
-            member=-1,
-            rank=rank,
-            host="",
-            pid=-1,
-            interruption="TERMINATED",
-            cause=cause,
-        )
-        self.host_lost("", range(rank, rank + 1), world_size, fault)
+        self._ended(job, f"rank {rank}, ended early", range(rank, rank + 1), world_size, cause)
 
     def suspected_link(self) -> str:
         """The newest suspicion that a link between two hosts is broken: the key under which the
@@ -113,12 +104,36 @@ class JobKeys:
         record = JobRecord.parse(self._store.read(JOB_KEY))
         return drive(_membership(record).last_save(), perform_on(self._store))
 
-    def host_lost(self, host: str, ranks: range, world_size: int, fault: FaultRecord) -> None:
-        """Tell the members of the running call that a host is lost, with its ranks."""
-        record = JobRecord.parse(self._store.read(JOB_KEY))
-        if record.prefix:
-            membership = MembershipProtocol(Link(record.prefix), world_size)
-            drive(report_host_lost(membership, host, ranks, fault), perform_on(self._store))
+    def host_lost(
+        self, job: JobRecord, host: HostInfo, ranks: range, world_size: int, cause: str
+    ) -> None:
+        """Tell the members of the call that a host is lost, with its ranks: this ends their
+        iteration.
+        """
+        self._ended(job, host.id, ranks, world_size, cause, host.name)
+
+    def _ended(
+        self,
+        job: JobRecord,
+        owner: str,
+        ranks: range,
+        world_size: int,
+        cause: str,
+        host: str = "",
+    ) -> None:
+        if not job.prefix:
+            return
+        membership = MembershipProtocol(Link(job.prefix), world_size)
+        fault = FaultRecord(
+            iteration=0,
+            member=-1,
+            rank=ranks[0],
+            host=host,
+            pid=-1,
+            interruption="TERMINATED",
+            cause=cause,
+        )
+        drive(membership.report_ended(owner, ranks, fault), perform_on(self._store))
 
 
 def _membership(record: JobRecord) -> MembershipProtocol:

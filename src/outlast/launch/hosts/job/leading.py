@@ -5,11 +5,11 @@ all agents say about the hosts of the job, each thing once.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from outlast.clock import Clock
-from outlast.coordination.records import FaultRecord
 from outlast.coordination.replicated.hosts import HostInfo
 from outlast.errors import StoreError
 from outlast.events.emitter import Emitter
@@ -81,8 +81,7 @@ class Leading:
         self._given_up: frozenset[int] = frozenset()
         self._ends = False
         self._decider = Decider(hosts, job.nproc, job.max_restarts or 0)
-        self._reported: set[tuple[int, str]] = set()
-        self._probe_reported = (-1, "")
+        self._told: set[tuple[int, str]] = set()  # what the members were told in an attempt
 
     def waits(self, plan: JobPlan) -> bool:
         """Whether the job may wait for hosts, so that every agent has to look."""
@@ -94,9 +93,9 @@ class Leading:
         )
 
     def next_entry(self, plan: JobPlan, leader: str, *, leads: bool) -> Entry | None:
-        """The next decision, after the members of the wrapped call have been told which hosts are
-        lost; `None` for an agent that does not lead. Such an agent only says what the job waits
-        for. It counts the time all the same, as it may have to lead in the middle of a wait.
+        """The next decision, after the members of the wrapped call have been told what has become
+        of the others; `None` for an agent that does not lead. Such an agent only says what the job
+        waits for. It counts the time all the same, as it may have to lead in the middle of a wait.
         """
         now = self._clock.now()
         self._cut_off(plan)
@@ -106,10 +105,10 @@ class Leading:
         if not leads and not self.waits(plan):
             self._waits.forget()  # the next wait has a time of its own
             return None
-        facts = self._facts(plan, leader)
+        job = self._job(plan)
         if leads:
-            self._report_lost_hosts(plan, facts.job)
-            self._report_probe(plan)
+            self._tell_members(plan, job)
+        facts = self._facts(plan, job, leader)
         entry = self._decider.next_entry(plan, facts, now)
         if entry is None:
             self._waits.waiting(self._decider.wait(plan, facts, now), now)
@@ -123,61 +122,62 @@ class Leading:
             self._waits.forget()
         self._given_up, self._ends = plan.given_up, plan.ends
 
-    def _facts(self, plan: JobPlan, leader: str) -> Facts:
+    def _job(self, plan: JobPlan) -> JobRecord:
+        """The state of the wrapped function, if a decision depends on it."""
+        return self._keys.job() if self._repairs(plan) else JobRecord()
+
+    def _repairs(self, plan: JobPlan) -> bool:
+        spares = any(host not in plan.places for host in plan.hosts)
+        return plan.stage is Stage.RUNNING and (spares or bool(plan.missing()))
+
+    def _facts(self, plan: JobPlan, job: JobRecord, leader: str) -> Facts:
         """What the next decision depends on. Nothing is read that it does not depend on."""
         if plan.stage is Stage.FORMING:
             return Facts()
-        spares = any(host not in plan.places for host in plan.hosts)
-        missing = bool(plan.missing())
-        repairs = plan.stage is Stage.RUNNING and (spares or missing)
         clears = plan.stage is Stage.CLEARING
         suspicion = self._keys.suspected_link() if plan.stage is Stage.RUNNING else ""
         probe = plan.probe
-        job = self._keys.job() if repairs else JobRecord()
         return Facts(
             job=job,
-            size=self._keys.size(job) if missing else None,
+            size=self._keys.size(job) if plan.missing() else None,
             cleared=self._log.cleared(plan.attempt) if clears else frozenset(),
             done=self._log.done(plan.attempt),
-            used=self._log.replaced(plan.attempt) if clears or repairs else 0,
+            used=self._log.replaced(plan.attempt) if clears or self._repairs(plan) else 0,
             suspicion=suspicion,
             links={} if probe is None else self._log.links(probe.attempt, probe.key),
             leader=leader,
         )
 
-    def _report_probe(self, plan: JobPlan) -> None:
-        """Let the members that wait for the result of a probe go on: once the hosts that leave are
-        lost and reported, because a rank that connects to one of them cannot be interrupted.
-        """
-        done = plan.stage is Stage.RUNNING and plan.probe is None and plan.probed
-        if not done or any(host in plan.excluded for host in plan.hosts):
-            return
-        if self._probe_reported != (plan.attempt, plan.probed):
-            self._keys.end_probe(plan.probed)
-            self._probe_reported = plan.attempt, plan.probed
+    def _tell_members(self, plan: JobPlan, job: JobRecord) -> None:
+        """Tell the members of the wrapped call what the plan says that concerns them: which hosts
+        are lost, which ends their iteration; which of the places stay empty; and that a probe of
+        the links is over.
 
-    def _report_lost_hosts(self, plan: JobPlan, job: JobRecord) -> None:
-        """Tell the members of the wrapped call which hosts are lost, with all their ranks. It may
-        be told twice, because another leader may have died before it did, or in the middle.
+        Each agent that leads begins with all of it, because the one before may have died in the
+        middle: to be told twice changes nothing.
         """
-        if plan.stage is not Stage.RUNNING or job.state is JobState.PLAIN:
+        if plan.stage is not Stage.RUNNING:
             return
+        for what, tell in self._notices(plan, job):
+            if (plan.attempt, what) not in self._told:
+                tell()
+                self._told.add((plan.attempt, what))
+
+    def _notices(self, plan: JobPlan, job: JobRecord) -> Iterator[tuple[str, Callable[[], None]]]:
+        keys, size = self._keys, plan.size * self._nproc
         for place, loss in plan.missing():
-            known = (plan.attempt, loss.host.id)
-            if known in self._reported:
-                continue
-            ranks = range(place * self._nproc, (place + 1) * self._nproc)
-            fault = FaultRecord(
-                iteration=0,
-                member=-1,
-                rank=ranks[0],
-                host=loss.host.name,
-                pid=-1,
-                interruption="TERMINATED",
-                cause=str(loss),
-            )
-            self._keys.host_lost(loss.host.id, ranks, plan.size * self._nproc, fault)
-            self._reported.add(known)
+            if job.state is not JobState.PLAIN:
+                what, told = f"lost {loss.host.id} in {job.prefix}", (loss.host, self._ranks(place))
+                yield what, functools.partial(keys.host_lost, job, *told, size, str(loss))
+        for place in plan.given_up:
+            gone = frozenset(self._ranks(place))
+            yield f"given up {plan.places[place]}", functools.partial(keys.give_up, gone)
+        # Once the hosts that leave are lost: a rank that connects to one cannot be interrupted.
+        if plan.probed and plan.probe is None and not plan.excluded.keys() & plan.hosts.keys():
+            yield f"probed {plan.probed}", functools.partial(keys.end_probe, plan.probed)
+
+    def _ranks(self, place: int) -> range:
+        return range(place * self._nproc, (place + 1) * self._nproc)
 
 
 class GroupNotices:

@@ -17,7 +17,7 @@ import dataclasses
 import selectors
 import shutil
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from outlast.coordination.records import process_name
@@ -89,7 +89,7 @@ class ManyHosts:
         self._notices: GroupNotices | None = None
         self._timer = resources.loop.call_later(0.0, lambda: None)
         self._leaves = self._leaves_alone = False
-        self._no_worker_left = self._leads = self._joined_late = False
+        self._no_worker_left = self._joined_late = False
         self._outcome: Outcome | None = None
         self._over = False
 
@@ -218,11 +218,8 @@ class ManyHosts:
                 self._tell()  # what has led to it
             self._apply(new)
         self._tell()
-        led, leads = self._leads, self._state.leader == self.host_id
-        self._leads = leads
-        if leads and not led and self._plan.given_up:
-            self._tell_given_up(self._plan.given_up)  # the last leader may not have got to it
         leader = self._state.leader
+        leads = leader == self.host_id
         while entry := self._leading.next_entry(self._plan, leader, leads=leads):
             self._claim(entry)
         if self._plan.stage is Stage.FINISHED:
@@ -348,12 +345,6 @@ class ManyHosts:
             f"no host came in time to replace {', '.join(ranks)}: the job continues with fewer "
             "ranks if the program allows it, and grows again when a host joins"
         )
-        if self._state.leader == self.host_id:
-            self._tell_given_up(entry.places)
-
-    def _tell_given_up(self, places: Iterable[int]) -> None:
-        nproc = self._job.nproc
-        self.keys.give_up(frozenset(place * nproc + n for place in places for n in range(nproc)))
 
     # ------------------------------------------------------------------------- the end
 
