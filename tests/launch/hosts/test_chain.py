@@ -16,7 +16,7 @@ from outlast.coordination.stores.store import MemoryStore
 from outlast.launch.config.job_spec import Placement
 from outlast.launch.hosts.host_group import GroupState
 from outlast.launch.hosts.job.many_hosts import ManyHosts
-from outlast.launch.hosts.plan import Entry, GiveUp, JobPlan, Start, Take
+from outlast.launch.hosts.plan import Entry, GiveUp, JobPlan, Start, Take, decode
 from outlast.launch.hosts.replicated.membership import ChainFollower
 
 Done = Callable[[Result], None]
@@ -74,7 +74,8 @@ def test_any_entries_in_any_order_are_received_once_each() -> None:
         while store.open[0][0].key != entry_key(131):
             store.answer()
         assert agrees(follower, store.table)
-        assert follower.chain.entries == [store.table.keys[entry_key(n)] for n in range(1, 131)]
+        entries = [decode(store.table.keys[entry_key(n)]) for n in range(1, 131)]
+        assert follower.chain.entries == entries
         assert [op.name for op in store.asked].count("batch") <= 3
 
 
@@ -94,7 +95,7 @@ class Joined:
     """The group of a host that has just joined: what it knows of it, and its workers' store."""
 
     def __init__(self, *entries: Entry) -> None:
-        self.chain = [entry.encode() for entry in entries]
+        self.chain = entries
         self.workers = MemoryStore()
         self.placements: list[Placement] = []
 

@@ -15,7 +15,6 @@ import pytest
 from outlast.coordination.replicated.hosts import HostJoined
 from outlast.errors import StoreError
 from outlast.launch.hosts.host_group import GroupSpec
-from outlast.launch.hosts.plan import decode
 from outlast.launch.hosts.replicated import founding
 from outlast.launch.hosts.replicated.group import ReplicatedGroup
 from outlast.launch.hosts.replicated.membership import Membership
@@ -86,7 +85,7 @@ def test_a_change_makes_the_wakeup_descriptor_readable_until_it_is_polled(
     while not (state.chain and state.leader):  # they may change one after the other
         assert readable(group.wakeup_fd(), timeout=60.0)
         state = group.poll()
-    [entry] = map(decode, state.chain)
+    [entry] = state.chain
     assert isinstance(entry, HostJoined)
     assert entry.info.id == group.me.id
     assert state.leader == group.me.id

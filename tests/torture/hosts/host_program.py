@@ -26,7 +26,6 @@ from outlast.coordination.stores.store import KeyTimeout, Store
 from outlast.coordination.stores.tcp_client import TcpClient
 from outlast.errors import LaunchError, StoreError
 from outlast.launch.hosts.host_group import GroupSpec
-from outlast.launch.hosts.plan import decode
 from outlast.launch.hosts.replicated.group import ReplicatedGroup
 from outlast.system.lease_page import LeasePage
 
@@ -218,7 +217,7 @@ def _take_part(settings: Settings, log: Log, clients: list[Client], orders: int)
             if page.valid():  # now; so also at the time before, in the same group
                 log.write("acts", g=name, h=me.id, t=now)
             state = group.poll()
-            for entry in map(decode, state.chain):
+            for entry in state.chain:
                 if isinstance(entry, HostLost) and entry.host not in lost:
                     lost.add(entry.host)
                     log.write("lost", g=name, h=entry.host, left=entry.left, t=log.now())

@@ -13,7 +13,7 @@ from typing import Protocol
 from outlast.coordination.replicated.hosts import HostInfo, HostJoined, HostLost
 from outlast.coordination.stores.store import Store
 from outlast.launch.config.secret import Secret
-from outlast.launch.hosts.plan import decode
+from outlast.launch.hosts.plan import Entry, decode
 from outlast.system.lease_page import LeasePage
 from outlast.system.sockets import is_loopback
 
@@ -73,7 +73,7 @@ class GroupState:
         refused: lines about hosts that this host did not admit, with the setting that is wrong.
     """
 
-    chain: Sequence[bytes] = ()
+    chain: Sequence[Entry] = ()
     leader: str = ""
     term: int = 0
     error: str = ""
@@ -110,7 +110,7 @@ class HostGroup(Protocol):
     def poll(self) -> GroupState:
         """The current state."""
 
-    def claim(self, number: int, entry: bytes) -> bytes:
+    def claim(self, number: int, entry: Entry) -> Entry:
         """Make `entry` the entry `number` of the chain, counted from 1, if no entry has that number
         yet. The caller must know all entries before it.
 
@@ -136,7 +136,7 @@ class Chain:
     """
 
     def __init__(self) -> None:
-        self.entries: list[bytes] = []
+        self.entries: list[Entry] = []
         self.hosts: dict[str, HostInfo] = {}
         self.gone: set[str] = set()
 
@@ -147,7 +147,7 @@ class Chain:
         elif isinstance(entry, HostLost):
             self.hosts.pop(entry.host)
             self.gone.add(entry.host)
-        self.entries.append(data)
+        self.entries.append(entry)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from outlast.errors import OutlastError
 from outlast.launch.config.secret import read_secret
 from outlast.launch.hosts.etcd.group import EtcdGroup
 from outlast.launch.hosts.host_group import GroupSpec
-from outlast.launch.hosts.plan import End, JobPlan, decode
+from outlast.launch.hosts.plan import End, JobPlan
 from outlast.launch.hosts.replicated import founding
 from outlast.launch.hosts.replicated.group import ReplicatedGroup
 from outlast.system.lease_page import LeasePage
@@ -44,8 +44,7 @@ class Commands:
         """The state of the group now."""
         state = self.group.poll()
         plan = JobPlan()
-        entries = list(map(decode, state.chain))
-        for entry in entries:
+        for entry in state.chain:
             plan = plan.apply(entry)
         lost = plan.lost.values()
         leader = plan.hosts.get(state.leader)
@@ -53,7 +52,7 @@ class Commands:
             "hosts": [host.address for host in plan.hosts.values()],
             "lost": {loss.host.address: loss.reason for loss in lost},
             "left": [loss.host.address for loss in lost if loss.left],
-            "causes": [entry.cause for entry in entries if isinstance(entry, End)],
+            "causes": [entry.cause for entry in state.chain if isinstance(entry, End)],
             "leader": "" if leader is None else leader.address,
             "voters": self.voters(),
             "lease_ok": not state.error,
@@ -95,7 +94,7 @@ class Commands:
         while length is not None and len(self.group.poll().chain) < length:
             readable(self.group.wakeup_fd(), timeout=None)
         number = 1 + (len(self.group.poll().chain) if length is None else length)
-        entry = decode(self.group.claim(number, End(cause).encode()))
+        entry = self.group.claim(number, End(cause))
         return entry.cause if isinstance(entry, End) else type(entry).__name__
 
     def new_attempt(self, attempt: int) -> None:

@@ -33,6 +33,7 @@ from outlast.launch.hosts.etcd.lease import Lease
 from outlast.launch.hosts.etcd.membership import Admission, Membership, host_key, leave
 from outlast.launch.hosts.etcd.serving import EtcdUpstream, ServerThread
 from outlast.launch.hosts.host_group import GroupSpec, GroupState
+from outlast.launch.hosts.plan import Entry
 from outlast.launch.hosts.replicated.endpoints import own_address
 from outlast.launch.hosts.server.loop_store import LoopStore
 from outlast.system.sockets import address_towards
@@ -146,7 +147,7 @@ class EtcdGroup:
             os.eventfd_read(self._changed)
         return self._membership.state()
 
-    def claim(self, number: int, entry: bytes) -> bytes:
+    def claim(self, number: int, entry: Entry) -> Entry:
         return self._membership.claim(number, entry)
 
     def new_attempt(self, attempt: int) -> None:

@@ -39,6 +39,7 @@ from outlast.coordination.stores.etcd.watch import Waits
 from outlast.errors import LaunchError, StoreError
 from outlast.launch.hosts.etcd.lease import Lease
 from outlast.launch.hosts.host_group import Chain, GroupState, objection
+from outlast.launch.hosts.plan import Entry
 
 LIMIT_S = 10.0
 _PAUSE_S, _RETRY_S = 0.25, 0.2
@@ -244,7 +245,7 @@ class Membership:
             refused=tuple(self._refused),
         )
 
-    def claim(self, number: int, entry: bytes) -> bytes:
+    def claim(self, number: int, entry: Entry) -> Entry:
         key = _entry_key(self._root, "decided", str(number))
         entries = self._root + _CHAIN
         while len(self._found.chain.entries) < number:
@@ -254,7 +255,7 @@ class Membership:
                 layout.present(host_key(self._root, self._me)),
             ]
             # A copy that is sent again, or comes late, finds the chain changed by the first one.
-            body = layout.transaction(conditions, [layout.put(key, entry)], [])
+            body = layout.transaction(conditions, [layout.put(key, entry.encode())], [])
             try:
                 if len(found.chain.entries) == number - 1:
                     self._client.repeat("/v3/kv/txn", body, LIMIT_S)

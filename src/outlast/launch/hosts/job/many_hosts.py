@@ -46,7 +46,6 @@ from outlast.launch.hosts.plan import (
     Start,
     Stop,
     Take,
-    decode,
     ranks_text,
 )
 from outlast.launch.hosts.server.store_server import LOOPBACK
@@ -186,8 +185,7 @@ class ManyHosts:
     def _catch_up(self) -> None:
         """Apply the entries that were made before, and do what the last of them requires."""
         self._state = self._group.poll()
-        for data in self._state.chain:
-            entry = decode(data)
+        for entry in self._state.chain:
             self._plan = self._plan.apply(entry)
             if isinstance(entry, Start) and entry.attempt == 0:
                 self._joined_late = self.host_id not in entry.places
@@ -213,7 +211,7 @@ class ManyHosts:
         if self._state.error:
             raise StoreError(self._state.error)
         while self._plan.number < len(self._state.chain):
-            new = decode(self._state.chain[self._plan.number])
+            new = self._state.chain[self._plan.number]
             if not isinstance(new, HostJoined | HostLost):
                 self._tell()  # what has led to it
             self._apply(new)
@@ -250,10 +248,9 @@ class ManyHosts:
                 return
 
     def _claim(self, entry: Entry) -> bool:
-        mine = entry.encode()
-        held = self._group.claim(self._plan.number + 1, mine)
-        self._apply(decode(held), mine=held == mine)
-        return held == mine
+        held = self._group.claim(self._plan.number + 1, entry)
+        self._apply(held, mine=held == entry)
+        return held == entry
 
     # ------------------------------------------------------------------ applying entries
 

@@ -14,6 +14,7 @@ from outlast.coordination.replicated.quorum import Timing
 from outlast.coordination.replicated.table import entry_key
 from outlast.errors import LaunchError
 from outlast.launch.hosts.host_group import GroupSpec, GroupState
+from outlast.launch.hosts.plan import Entry, decode
 from outlast.launch.hosts.replicated.endpoints import Endpoint, listen, resolve
 from outlast.launch.hosts.replicated.record import Record, open_record
 from outlast.launch.hosts.replicated.service import HostService
@@ -77,8 +78,8 @@ class ReplicatedGroup:
             os.eventfd_read(self._wakeup)
         return self._started().state
 
-    def claim(self, number: int, entry: bytes) -> bytes:
-        return self.store.claim(entry_key(number), entry)
+    def claim(self, number: int, entry: Entry) -> Entry:
+        return decode(self.store.claim(entry_key(number), entry.encode()))
 
     def new_attempt(self, attempt: int) -> None:
         self._started().new_attempt(attempt)
