@@ -17,6 +17,7 @@ from outlast.coordination.records import (
     SUSPECTED_LINK,
     FaultRecord,
     LostRecord,
+    SizeRecord,
     StopRecord,
     suspects_link,
 )
@@ -351,6 +352,22 @@ def test_a_restart_waits_until_the_launchers_know_which_links_are_broken() -> No
     assert call(call.membership.view(1)).slots() == (0, 2)
     call(call.membership.forget_before(8))
     assert not [key for key in call.store.table if key.startswith(("links/", "decision/0/1"))]
+
+
+def test_a_launcher_that_says_again_which_links_are_broken_changes_nothing() -> None:
+    call = Call(rules=Rules(hosts=True, await_size=2))
+    call(call.membership.register(0, "a"))
+    call.start(0, 0, 1)
+    call(call.membership.report_fault(hung()))
+    call.leave(0, 0, 1)
+    call(call.membership.links_known(0))
+    call.start(1, 0, 1)
+    call(call.membership.report_lost(LostRecord(1, "gone"), 1))
+    call(call.membership.leave(1, 0, frozenset({0, 1}), {"least": 1}))
+    assert call(call.membership.size()) == SizeRecord(ranks=1, least=1)
+    told = dict(call.store.table)
+    call(call.membership.links_known(0))
+    assert call.store.table == told
 
 
 def test_a_restart_that_waits_no_longer_for_the_launchers_does_not_do_so_again() -> None:

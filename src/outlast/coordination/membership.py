@@ -36,10 +36,10 @@ Why the loss of a host leaves no gap (`report_ended`). A process that dies is re
 monitor; a host that dies takes the monitors with it, and the launcher of another host reports all
 of its processes. Each process registers, by a claim of its rank or a request to join, with a token
 that names its host (`records.process_token`). So one operation says that the member exists and on
-which host. The reporter claims the ranks of the host too: either it finds the claim of a process
-of the host, or the rank is its own, and counts as that of a lost member. A claim or request that
-comes after the reporter has looked is refused by the store, which has closed itself to the host
-before the loss is known.
+which host. The reporter claims the ranks of the host too: either the claim of a process is there,
+which it reports if the process is of the host; or the rank is its own, and counts as that of a lost
+member. A claim or request that comes from the host after the reporter has looked is refused by the
+store, which has closed itself to the host before the loss is known.
 """
 
 from __future__ import annotations
@@ -316,10 +316,12 @@ class MembershipProtocol(Decisions):
     async def links_known(self, iteration: int) -> None:
         """Records that the launchers know whether a broken link between two hosts has ended the
         iteration, and that the host that leaves for it is lost. Before that, the members would
-        connect over that link again, in C++, where no interrupt arrives.
+        connect over that link again, in C++, where no interrupt arrives. No effect once the
+        decision has been made: each launcher that begins to lead calls this.
         """
-        await self.link.put(f"links/{iteration}", b"1")
-        await self.decide(iteration)
+        if await self.current() == iteration:
+            await self.link.put(f"links/{iteration}", b"1")
+            await self.decide(iteration)
 
     async def restart_counts(self) -> tuple[RestartCount, ...]:
         newest = await self.decision(await self.current())

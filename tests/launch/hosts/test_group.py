@@ -75,7 +75,7 @@ def test_a_killed_host_is_lost_and_a_stopped_one_is_fenced(here: MakeRun) -> Non
     killed.close()
     stopped.send(signal.SIGSTOP)
     state = first.ask("until", hosts=["127.0.0.2", "127.0.0.3"])
-    assert set(state["lost"]) == {"127.0.0.4", "127.0.0.5"}
+    assert set(state["lost"]) == {"127.0.0.4", "127.0.0.5"}, state
     assert state["left"] == []
     length = 6  # four have joined, two are lost
     assert second.ask("claim", "new", length=length) == "new"

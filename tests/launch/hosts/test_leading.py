@@ -7,6 +7,8 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from fake_clock import FakeClock
 from launch.hosts.test_decider import Hosts, group, running
 from outlast.coordination.deciding import GONE
@@ -14,6 +16,8 @@ from outlast.coordination.membership import RESTART, MembershipProtocol
 from outlast.coordination.ops import Link, drive, perform_on
 from outlast.coordination.records import SizeRecord
 from outlast.coordination.stores.store import MemoryStore
+from outlast.errors import StoreError
+from outlast.launch.agent.decisions import JobRecord, JobState
 from outlast.launch.agent.job_keys import JOB_KEY, JobKeys
 from outlast.launch.config.hosts_spec import HostsSpec
 from outlast.launch.hosts.job.job_log import JobLog
@@ -73,6 +77,17 @@ class Agent:
 
     def given_up(self) -> frozenset[int]:
         return drive(MembershipProtocol(Link(), 3).given_up(), perform_on(self.store))
+
+
+class LostInTheMiddle(MemoryStore):
+    """Another store, for an agent that is lost before it appends anything."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        super().__init__()
+        self.table = store.table
+
+    def append(self, key: str, value: bytes) -> None:
+        raise StoreError("this host is lost")
 
 
 def test_each_wait_has_a_time_of_its_own() -> None:
@@ -197,3 +212,14 @@ def test_a_probe_is_over_once_the_host_that_leaves_is_lost() -> None:
     agent.looks(plan, group("ab", lost="c"))
     assert agent.store.read(key) == b"1"
     assert agent.lost_in("call/") == [2]
+
+
+def test_a_worker_that_ended_early_is_lost_with_the_host_whose_agent_was_about_to_say_so() -> None:
+    agent = Agent(leads=True)
+    agent.calls("call/")
+    job = JobRecord(JobState.RUNNING, prefix="call/")
+    dying: Any = LostInTheMiddle(agent.store)
+    with pytest.raises(StoreError):
+        JobKeys(dying).will_not_come(job, "c", 100, 2, 3, "process 100 exited with code 3")
+    agent.looks(running("abc"), group("ab", lost="c"))
+    assert (agent.lost_in("call/"), agent.over("call/")) == ([2], RESTART)

@@ -6,7 +6,13 @@ import dataclasses
 
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link, drive, perform_on
-from outlast.coordination.records import COMPLETED_BY, SUSPECTED_LINK, FaultRecord, SizeRecord
+from outlast.coordination.records import (
+    COMPLETED_BY,
+    SUSPECTED_LINK,
+    FaultRecord,
+    SizeRecord,
+    process_token,
+)
 from outlast.coordination.replicated.hosts import HostInfo
 from outlast.coordination.stores.store import Store
 from outlast.events.restart_causes import RestartCount
@@ -73,11 +79,15 @@ class JobKeys:
             return False
         return drive(_membership(job).is_registered(rank), perform_on(self._store))
 
-    def will_not_come(self, job: JobRecord, rank: int, world_size: int, cause: str) -> None:
+    def will_not_come(
+        self, job: JobRecord, host: str, pid: int, rank: int, world_size: int, cause: str
+    ) -> None:
         """Tell the members of the call not to wait for a rank whose only process has ended before
         it reached the call; no effect if it had reached it: then its monitor tells them.
         """
-        self._ended(job, f"rank {rank}, ended early", range(rank, rank + 1), world_size, cause)
+        # It names the host, whose loss then completes a report that it cuts off.
+        owner = process_token(host, f"pid {pid}")
+        self._ended(job, owner, range(rank, rank + 1), world_size, cause)
 
     def suspected_link(self) -> str:
         """The newest suspicion that a link between two hosts is broken: the key under which the

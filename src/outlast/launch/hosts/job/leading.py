@@ -167,8 +167,9 @@ class Leading:
         keys, size = self._keys, plan.size * self._nproc
         for place, loss in plan.missing():
             if job.state is not JobState.PLAIN:
-                what, told = f"lost {loss.host.id} in {job.prefix}", (loss.host, self._ranks(place))
-                yield what, functools.partial(keys.host_lost, job, *told, size, str(loss))
+                what = f"lost {loss.host.id} in {job.prefix}"
+                lost = job, loss.host, self._ranks(place), size, str(loss)
+                yield what, functools.partial(keys.host_lost, *lost)
         for place in plan.given_up:
             gone = frozenset(self._ranks(place))
             yield f"given up {plan.places[place]}", functools.partial(keys.give_up, gone)
