@@ -6,6 +6,7 @@ import dataclasses
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -176,6 +177,11 @@ def test_a_keeper_that_dies_is_replaced(tmp_path: Path) -> None:
         os.kill(two.keeper.pid, signal.SIGSTOP)
         one.save(1)
         two.save(1)
+        for rank in (one, two):  # killed earlier, it would be replaced before the copies begin
+            while all(
+                each.method != "send_copy" for each in [*rank.keeper.client._pending.values()]
+            ):
+                time.sleep(0.001)
         os.kill(two.keeper.pid, signal.SIGKILL)
         for rank in (one, two):
             skipped = rank.after(1)
