@@ -21,7 +21,7 @@ from benchmarks.checkpoint.training_state import Size, Training
 from benchmarks.checkpoint.ways import make
 from benchmarks.lib.rank_processes import RankProcesses
 from outlast.async_checkpoint import Checkpointer, Retention
-from outlast.async_checkpoint.storage.local import WORKING
+from outlast.async_checkpoint.storage.protocol import WORKING
 from outlast.async_checkpoint.storage.recycled_files import RECYCLED
 
 __all__ = ["WHAT", "flat", "peaks"]
