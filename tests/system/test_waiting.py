@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+import weakref
 
 import pytest
 
@@ -46,3 +48,25 @@ def test_an_abandoned_wait_raises_while_its_thread_goes_on() -> None:
         wait.result()
     release.set()
     wait.join(60.0)
+
+
+def test_the_error_of_a_wait_does_not_keep_its_owner() -> None:
+    class Owner:
+        def __init__(self) -> None:
+            self.wait = ThreadedWait(self.fail, "wait")
+
+        def fail(self) -> None:
+            try:
+                {}["a key"]
+            except KeyError as e:
+                raise ValueError("mine") from e
+
+    gc.disable()
+    try:
+        owner = Owner()
+        owner.wait.join(60.0)
+        alive = weakref.ref(owner)
+        del owner
+        assert alive() is None
+    finally:
+        gc.enable()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -63,5 +64,18 @@ class ThreadedWait(Generic[T]):
         try:
             self._value = wait()
         except Exception as e:  # noqa: BLE001 - `result` raises it
+            _forget_variables(e)
             self._error = e
         self.over.set()
+        del self, wait  # this frame is one of the error's
+
+
+def _forget_variables(error: Exception) -> None:
+    """Clears the variables of the frames that `error` has passed, not its lines. They refer to the
+    owner of the wait, which has the error, so that all of it, with its connections, would remain
+    until Python next collects cycles.
+    """
+    passed: BaseException | None = error
+    while passed is not None:
+        traceback.clear_frames(passed.__traceback__)
+        passed = passed.__context__
