@@ -20,7 +20,7 @@ from etcd_cluster import NET_S, Cluster
 from outlast.coordination.stores.etcd.client import EtcdClient
 from outlast.coordination.stores.etcd.connection import Security
 from outlast.coordination.stores.etcd.operations import NoAnswer
-from outlast.launch.torchrun_handler import EtcdBackend, create
+from outlast.launch.hosts.etcd.torchrun import EtcdBackend, create
 from procs import MARKER, default_signals, free_port, marked
 
 ROOT = Path(__file__).parents[2]

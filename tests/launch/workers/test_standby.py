@@ -158,6 +158,20 @@ def test_a_framework_is_imported_ahead_and_told_its_rank(tmp_path: Path) -> None
         assert run.complete(first[0], second) == 0
 
 
+def test_what_the_library_imports_on_use_is_imported_ahead(tmp_path: Path) -> None:
+    script = (
+        "import outlast\n"
+        "def seen():\n    import sys\n    return 'outlast.elastic.job.job' in sys.modules\n"
+    ) + WORKER.replace('"env": env', '"env": env, "seen": seen()')
+    with Run(tmp_path, script, "--nproc-per-node=2", "--standby=1") as run:
+        first = run.start_job(2)
+        pid = standby_pid(run)
+        first[1].kill()
+        second = run.ready(1)
+        assert (second.pid, first[1].more["seen"], second.more["seen"]) == (pid, False, True)
+        assert run.complete(first[0], second) == 0
+
+
 def test_an_import_that_fails_is_left_to_the_script(tmp_path: Path) -> None:
     script = 'import sys\nsys.modules["later"] = sys\nimport later\nimport json.missing\n'
     with Run(tmp_path, script + WORKER, "--nproc-per-node=2", "--standby=1") as run:

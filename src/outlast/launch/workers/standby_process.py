@@ -43,7 +43,7 @@ _CHAOS = (
     "outlast.inprocess.call_wrapper",
     "outlast.async_checkpoint.observers",
 )
-_LATER = ("outlast.inprocess", "outlast.async_checkpoint", "outlast.elastic")
+_LATER = ("outlast", "outlast.inprocess", "outlast.async_checkpoint", "outlast.elastic")
 """Packages that import some of their modules on use: a standby imports all that are exported."""
 _READS = "reads %s when it is imported: read it in a function, or move the import to the end"
 
