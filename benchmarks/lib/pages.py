@@ -105,6 +105,12 @@ MODULES = {
         "the state comes from the survivors (`Job`), or from a checkpoint (`Job(live=False)`) "
         "in memory or on disk.",
     ),
+    "useful-step": Benchmark(
+        "rollback.useful_step",
+        "From a fault to the next useful step",
+        "Ranks under `outlast run` with a standby; rank 1 fails while the others wait for it in "
+        "their collective, and all continue from the survivors.",
+    ),
     "silent": Benchmark(
         "elastic.silent",
         "Checks for silent faults",

@@ -136,6 +136,20 @@ def test_rollback_restores_each_way_and_redoes_only_what_a_checkpoint_lacks(tmp_
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+def test_useful_step_has_each_part_of_each_kind_of_fault(tmp_path: Path) -> None:
+    out = tmp_path / "results.json"
+    command = [sys.executable, "-m", "benchmarks", "useful-step", "--quick", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, timeout=500, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())["useful-step"]["data"]["rows"]
+    assert [row["kind"] for row in rows] == ["exception", "sigkill", "hang"]
+    for fault in (fault for row in rows for fault in row["faults"]):
+        assert sum(fault["parts"].values()) == pytest.approx(fault["total"])
+        assert fault["parts"]["first step"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_silent_compares_whole_cycles(tmp_path: Path) -> None:
     out = tmp_path / "results.json"
     command = [sys.executable, "-m", "benchmarks", "silent", "--quick", "--out", str(out)]

@@ -1,0 +1,120 @@
+"""A training that says when each part of an iteration's beginning is over: `useful_step` reads it.
+
+The folder in `ROLLBACK_FOLDER` has the plan in `plan.json`. Each iteration makes a few steps, then
+its ranks wait for the harness (a standby must be ready), and rank 1 fails at the beginning of the
+next step. With `kept`, the model and the optimizer of a process outlive the iteration, and DDP
+leaves out its broadcast after a restore: the fast way in the quickstart.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import outlast
+from outlast import inprocess
+
+STEPS = 6
+"""Of an iteration, before its fault."""
+
+_FAILING = 1
+_BATCH = 8
+_SETTLE_S = 0.3
+_WAIT_S = 300.0
+
+FOLDER = Path(os.environ.get("ROLLBACK_FOLDER", "."))
+PLAN: dict[str, Any] = {"faults": []}
+if __name__ == "__main__":
+    PLAN.update(json.loads((FOLDER / "plan.json").read_text()))
+_kept: list[tuple[nn.Module, torch.optim.Optimizer]] = []
+
+_TIMEOUTS: dict[str, Any] = {"soft_timeout": _WAIT_S, "hard_timeout": 2 * _WAIT_S}
+if "hang" in PLAN["faults"]:
+    _TIMEOUTS = {
+        "soft_timeout": inprocess.Adaptive(floor=datetime.timedelta(seconds=0.1), warmup=4)
+    }
+
+
+@inprocess.Wrapper(repeated_faults=None, barrier_timeout=3 * _WAIT_S, **_TIMEOUTS)
+def train(call: inprocess.CallWrapper) -> None:
+    marks = [time.monotonic()]
+    number: int = call.iteration
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    marks.append(time.monotonic())
+    if not _kept or not PLAN["kept"]:
+        model = _model(PLAN["mib"])
+        _kept[:] = [(model, torch.optim.Adam(model.parameters(), lr=1e-5, fused=True))]
+    model, optimizer = _kept[0]
+    inputs = torch.randn(_BATCH, next(model.parameters()).shape[1])
+    marks.append(time.monotonic())
+    with outlast.Job(FOLDER / "checkpoints", model=model, optimizer=optimizer, every=None) as job:
+        marks.append(time.monotonic())
+        job.restore()
+        marks.append(time.monotonic())
+        known = PLAN["kept"] and job.steps > 0
+        ddp = DistributedDataParallel(model, init_sync=not known)
+        marks.append(time.monotonic())
+        for done in range(STEPS + 1):
+            if done == STEPS and number < len(PLAN["faults"]):
+                _wait(call, rank, number)
+                if rank == _FAILING:
+                    _fail(number, PLAN["faults"][number])
+            call.ping()
+            ddp(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            job.step()
+            marks.append(time.monotonic())
+            if done == STEPS - 1:
+                source = job.restored_from
+                _say("iteration", rank=rank, iteration=number, marks=marks, source=source)
+
+
+def _model(mib: int) -> nn.Module:
+    """Equal layers, of `mib` MiB together with Adam's two moments."""
+    parameters = mib * 2**20 / 4 / 3
+    width = min(2048, round((parameters / 3) ** 0.5))
+    torch.manual_seed(0)
+    layers = max(3, round(parameters / width**2))
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
+
+
+def _wait(call: inprocess.CallWrapper, rank: int, number: int) -> None:
+    with call.long_phase(_WAIT_S):
+        _say("waiting", rank=rank, iteration=number)
+        while not (FOLDER / f"go-{number}").exists():
+            time.sleep(0.02)
+
+
+def _fail(number: int, kind: str) -> None:
+    if kind == "hang":
+        _say("fault", iteration=number)
+        time.sleep(_WAIT_S)
+    time.sleep(_SETTLE_S)  # the other ranks are in their collective
+    _say("fault", iteration=number)
+    if kind == "sigkill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise RuntimeError(f"planned fault {number}")
+
+
+def _say(event: str, **fields: Any) -> None:
+    line = json.dumps({"event": event, "at": time.monotonic(), **fields}).encode() + b"\n"
+    log = os.open(FOLDER / "said.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.write(log, line)
+    os.close(log)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    train()
