@@ -14,6 +14,8 @@ from procs import Job
 Ranks = Callable[..., Job]
 SLOW = pytest.mark.slow
 LIVE, REPLICA = "live", "replica"
+KEPT = pytest.mark.parametrize("kept", [False, pytest.param(True, marks=SLOW)])
+"""Whether a process's model and optimizer outlive its iterations."""
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +29,11 @@ def reference(tmp_path_factory: pytest.TempPathFactory, zygote: Any) -> Run:
     return run(ranks, folder / "checkpoints")
 
 
+@KEPT
 def test_an_exception_between_two_steps_costs_no_step(
-    ranks: Ranks, tmp_path: Path, reference: Run
+    ranks: Ranks, tmp_path: Path, reference: Run, kept: bool
 ) -> None:
-    faulty = run(ranks, tmp_path / "c", *later(1, 6, "forward 7", "raise"))
+    faulty = run(ranks, tmp_path / "c", *later(1, 6, "forward 7", "raise"), kept=kept)
     assert faulty.restored() == {0: (6, LIVE), 1: (6, LIVE)}
     assert all(faulty.times(rank, step) == 1 for rank in range(2) for step in range(1, 13))
     check_same(faulty, reference)
@@ -46,12 +49,13 @@ def test_a_killed_rank_gets_the_state_of_a_replica(
     check_same(faulty, reference)
 
 
+@KEPT
 @pytest.mark.parametrize("do", ["raise", pytest.param("SIGKILL", marks=SLOW)])
 @pytest.mark.parametrize(
     "at", ["torn", *(pytest.param(a, marks=SLOW) for a in ("computed", "stepped"))]
 )
 def test_a_fault_after_the_gradients_were_exchanged(
-    ranks: Ranks, tmp_path: Path, reference: Run, at: str, do: str
+    ranks: Ranks, tmp_path: Path, reference: Run, at: str, do: str, kept: bool
 ) -> None:
     """Rank 0 completes the step, and rank 1 does not: rank 0 sends its state."""
     faulty = run(
@@ -59,6 +63,7 @@ def test_a_fault_after_the_gradients_were_exchanged(
         tmp_path / "c",
         fault(0, "done 7", "mark done"),
         fault(1, f"{at} 7", f"await done, {do}"),
+        kept=kept,
     )
     assert faulty.restored() == {0: (7, LIVE), 1: (7, REPLICA)}
     check_same(faulty, reference, None if at == "stepped" else (1, 7))
@@ -115,14 +120,16 @@ def test_two_kills_without_a_step_between(
     check_same(faulty, reference)
 
 
+@KEPT
 def test_a_checkpoint_is_loaded_if_no_rank_is_between_two_steps(
-    ranks: Ranks, tmp_path: Path, reference: Run
+    ranks: Ranks, tmp_path: Path, reference: Run, kept: bool
 ) -> None:
     faulty = run(
         ranks,
         tmp_path / "c",
         fault(0, "torn 7", "mark torn, stay"),
         fault(1, "torn 7", "await torn, raise"),
+        kept=kept,
     )
     assert {step for step, _ in faulty.restored().values()} == {4}
     assert {source for _, source in faulty.restored().values()} <= {"memory", "storage"}

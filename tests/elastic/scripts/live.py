@@ -31,8 +31,10 @@ from outlast.elastic.job.live import transfer
 from outlast.inprocess import Compose
 from outlast.inprocess.rank_assignment import AwaitReplacements, ShiftRanks
 
-PLAN: dict[str, Any] = {"epochs": 2, "every": 4, "kind": "ddp", "job": {}, "faults": []}
+PLAN: dict[str, Any] = {"epochs": 2, "every": 4, "kind": "ddp", "kept": False}
+PLAN.update({"job": {}, "faults": []})
 PLAN.update(json.loads(sys.argv[1]))
+BUILT: list[tuple[nn.Module, Any, torch.optim.Optimizer]] = []
 MODEL: list[nn.Module] = []
 JOB: list[Any] = []
 
@@ -119,7 +121,9 @@ def train(call: inprocess.CallWrapper) -> str:
     JOB[:] = [None, call.iteration]
     reach("begin", call.iteration)
     random.seed(dist.get_rank())
-    model, called, optimizer = build()
+    if not BUILT or not PLAN["kept"]:
+        BUILT[:] = [build()]
+    model, called, optimizer = BUILT[0]
     MODEL[:] = [model]
     x = torch.randn(96, 4, generator=torch.Generator().manual_seed(1))
     dataset = TensorDataset(x, x.sum(dim=1, keepdim=True))
@@ -132,7 +136,8 @@ def train(call: inprocess.CallWrapper) -> str:
         step = job.restore()
         say("restored", step=step, source=job.restored_from, iteration=call.iteration, size=size)
         reach("restored", call.iteration)
-        called = called or DistributedDataParallel(model)
+        known = PLAN["kept"] and step is not None
+        called = called or DistributedDataParallel(model, init_sync=not known)
         for epoch in job.epochs(PLAN["epochs"]):
             for inputs, targets in job.batches(loader):
                 call.ping()
