@@ -6,7 +6,6 @@ runs the writer process with another storage (`run_writer`). Nothing here import
 
 from __future__ import annotations
 
-import contextlib
 import io
 import math
 import os
@@ -29,18 +28,17 @@ from outlast.async_checkpoint.storage.directory import (
     verify,
     verify_folder,
 )
-from outlast.async_checkpoint.storage.entries import ITEM_BYTES, TensorEntry
 from outlast.async_checkpoint.storage.local import LocalStorage
-from outlast.async_checkpoint.storage.manifest import MANIFEST, checksum, read_hashed, saved_by
+from outlast.async_checkpoint.storage.manifest import MANIFEST, checksum, saved_by
 from outlast.async_checkpoint.storage.protocol import FileWriter, Storage
 from outlast.async_checkpoint.writer.main import main as run_writer
-from outlast.errors import CheckpointError
 
 __all__ = [
     "MANIFEST",
     "FileWriter",
     "Found",
     "LocalStorage",
+    "Source",
     "Storage",
     "candidates",
     "checksum",
@@ -49,6 +47,7 @@ __all__ = [
     "open_storage",
     "run_writer",
     "saved_by",
+    "storage_source",
     "survey",
     "tensor_checksums",
     "verify",
@@ -129,27 +128,17 @@ def open_bytes(storage: Storage, folder: str) -> dict[str, BinaryIO]:
 def tensor_checksums(storage: Storage, folder: str) -> dict[str, str]:
     """The type, shape and checksum of each tensor, by its flat name, to compare checkpoints of two
     runs. Those of the manifest are of files: another number of ranks, or another distribution of
-    the tensors over them, changes them. One tensor at a time is in memory.
+    the tensors over them, changes them.
 
     Raises:
         CheckpointError: if a file is missing, or is not what was saved: see `verify_folder`.
     """
-    manifest = verify_folder(storage, folder)
-    return {name: _described(storage, folder, one) for name, one in manifest.tensors.items()}
+    from outlast.async_checkpoint.restore.whole_tensors import batches, read_tensors
 
-
-def _described(storage: Storage, folder: str, tensor: TensorEntry) -> str:
-    import numpy as np  # takes a tenth of a second
-
-    item_bytes = ITEM_BYTES[tensor.dtype]
-    values = np.empty(tensor.shape, f"V{item_bytes}")
-    for shard in tensor.shards:
-        content = bytearray(math.prod(shard.sizes) * item_bytes)
-        with contextlib.closing(storage.open(folder, shard.file)) as reader:
-            got, _ = read_hashed(reader, shard.at, memoryview(content))
-        if got != len(content):
-            raise CheckpointError(f"{storage.where}/{folder}/{shard.file} has been truncated")
-        ends = (begin + size for begin, size in zip(shard.offsets, shard.sizes, strict=True))
-        part = tuple(map(slice, shard.offsets, ends))
-        values[part] = np.frombuffer(content, values.dtype).reshape(shard.sizes)
-    return f"{tensor.dtype}{tensor.shape} {checksum(values.tobytes())}"
+    source = storage_source(storage, folder, verify_folder(storage, folder))
+    found = {}
+    for batch in batches(source, source.contents.tensors):
+        for name, values in read_tensors(source, batch).items():
+            tensor = source.contents.tensors[name]
+            found[name] = f"{tensor.dtype}{tensor.shape} {checksum(values.tobytes())}"
+    return {name: found[name] for name in source.contents.tensors}

@@ -199,8 +199,16 @@ def test_the_commands_say_that_it_cannot_be_read(unreadable: Path) -> None:
     assert done.exit_code == 74
     assert "step 1: every byte" in done.output
     assert "EIO" in done.output
-    with open(folder_of(unreadable, 1) / TENSORS, "ab") as file:
-        file.write(b"x")
+    file = path + ".pt"
+    done = runner.invoke(app, ["checkpoint", "export", path, "-o", file])
+    assert (done.exit_code, Path(file).exists()) == (74, False)
+    assert "EIO" in done.output
+    done = runner.invoke(app, ["checkpoint", "diff", path, path, "--step-a", "1"])
+    assert done.exit_code == 2
+    assert "EIO" in done.output
+    assert runner.invoke(app, ["checkpoint", "export", path, "--step=1", "-o", file]).exit_code == 0
+    with open(folder_of(unreadable, 1) / TENSORS, "ab") as tensors:
+        tensors.write(b"x")
     assert runner.invoke(app, ["checkpoint", "verify", path]).exit_code == 1
     done = runner.invoke(app, ["checkpoint", "rm", "--yes", path, "2"])
     assert done.exit_code == 1

@@ -70,6 +70,11 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shape: Annotated[list[Count], Meta(max_length=64)]
     shards: list[Shard]
 
+    @property
+    def size_bytes(self) -> int:
+        """The size of the data of all parts."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
 
 class ValueEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A Python value, as `torch.save` wrote it; a sparse or quantized tensor is one too."""
@@ -88,6 +93,11 @@ class Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: dict[str, FileEntry]
     tensors: dict[str, TensorEntry]
     values: dict[str, ValueEntry]
+
+    @property
+    def entries(self) -> dict[str, TensorEntry | ValueEntry]:
+        """The tensors, then the values."""
+        return {**self.tensors, **self.values}
 
     def check(self, chunk_bytes: int, *, complete: bool = True) -> None:
         """Checks entries together. Unless `complete`, a part of a tensor may be missing.

@@ -1,4 +1,5 @@
-"""`outlast checkpoint`: lists, verifies and deletes the checkpoints in a folder.
+"""`outlast checkpoint`: lists, verifies and deletes the checkpoints in a folder, and exports and
+compares them (`checkpoint_contents.py`).
 
 Needs neither torch nor the job that saved them.
 """
@@ -11,36 +12,39 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from pathlib import Path
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outlast.errors import CheckpointError, CheckpointReadError
+from outlast.launch.commands.checkpoint_contents import diff, export
+from outlast.launch.commands.checkpoint_folder import (
+    ERRORS,
+    Directory,
+    open_folder,
+    progress_bar,
+    refuse_unrelated_folder,
+)
 from outlast.launch.commands.shared import UNREAD, exit_on
 from outlast.system.units import age_text, size_text
 
 if TYPE_CHECKING:
-    from outlast.async_checkpoint.inspection import Found, Storage
-
-_ERRORS = (CheckpointError, OSError, ModuleNotFoundError, ValueError)
-_NAMED = 5  # files named in the error about a folder with other contents
-
-Directory = Annotated[
-    str, typer.Argument(metavar="DIR", help="The checkpointer's directory: a path or a URL.")
-]
+    from outlast.async_checkpoint.inspection import Found
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
     group = typer.Typer(
-        help="List, verify and delete checkpoints, without the job.", no_args_is_help=True
+        help="List, verify, delete, export and compare checkpoints, without the job.",
+        no_args_is_help=True,
     )
     group.command("ls")(ls)
     group.command("verify")(verify)
     group.command("rm")(rm)
+    group.command("export")(export)
+    group.command("diff")(diff)
     app.add_typer(group, name="checkpoint")
 
 
@@ -53,13 +57,13 @@ def ls(
     Only the sizes of the files are checked; `verify` reads their contents. The exit code is 74 if
     one of them cannot be read now.
     """
-    with exit_on(*_ERRORS), ExitStack() as stack:
+    with exit_on(*ERRORS), ExitStack() as stack:
         from outlast.async_checkpoint import inspection
 
-        storage = _open(directory, stack)
+        storage = open_folder(directory, stack)
         found = inspection.survey(storage)
         if not found:
-            _refuse_unrelated_folder(storage)
+            refuse_unrelated_folder(storage)
         if as_json:
             typer.echo(json.dumps([_as_json(one) for one in found], indent=2))
         elif found:
@@ -81,19 +85,19 @@ def verify(
     The exit code is 1 if a checkpoint is damaged or none exists, and else 74 if one cannot be read
     now.
     """
-    with exit_on(*_ERRORS), ExitStack() as stack:
+    with exit_on(*ERRORS), ExitStack() as stack:
         from outlast.async_checkpoint import inspection
 
-        storage = _open(directory, stack)
+        storage = open_folder(directory, stack)
         known = {one.step: one for one in inspection.survey(storage) if one.step is not None}
         if not known and not steps:
-            _refuse_unrelated_folder(storage)
+            refuse_unrelated_folder(storage)
             raise CheckpointError(f"{storage.where} has no checkpoints")
         wanted = list(dict.fromkeys(steps)) if steps else list(known)
         # A checkpoint without a manifest has no list of files; `verify` reports it.
         sizes = {s: one.manifest.size_bytes for s, one in known.items() if one.manifest is not None}
         damaged = unread = False
-        with _progress_bar(sum(sizes.get(step, 0) for step in wanted)) as advance:
+        with progress_bar(sum(sizes.get(step, 0) for step in wanted)) as advance:
             for step in wanted:
                 try:
                     info = inspection.verify(storage, step, advance)
@@ -125,10 +129,10 @@ def rm(
     ] = False,
 ) -> None:
     """Delete checkpoints. Refused while a job is using the folder."""
-    with exit_on(*_ERRORS), ExitStack() as stack:
+    with exit_on(*ERRORS), ExitStack() as stack:
         from outlast.async_checkpoint import inspection
 
-        storage = _open(directory, stack)
+        storage = open_folder(directory, stack)
         chosen = list(dict.fromkeys(steps))
         found = {one.step for one in inspection.survey(storage) if one.step is not None}
         missing = [step for step in chosen if step not in found]
@@ -158,38 +162,6 @@ def rm(
                 typer.echo(f"deleted step {step}")
         finally:
             storage.unlock()
-
-
-def _open(directory: str, stack: ExitStack) -> Storage:
-    """The folder's storage, which `stack` closes."""
-    from outlast.async_checkpoint.inspection import open_storage
-
-    path = directory.removeprefix("file://")
-    if "://" not in path and not Path(path).expanduser().is_dir():
-        why = "" if Path(path).expanduser().exists() else "it does not exist; "
-        raise CheckpointError(f"{path} is not a folder: {why}give the folder the job saves into")
-    return stack.enter_context(closing(open_storage(directory)))
-
-
-def _refuse_unrelated_folder(storage: Storage) -> None:
-    """Accepts an empty folder; one with other contents was probably named by mistake."""
-    from outlast.async_checkpoint.inspection import MANIFEST, LocalStorage
-
-    if not isinstance(storage, LocalStorage):
-        return
-    if (storage.root / MANIFEST).is_file():
-        raise CheckpointError(
-            f"{storage.where} is a single checkpoint: give its parent, {storage.root.parent}"
-        )
-    # Hidden files are ignored: a checkpointer's own (its lock, for example) are hidden.
-    held = sorted(path.name for path in storage.root.iterdir() if not path.name.startswith("."))
-    if held:
-        more = f", ... ({len(held)} in all)" if len(held) > _NAMED else ""
-        raise CheckpointError(
-            f"{storage.where} holds no checkpoints, but {', '.join(held[:_NAMED])}{more}: give the "
-            "folder that was given to `Job` or `Checkpointer`, or the folder `states` in "
-            "OUTLAST_CHECKPOINT_PATH"
-        )
 
 
 def _confirmed(question: str) -> bool:
@@ -270,23 +242,6 @@ def _state(found: Found) -> str:
     if found.unread:
         return "unreadable"
     return "damaged" if found.wrong else "whole"
-
-
-@contextmanager
-def _progress_bar(size_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on standard error if that is a terminal; yields the function to advance it."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda done_bytes: None
-        return
-    from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
-
-    columns = (BarColumn(), DownloadColumn(binary_units=False), TransferSpeedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=size_bytes)
-        yield lambda done_bytes: progress.advance(task, done_bytes)
 
 
 def _iso(time: float | None) -> str | None:

@@ -40,15 +40,15 @@ RunName = Annotated[
 
 
 @contextmanager
-def exit_on(*kinds: type[Exception]) -> Iterator[None]:
-    """Turns an exception of these kinds into one line on standard error and exit code 1; or 74 if a
-    checkpoint could not be read: then it is not known what is in it.
+def exit_on(*kinds: type[Exception], code: int | None = None) -> Iterator[None]:
+    """Turns an exception of these kinds into one line on standard error and an exit code: `code`,
+    or by default 1, and 74 if a checkpoint could not be read: then it is not known what is in it.
     """
     try:
         yield
     except kinds as e:
         typer.echo(f"outlast: error: {e}", err=True)
-        raise typer.Exit(UNREAD if isinstance(e, CheckpointReadError) else 1) from e
+        raise typer.Exit(code or (UNREAD if isinstance(e, CheckpointReadError) else 1)) from e
 
 
 def fold_help(app: typer.Typer) -> None:
