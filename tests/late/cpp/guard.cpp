@@ -1,0 +1,116 @@
+// What torch asks of a device type: devices, streams and events, from `queue.h`.
+#include <c10/core/Allocator.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include "memory.h"
+#include "queue.h"
+
+namespace late {
+namespace {
+
+constexpr auto kType = c10::DeviceType::PrivateUse1;
+
+// torch knows an event as a pointer. It may be recorded again: who waits then waits for the signal
+// of the time when it asked.
+struct Event {
+  std::shared_ptr<Signal> signal;
+  int device;
+};
+
+c10::Stream stream_of(int device, int64_t id) {
+  return c10::Stream(
+      c10::Stream::UNSAFE, c10::Device(kType, static_cast<c10::DeviceIndex>(device)), id);
+}
+
+int index(c10::Device device) {
+  return device.has_index() ? device.index() : current_device();
+}
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return kType; }
+  c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
+
+  c10::Device getDevice() const override {
+    return c10::Device(kType, static_cast<c10::DeviceIndex>(current_device()));
+  }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    auto before = getDevice();
+    setDevice(device);
+    return before;
+  }
+  void setDevice(c10::Device device) const override { set_current_device(index(device)); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override {
+    if (device.index() >= 0 && device.index() < kDevices)
+      set_current_device(device.index());
+  }
+  c10::DeviceCapability getDeviceCapability(c10::Device) const override { return {}; }
+
+  c10::Stream getStream(c10::Device device) const override {
+    return stream_of(index(device), current_stream(index(device)));
+  }
+  c10::Stream getDefaultStream(c10::Device device) const override {
+    return stream_of(index(device), kDefaultStream);
+  }
+  c10::Stream getNewStream(c10::Device device, int = 0) const override {
+    return stream_of(index(device), new_stream(index(device)));
+  }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
+    return getNewStream(device);
+  }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    auto before = getStream(stream.device());
+    set_current_stream(stream.device_index(), stream.id());
+    return before;
+  }
+  bool queryStream(const c10::Stream& stream) const override {
+    return idle(stream.device_index(), stream.id());
+  }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    synchronize(stream.device_index(), stream.id());
+  }
+  void synchronizeDevice(const c10::DeviceIndex device) const override {
+    synchronize_device(device);
+  }
+
+  void record(
+      void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag)
+      const override {
+    if (*event == nullptr)
+      *event = new Event;
+    *static_cast<Event*>(*event) = {
+        late::record(stream.device_index(), stream.id()), stream.device_index()};
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event != nullptr)
+      wait_for(stream.device_index(), stream.id(), static_cast<Event*>(event)->signal);
+  }
+  bool queryEvent(void* event) const override {
+    if (event == nullptr)
+      return true;
+    check(static_cast<Event*>(event)->device);
+    return static_cast<Event*>(event)->signal->is_set();
+  }
+  void synchronizeEvent(void* event) const override {
+    if (event == nullptr)
+      return;
+    Event of = *static_cast<Event*>(event);
+    synchronize_signal(of.device, *of.signal);
+  }
+  double elapsedTime(void* start, void* end, const c10::DeviceIndex) const override {
+    return static_cast<Event*>(end)->signal->set_at_ms() -
+        static_cast<Event*>(start)->signal->set_at_ms();
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    delete static_cast<Event*>(event);
+  }
+
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    used_on(data.get(), stream.id());
+  }
+};
+
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
+
+} // namespace
+} // namespace late

@@ -1,0 +1,197 @@
+"""The device `late`: builds the extension once for a version of torch, and registers it.
+
+from late import device
+
+device.use()                      # torch.device("late") works from now on, in this process
+with device.held() as stream:     # what is queued on the current stream waits for the end
+    ...
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import functools
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+DELAYS = "LATE_DELAYS"
+"""In the environment of a process: `SEED:LONGEST_US`."""
+
+_SOURCES = Path(__file__).with_name("cpp")
+_BUILT = Path(__file__).parents[2] / "build" / "late"
+_FLAGS = ["-std=c++20", "-fPIC", "-fvisibility=hidden", "-O1", "-Wall", "-Werror"]
+_JOBS = 2
+
+
+class NoCompilerError(RuntimeError):
+    """The extension is not built, and this machine cannot build it."""
+
+
+def use() -> ModuleType:
+    """Builds the extension if that was not done, and makes `late` a device type of torch. Returns
+    the module with what only tests ask of a device.
+    """
+    return _registered()
+
+
+@functools.cache
+def _registered() -> ModuleType:
+    extension = _loaded(built())
+    torch.utils.rename_privateuse1_backend("late")
+    extension.register_hooks()
+    torch._register_device_module("late", _device_module(extension))
+    torch.utils.generate_methods_for_privateuse1_backend()
+    if delays := os.environ.get(DELAYS):
+        seed, longest_us = delays.split(":")
+        extension.set_delays(int(seed), int(longest_us))
+    atexit.register(extension.stop)
+    return extension
+
+
+def _device_module(extension: ModuleType) -> ModuleType:
+    """`torch.late`, with the functions that torch calls, and those of other device modules."""
+    module = ModuleType("torch.late")
+
+    def generator(device: Any = "late") -> DefaultGenerator:
+        index = torch.device(device).index if isinstance(device, (str, torch.device)) else device
+        return default_generators[extension.current_device() if index is None else index]
+
+    def manual_seed_all(seed: int) -> None:
+        for each in default_generators:
+            each.manual_seed(seed)
+
+    default_generators = tuple(
+        DefaultGenerator(extension, index) for index in range(extension.device_count)
+    )
+    contents = {
+        "default_generators": default_generators,
+        "is_available": lambda: True,
+        "is_initialized": extension.in_use,
+        "_is_in_bad_fork": extension.forked,
+        "device_count": lambda: extension.device_count,
+        "current_device": extension.current_device,
+        "set_device": lambda device: extension.set_device(torch.device("late", device).index),
+        "current_stream": lambda device=None: torch.accelerator.current_stream(device),
+        "synchronize": lambda device=None: torch.accelerator.synchronize(device),
+        "manual_seed": lambda seed: generator().manual_seed(seed),
+        "manual_seed_all": manual_seed_all,
+        "get_rng_state": lambda device="late": generator(device).get_state(),
+        "set_rng_state": lambda state, device="late": generator(device).set_state(state),
+        "initial_seed": lambda: generator().initial_seed(),
+        "get_amp_supported_dtype": lambda: [torch.bfloat16],
+    }
+    for name, value in contents.items():
+        setattr(module, name, value)
+    return module
+
+
+class DefaultGenerator:
+    """The default random generator of one device."""
+
+    def __init__(self, extension: ModuleType, index: int) -> None:
+        self._extension = extension
+        self._index = index
+
+    def manual_seed(self, seed: int) -> DefaultGenerator:
+        self._extension.seed_default(self._index, seed)
+        return self
+
+    def initial_seed(self) -> int:
+        return int(self._extension.default_seed(self._index))
+
+    def get_state(self) -> torch.Tensor:
+        return torch.frombuffer(
+            bytearray(self._extension.default_state(self._index)), dtype=torch.uint8
+        )
+
+    def set_state(self, state: torch.Tensor) -> None:
+        self._extension.set_default_state(self._index, state.cpu().numpy().tobytes())
+
+
+@contextlib.contextmanager
+def held(device: int | None = None) -> Iterator[Any]:
+    """What is queued on the current stream of this thread waits until the block ends, or until
+    the gate that it returns is released.
+    """
+    extension = use()
+    index = extension.current_device() if device is None else device
+    gate = extension.hold(index, extension.current_stream(index))
+    try:
+        yield gate
+    finally:
+        gate.release()
+
+
+@functools.cache
+def built() -> Path:
+    """The file of the extension. Only one process builds it, and the others wait."""
+    folder = _BUILT / _version()
+    done = folder / "_late.so"
+    if done.exists():
+        return done
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if compiler is None or not headers.exists():
+        raise NoCompilerError("no C++ compiler, or no headers of Python")
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            _build(compiler, folder)
+    return done
+
+
+def _version() -> str:
+    digest = hashlib.sha256(" ".join(_FLAGS).encode())
+    for source in sorted(_SOURCES.iterdir()):
+        digest.update(source.read_bytes())
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return f"torch{torch.__version__}-python{python}-{digest.hexdigest()[:12]}"
+
+
+def _build(compiler: str, folder: Path) -> None:
+    from torch.utils import cpp_extension  # imports setuptools
+
+    flags = [*_FLAGS, f"-I{sysconfig.get_paths()['include']}", "-DAT_PER_OPERATOR_HEADERS"]
+    flags += [f"-isystem{path}" for path in cpp_extension.include_paths()]
+    left = [[compiler, *flags, "-c", str(source)] for source in sorted(_SOURCES.glob("*.cpp"))]
+    objects = [str(folder / Path(command[-1]).with_suffix(".o").name) for command in left]
+    for command, object_file in zip(left, objects, strict=True):
+        command += ["-o", object_file]
+    running: list[subprocess.Popen[bytes]] = []
+    while left or running:
+        while left and len(running) < _JOBS:
+            running.append(subprocess.Popen(left.pop()))
+        if running.pop(0).wait():
+            for each in running:
+                each.wait()
+            raise RuntimeError("the extension does not compile: see the output of the compiler")
+    partial = folder / "_late.partial"
+    libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
+    libraries += ["-ltorch", "-ltorch_cpu", "-lc10"]
+    subprocess.run(
+        [compiler, "-shared", *objects, *libraries, "-lpthread", "-o", str(partial)], check=True
+    )
+    partial.rename(folder / "_late.so")
+
+
+def _loaded(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("_late", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
