@@ -93,6 +93,14 @@ class RunningCall:
         """Declares a phase without pings, as `CallWrapper.long_phase`."""
         return nullcontext() if self.wrapper is None else self.wrapper.long_phase(limit_s)
 
+    def check_running(self) -> None:
+        """Raises `RankShouldRestart` if a restart has begun. If it returns, no abort had begun when
+        it was called. In the function's thread.
+        """
+        if self.wrapper is not None:
+            with self.wrapper.atomic():
+                pass
+
     def at_end(self, callback: Callable[[], None]) -> None:
         """Calls `callback` when the call ends on this rank, in any way."""
         self._at_end.callback(callback)

@@ -106,7 +106,9 @@ class Restoring:
         restored = Record(branch, self._training.counters.steps, True, self._rank, self._world_size)
         self._recorder, missing = None, ""
         try:
-            self._recorder = Recorder(self._training, self._kept, restored, self._branch)
+            self._recorder = Recorder(
+                self._training, self._kept, restored, self._branch, self._call.check_running
+            )
         except NotSupported as e:
             missing = str(e)
             log.info("after a fault, this job loads a checkpoint: %s", e)

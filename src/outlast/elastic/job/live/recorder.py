@@ -13,6 +13,9 @@ pass in there. LBFGS calls the closure again after its first writes: then the st
 optimizer writes before it calls the closure, as for sharpness-aware minimization, these are other
 writes. With a `GradScaler`, the backward pass precedes the step, which has no closure.
 
+On an accelerator, an optimizer's step is queued only once its gradients are known to be right
+(`queued`), and the point is frozen when the device has done what it was given.
+
 Gradients belong to no point. So a step of the job after which gradients are left over from a
 backward pass that no optimizer's step has used (accumulation over steps of the job) has none.
 
@@ -25,6 +28,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,9 +39,11 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from outlast.async_checkpoint.kept_state import KeptState
 from outlast.elastic.job.live.frozen import Frozen, signature
 from outlast.elastic.job.live.own_state import Buffers, Record, Slots, read
+from outlast.elastic.job.live.queued import Queued
 from outlast.elastic.job.live.writes import Marks, Snapshot, Writes
 from outlast.elastic.job.training_state import TrainingState
 from outlast.elastic.wrapped_modules import plain_state_dict
+from outlast.system.devices import on_accelerator
 from outlast.system.error_text import describe
 
 log = logging.getLogger("outlast.elastic")
@@ -65,6 +71,7 @@ class Recorder:
         kept: where the rank's own state survives a kill.
         restored: the state that was restored.
         branch: the branch of the steps that follow.
+        check_running: raises if a restart has begun.
 
     Attributes:
         point: the present one.
@@ -80,6 +87,7 @@ class Recorder:
         kept: KeptState,
         restored: Record,
         branch: str,
+        check_running: Callable[[], None],
     ) -> None:
         entries = plain_state_dict(training.module, keep_vars=True)
         self._training: TrainingState | None = training
@@ -87,6 +95,7 @@ class Recorder:
         self._buffers = Buffers(entries, training.module)
         _check_supported(training, entries, self._buffers)
         self._parameters = [each for each in entries.values() if isinstance(each, nn.Parameter)]
+        self._queued = Queued(entries.values(), check_running)
         self._writes: Writes | None = Writes(self._parameters, training.optimizer)
         self._signature = signature(entries)
         self._kept, self._branch = kept, branch
@@ -146,6 +155,7 @@ class Recorder:
             parameter.grad = None
         step = self.point.record.step
         try:
+            self._queued.drain()
             if self._stepped:
                 self.why = f"the optimizer had begun step {step + 1}, which was not completed"
             elif self._accumulated:
@@ -236,6 +246,7 @@ class Recorder:
         step = self.point.record.step + 1
         if not self._stepped and (self._early is None or self._early[0] != step):
             self._note_early()
+        self._queued.await_gradients()
         self._stepped = True
 
     def _hook_on_gradient(self) -> list[Any]:
@@ -289,9 +300,7 @@ def _check_supported(training: TrainingState, entries: dict[str, Any], buffers: 
     for name, entry in entries.items():
         if not isinstance(entry, nn.Parameter) and name not in buffers.initial:
             raise NotSupported(f"{name!r} of the model's state is no parameter and no buffer")
-        if entry.device.type != "cpu":
-            raise NotSupported(
-                f"{name!r} is on {entry.device}, whose work may still be in progress"
-            )
+        if entry.device.type != "cpu" and not on_accelerator(entry):
+            raise NotSupported(f"{name!r} is on {entry.device}, which is no accelerator of torch's")
         if name in buffers.initial and isinstance(entry, DTensor):
             raise NotSupported(f"the buffer {name!r} is sharded")

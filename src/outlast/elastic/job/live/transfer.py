@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from outlast.coordination.collectives import device_of
 from outlast.elastic.job.encoding import load_shapes
 from outlast.elastic.job.live.frozen import Frozen
 
@@ -61,6 +62,7 @@ class Exchange:
     def __init__(self, group: Any, rank: int) -> None:
         self._group = group
         self._rank = rank
+        self._device = device_of(group)  # on which the group sends: that of the tensors, or the CPU
 
     def run(
         self, sources: Mapping[int, Sequence[int]], frozen: Frozen | None
@@ -100,21 +102,26 @@ class Exchange:
         return found
 
     def _send_bytes(self, content: bytes, to: int) -> None:
-        dist.send(torch.tensor([len(content)]), self._global(to), group=self._group)
-        tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        dist.send(tensor, self._global(to), group=self._group)
+        self._send_tensor(torch.tensor([len(content)]), to)
+        self._send_tensor(torch.frombuffer(bytearray(content), dtype=torch.uint8), to)
 
     def _receive_bytes(self, sender: int) -> bytes:
-        size = torch.zeros(1, dtype=torch.int64)
-        dist.recv(size, self._global(sender), group=self._group)
-        content = torch.zeros(int(size), dtype=torch.uint8)
-        dist.recv(content, self._global(sender), group=self._group)
-        return content.numpy().tobytes()
+        size = int(self._receive_tensor(1, torch.int64, sender))
+        return self._receive_tensor(size, torch.uint8, sender).numpy().tobytes()
+
+    def _send_tensor(self, tensor: torch.Tensor, to: int) -> None:
+        dist.send(tensor.to(self._device), self._global(to), group=self._group)
+
+    def _receive_tensor(self, size: int, dtype: torch.dtype, sender: int) -> torch.Tensor:
+        """On the CPU."""
+        tensor = torch.zeros(size, dtype=dtype, device=self._device)
+        dist.recv(tensor, self._global(sender), group=self._group)
+        return tensor.cpu()
 
     def _send(
         self, to: int, senders: Sequence[int], header: bytes, leaves: Sequence[torch.Tensor]
     ) -> None:
-        target, place = self._global(to), senders.index(self._rank)
+        place = senders.index(self._rank)
         if place == 0:
             self._send_bytes(header, to)
         views = [_bytes_of(leaf) for leaf in leaves]
@@ -122,8 +129,8 @@ class Exchange:
         for parcel in _own_parcels(load_shapes(header), place, len(senders)):
             content = _gathered(views, parcel)
             checksums.append(_checksum(content))
-            dist.send(content, target, group=self._group)
-        dist.send(torch.tensor([*checksums, 0]), target, group=self._group)
+            self._send_tensor(content, to)
+        self._send_tensor(torch.tensor([*checksums, 0]), to)
 
     def _receive(
         self, senders: Sequence[int]
@@ -143,7 +150,7 @@ class Exchange:
             waits = []
             for rank, parcels in lanes:
                 if number < len(parcels):
-                    into = _gathered(views, parcels[number])
+                    into = _gathered(views, parcels[number]).to(self._device)
                     work = dist.irecv(into, self._global(rank), group=self._group)
                     waits.append((rank, parcels[number], into, work))
             for rank, parcel, into, work in waits:
@@ -153,8 +160,7 @@ class Exchange:
                 checksums[rank].append(_checksum(into))
         damaged = []
         for rank, parcels in lanes:
-            told = torch.zeros(len(parcels) + 1, dtype=torch.int64)
-            dist.recv(told, self._global(rank), group=self._group)
+            told = self._receive_tensor(len(parcels) + 1, torch.int64, rank)
             if told.tolist() != [*checksums[rank], 0]:
                 damaged.append(rank)
         return (header, leaves), damaged
@@ -197,15 +203,16 @@ def _gathered(views: Sequence[torch.Tensor], parcel: Sequence[Piece]) -> torch.T
 
 
 def _scatter(views: Sequence[torch.Tensor], parcel: Sequence[Piece], content: torch.Tensor) -> None:
-    if len(parcel) == 1:
-        return  # received in place
+    """Does nothing with what was received in place."""
     at = 0
     for number, begin, end in parcel:
-        views[number][begin:end].copy_(content[at : at + end - begin])
+        view, piece = views[number][begin:end], content[at : at + end - begin]
+        if (view.device, view.data_ptr()) != (piece.device, piece.data_ptr()):
+            view.copy_(piece)
         at += end - begin
 
 
 def _checksum(content: torch.Tensor) -> int:
     """Of the bytes, as a signed number of 64 bits."""
-    value = xxhash.xxh3_64_intdigest(content.numpy().data)
+    value = xxhash.xxh3_64_intdigest(content.cpu().numpy().data)
     return value - (1 << 64) if value >= 1 << 63 else value

@@ -53,6 +53,7 @@ class Marks:
         versions: how often each parameter was written to.
         places: where the parameters are in memory.
         sample: some of their elements.
+        queued: some elements of those on an accelerator, copied there when the device comes to it.
         moments: which tensors the optimizer has, and how often each was written to.
         digests: those of all contents, if they decide: after a restore, the ranks may still write
             equal values to their parameters, as `DistributedDataParallel` does, or move them and
@@ -64,6 +65,7 @@ class Marks:
     sample: list[bytes]
     moments: tuple[list[int], list[int]]
     digests: list[str] | None = None
+    queued: tuple[torch.Tensor, ...] = dataclasses.field(default=(), compare=False)
 
 
 class Writes:
@@ -79,6 +81,7 @@ class Writes:
         self._sharded = any(isinstance(each, DTensor) for each in parameters)
         self._places: list[int] = []
         self._views: list[Any] = []
+        self._on_devices: list[list[torch.Tensor]] = []
 
     def marks(self) -> Marks:
         tensors: Sequence[torch.Tensor] = self._sampled
@@ -86,7 +89,13 @@ class Writes:
             tensors = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
         places = [each.data_ptr() for each in tensors]
         if places != self._places:
-            self._views = [view for each in tensors for view in _view_of_some(each.detach())]
+            views = [view for each in tensors for view in _view_of_some(each.detach())]
+            self._views = [view.numpy() for view in views if view.device.type == "cpu"]
+            alike: dict[Any, list[torch.Tensor]] = {}  # those that one `cat` can copy
+            for view in views:
+                if view.device.type != "cpu":
+                    alike.setdefault((view.device, view.shape[1]), []).append(view)
+            self._on_devices = list(alike.values())
             self._places = places
         moments = self._moments()
         return Marks(
@@ -94,6 +103,7 @@ class Writes:
             places,
             [view.tobytes() for view in self._views],
             (list(map(id, moments)), [0 if t.is_inference() else t._version for t in moments]),
+            queued=tuple(torch.cat(views) for views in self._on_devices),
         )
 
     def marks_with_digests(self) -> Marks:
@@ -101,7 +111,8 @@ class Writes:
         return dataclasses.replace(self.marks(), digests=self._digests())
 
     def since(self, marks: Marks) -> bool:
-        if dataclasses.replace(self.marks(), digests=marks.digests) == marks:
+        now = dataclasses.replace(self.marks(), digests=marks.digests)
+        if now == marks and all(map(torch.equal, now.queued, marks.queued)):
             return False
         return marks.digests is None or marks.digests != self._digests()
 
@@ -117,17 +128,15 @@ class Writes:
         return [digest(each) for each in (*self._parameters, *self._moments())]
 
 
-def _view_of_some(tensor: torch.Tensor) -> Iterable[Any]:
-    """A NumPy view of some elements in the tensor's memory; none if its elements do not lie
-    together there.
-    """
+def _view_of_some(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
+    """A view of the bytes of some elements; none if the elements do not lie together in memory."""
     if tensor.is_conj() or tensor.is_neg() or not tensor.numel():
         return []
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     dense = tensor.permute(order)
     if not dense.is_contiguous():
         return []
-    content = dense.view(-1).view(torch.uint8).view(tensor.numel(), -1).numpy()
+    content = dense.view(-1).view(torch.uint8).view(tensor.numel(), -1)
     return [content[:: max(1, tensor.numel() // _ELEMENTS)][:_ELEMENTS]]
 
 

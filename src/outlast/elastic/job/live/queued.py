@@ -1,0 +1,73 @@
+"""Work that is queued on an accelerator: what of it may be believed after a fault.
+
+The host runs ahead of a device. When a fault comes, the optimizer's kernels of the next step may be
+queued behind a collective that waits for a dead rank. The abort ends that collective with garbage
+in its output, and what is queued runs: the parameters are those of no step, and nothing shows it.
+
+So no kernel of an optimizer is queued before its gradients are there and are what they should be:
+
+    1. the host waits for what the device has been given, the collectives of the gradients included
+    2. it makes sure that no restart has begun
+
+An abort begins only after the restart has (`AtomicSection.begin_termination`). If 2 finds none, the
+abort comes later than the end of everything in 1. If there is one, the optimizer does not run, and
+the tensors are still those of the step before. The price is that the host does not run ahead of the
+device over an optimizer's step (`python -m benchmarks live` prints it).
+
+At the end of the iteration, the rest of the queue is waited for: what it writes to the parameters
+comes from steps that were checked so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from outlast.system import devices
+from outlast.system.waiting import ThreadedWait
+
+_DRAIN_S = 30.0  # of the kernels of one step; the device of a dead process may never end them
+
+
+class DeviceLost(Exception):
+    """A device does not complete its work; says which."""
+
+
+class Queued:
+    """The queued work of the devices that have these tensors; nothing for tensors on the CPU.
+
+    Args:
+        check_running: raises if a restart has begun.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor], check_running: Callable[[], None]) -> None:
+        self._devices = sorted(
+            {each.device for each in tensors if devices.on_accelerator(each)}, key=str
+        )
+        self._check_running = check_running
+
+    def await_gradients(self) -> None:
+        """Called before an optimizer's first write is queued; see the module."""
+        if self._devices:
+            self._synchronize()
+            self._check_running()
+
+    def drain(self) -> None:
+        """Waits for all queued work, after the abort.
+
+        Raises:
+            DeviceLost: if it is not completed.
+            RuntimeError: torch's, if it has failed.
+        """
+        if not self._devices:
+            return
+        wait = ThreadedWait(self._synchronize, "outlast-drain")
+        if not wait.over.wait(_DRAIN_S):
+            names = ", ".join(map(str, self._devices))
+            raise DeviceLost(f"{names} did not complete its work within {_DRAIN_S:g} s")
+        wait.result()
+
+    def _synchronize(self) -> None:
+        for device in self._devices:
+            torch.accelerator.synchronize(device)
