@@ -10,6 +10,7 @@ The sender's checksums follow the parcels, and the receiver compares them with i
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -125,11 +126,16 @@ class Exchange:
         if place == 0:
             self._send_bytes(header, to)
         views = [_bytes_of(leaf) for leaf in leaves]
-        checksums = []
+        checksums: list[int] = []
+        sending: deque[tuple[torch.Tensor, Any]] = deque()  # of which one is checked meanwhile
         for parcel in _own_parcels(load_shapes(header), place, len(senders)):
-            content = _gathered(views, parcel)
+            content = _gathered(views, parcel).to(self._device)
+            sending.append((content, dist.isend(content, self._global(to), group=self._group)))
             checksums.append(_checksum(content))
-            self._send_tensor(content, to)
+            if len(sending) > 1:
+                sending.popleft()[1].wait()
+        for _, work in sending:
+            work.wait()
         self._send_tensor(torch.tensor([*checksums, 0]), to)
 
     def _receive(
@@ -145,19 +151,25 @@ class Exchange:
             for place, rank in enumerate(senders)
         ]
         checksums: dict[int, list[int]] = {rank: [] for rank in senders}
+        arriving: deque[tuple[int, list[Piece], torch.Tensor, Any]] = deque()
+
+        def check_one() -> None:
+            rank, parcel, into, work = arriving.popleft()
+            work.wait()
+            _scatter(views, parcel, into)
+            checksums[rank].append(_checksum(into))
+
         for number in range(max(len(parcels) for _, parcels in lanes)):
-            # One parcel of each sender at a time: they arrive while others are checked.
-            waits = []
+            # The next parcel of each sender arrives while this one is checked.
             for rank, parcels in lanes:
                 if number < len(parcels):
                     into = _gathered(views, parcels[number]).to(self._device)
                     work = dist.irecv(into, self._global(rank), group=self._group)
-                    waits.append((rank, parcels[number], into, work))
-            for rank, parcel, into, work in waits:
-                assert work is not None
-                work.wait()
-                _scatter(views, parcel, into)
-                checksums[rank].append(_checksum(into))
+                    arriving.append((rank, parcels[number], into, work))
+                if len(arriving) > len(lanes):
+                    check_one()
+        while arriving:
+            check_one()
         damaged = []
         for rank, parcels in lanes:
             told = self._receive_tensor(len(parcels) + 1, torch.int64, rank)
@@ -174,17 +186,23 @@ def _own_parcels(shapes: Shapes, place: int, count: int) -> Iterator[list[Piece]
 
 
 def _parcels(shapes: Shapes) -> Iterator[list[Piece]]:
-    """Cuts the bytes of all tensors into parcels: small tensors together, large ones in parts."""
+    """Cuts the bytes of all tensors into parcels: small tensors together, and large ones in parts
+    that are sent and received in place.
+    """
     parcel: list[Piece] = []
     room = _PARCEL_BYTES
     for number, (name, shape) in enumerate(shapes):
         size, at = torch.Size(shape).numel() * getattr(torch, name).itemsize, 0
+        is_large = size > _PARCEL_BYTES // 8
+        if parcel and (is_large or size > room):
+            yield parcel
+            parcel, room = [], _PARCEL_BYTES
         while at < size:
             end = min(at + room, size)
             parcel.append((number, at, end))
             room -= end - at
             at = end
-            if not room:
+            if is_large:
                 yield parcel
                 parcel, room = [], _PARCEL_BYTES
     if parcel:
