@@ -31,6 +31,7 @@ from outlast.async_checkpoint import Checkpointer, Retention, SaveHandle
 from outlast.coordination.call_ledger import connect_ledger
 from outlast.coordination.training_step import report_step
 from outlast.elastic.job.counters import StepEvents
+from outlast.elastic.job.models import Models, Optimizers, by_name, check_models
 from outlast.elastic.job.restoring import Restoring
 from outlast.elastic.job.same_on_all_ranks import (
     SameParameters,
@@ -41,7 +42,6 @@ from outlast.elastic.job.saves import NotSaved, Saves, SaveSchedule, check_inter
 from outlast.elastic.job.training_state import TrainingState, check_stateful
 from outlast.elastic.silent_faults.job_checks import Check, JobChecks, TrustedRestore, check_of
 from outlast.elastic.stop_signals import PREEMPTED, SIGNALS, StopSignals
-from outlast.elastic.wrapped_modules import unwrapped
 from outlast.errors import RestartAbort
 from outlast.inprocess.running_call import long_phase, running_call
 from outlast.system.arguments import Duration, as_int, as_timedelta, check_options, options_of
@@ -61,8 +61,9 @@ class Job:
 
     Args:
         path: the folder of the checkpoints, as for `Checkpointer`.
-        model: the module.
-        optimizer: its optimizer.
+        model: the module, or several by name, `{"g": generator, "d": discriminator}`: of these, a
+            checkpoint has `g.layer.weight`. Some may have no optimizer: a teacher, an EMA.
+        optimizer: its optimizer, or several by name.
         loader: an `ElasticLoader`, or any object with `state_dict` and `load_state_dict`.
         states: more objects with these two methods, by name: a scheduler, a scaler, an EMA.
         every: steps between two saves, or time; `None` saves only at the end of the `with` block
@@ -89,7 +90,8 @@ class Job:
     Attributes:
         checkpointer: the `Checkpointer` of the job.
         rank: the rank of this process.
-        module: the module that is saved: the one inside DDP, `ConsistentDDP` and `torch.compile`.
+        module: the module that is saved: the one inside DDP, `ConsistentDDP` and `torch.compile`; a
+            `ModuleDict` of several.
         model, optimizer, loader, states: as given.
     """
 
@@ -97,8 +99,8 @@ class Job:
         self,
         path: str | os.PathLike[str],
         *,
-        model: nn.Module,
-        optimizer: Optimizer,
+        model: Models,
+        optimizer: Optimizers,
         loader: Any = None,
         states: Mapping[str, Any] | None = None,
         every: int | datetime.timedelta | None = 100,
@@ -116,6 +118,7 @@ class Job:
         check_options("Job", options, options_of(Checkpointer) | options_of(Job))
         every, self._path = check_interval(every), os.fspath(path)
         check_stateful(loader, states or {})
+        check_models(model, optimizer, states or {})
         if min_ranks is not None:
             min_ranks = as_int("min_ranks", min_ranks, at_least=1)
         grace = as_timedelta("grace", grace, allow_zero=True)
@@ -126,15 +129,16 @@ class Job:
         self.checkpointer = Checkpointer(
             path,
             keep=self._checks.retention(2 if keep is None else keep),
-            overlap=optimizer if overlap is True else overlap,
+            overlap=list(by_name(optimizer).values()) if overlap is True else overlap,
             **options,
         )
         self.rank, world_size = self.checkpointer.rank, self.checkpointer.world_size
-        self.model, self.module = model, unwrapped(model)
-        self.optimizer, self.loader, self.states = optimizer, loader, dict(states or {})
+        self.model, self.optimizer = model, optimizer
+        self.loader, self.states = loader, dict(states or {})
         self._training = TrainingState(
             model, optimizer, loader, self.states, self.rank, world_size, random=random
         )
+        self.module = self._training.module
         self._ledger = connect_ledger("job", self._group)
         self._parameters = SameParameters(self._training, self._ledger, self.checkpointer)
         self._restoring = Restoring(

@@ -81,6 +81,12 @@ class Part:
         """The present state of this rank alone: plain values, to compare and to pickle."""
         return None
 
+    def frozen(self, shared: Any) -> Any:
+        """The state that all ranks share, when the iteration has ended, made from that noted after
+        the last step: with the tensors of which `shared` has taken no copy.
+        """
+        return shared
+
     def live(self, shared: Any, own: Any, trusted: bool) -> Any:
         """The state to load, made from noted ones. `own` is `None` on a rank that did not exist
         then; it is `trusted` if this process or its predecessor on this host has noted it.
@@ -286,10 +292,10 @@ class RandomPart(Part):
 
 
 class NamedParts(Part):
-    """The parts of the objects in `states=`, by name."""
+    """Several parts of one kind, by name: those of the objects in `states=`, or the optimizers."""
 
-    def __init__(self, parts: Mapping[str, Part]) -> None:
-        self._parts = parts
+    def __init__(self, parts: Mapping[str, Part], kind: str = "state") -> None:
+        self._parts, self._kind = parts, kind
         self.is_of_rank = any(part.is_of_rank for part in parts.values())
 
     def save(self) -> dict[str, Any]:
@@ -299,13 +305,13 @@ class NamedParts(Part):
         return {name: part.target(saved[name]) for name, part in self._parts.items()}
 
     def load(self, state: Any, steps: int) -> None:
-        """Loads all states; an error names the one that could not be loaded."""
+        """Loads all parts; an error names the one that could not be loaded."""
         for name, part in self._parts.items():
             try:
                 part.load(state[name], steps)
             except Exception as e:
                 kind = CheckpointMismatch if isinstance(e, CheckpointMismatch) else CheckpointError
-                raise kind(f"the state {name!r} could not be loaded: {e}") from e
+                raise kind(f"the {self._kind} {name!r} could not be loaded: {e}") from e
 
     def roll_back(self, name: str, state: Any, steps: int) -> None:
         for each, part in self._parts.items():
@@ -317,6 +323,9 @@ class NamedParts(Part):
     def own(self) -> dict[str, Any]:
         own = {name: part.own() for name, part in self._parts.items()}
         return {name: value for name, value in own.items() if value is not None}
+
+    def frozen(self, shared: Any) -> dict[str, Any]:
+        return {name: part.frozen(shared[name]) for name, part in self._parts.items()}
 
     def live(self, shared: Any, own: Any, trusted: bool) -> dict[str, Any]:
         return {

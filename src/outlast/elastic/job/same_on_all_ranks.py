@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from outlast.coordination.agreement import Agreement
 from outlast.coordination.call_ledger import CallLedger
 from outlast.coordination.collectives import least
 from outlast.elastic.job.encoding import digest
+from outlast.elastic.job.models import parameters_of
 from outlast.elastic.job.training_state import TrainingState
 from outlast.elastic.wrapped_modules import plain_name
 
@@ -101,7 +102,7 @@ class SameParameters:
     def __init__(
         self, training: TrainingState, ledger: CallLedger, checked_by: Checkpointer
     ) -> None:
-        self._module, self._optimizer = training.module, training.optimizer
+        self._module, self._optimizers = training.module, training.optimizers
         kept = checked_by.kept
         self._ranks = Agreement(ledger.child("parameters"), kept.timeout_s, kept.url)
         self._checked = ledger.world_size == 1
@@ -123,7 +124,7 @@ class SameParameters:
                     f"{name or 'the model'} is a FullyShardedDataParallel module, whose optimizer "
                     "does not say which part of its state each rank has: use fully_shard (FSDP2)"
                 )
-        described = _described(self._module, self._optimizer)
+        described = _described(self._module, self._optimizers)
         digests = self._ranks.exchange(xxhash.xxh3_64_hexdigest(repr(described).encode()))
         if len(set(digests)) > 1:
             # One rank of each kind says what it has.
@@ -132,15 +133,15 @@ class SameParameters:
             raise ValueError(difference(digests, kinds))
 
 
-def _described(module: nn.Module, optimizer: Any) -> Described:
+def _described(module: nn.Module, optimizers: Mapping[str, Any]) -> Described:
     names = {
         id(parameter): plain_name(name)
         for name, parameter in module.named_parameters(remove_duplicate=False)
     }
     return [
         (names.get(id(parameter), "a parameter outside of the model"), tuple(parameter.shape))
-        for group in getattr(optimizer, "param_groups", ())
-        for parameter in group["params"]
+        for _, optimizer in sorted(optimizers.items())
+        for parameter in parameters_of(optimizer)
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from outlast.elastic.job.counters import Counters, steps_of
 from outlast.elastic.job.encoding import is_plain_tensor, local
 from outlast.elastic.job.epochs import Epochs
 from outlast.elastic.job.gradient_buckets import GradientBuckets
+from outlast.elastic.job.models import ONLY, Models, Optimizers, by_name, joined, parameters_of
 from outlast.elastic.job.parts import (
     AttachedState,
     ConsistentParts,
@@ -35,26 +36,28 @@ from outlast.elastic.wrapped_modules import (
     consistent_ddp,
     load_plain,
     plain_state_dict,
-    unwrapped,
 )
 
+_HAS_MOMENTS = "has_moments"  # part of the checkpoint's format
 _OPTIONAL = ("random.", "states.", "parts.", "epochs.", "buckets.", "loader.global_batch_size")
 
 
 class TrainingState:
-    """Reads and writes the state of a model, its optimizer, its data loader and more.
+    """Reads and writes the state of models, their optimizers, a data loader and more.
 
     The arguments are those of `Job`; `rank` and `world_size` are those of this process.
 
     Attributes:
+        module: the one that is saved: of several models, a `ModuleDict`.
+        optimizers: by name; more of them may be in `states`.
         parts: by their names in the state, in the order of loads: the random generators last, from
             which others may draw.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: Optimizer,
+        model: Models,
+        optimizer: Optimizers,
         loader: Any,
         states: Mapping[str, Any],
         rank: int,
@@ -62,16 +65,21 @@ class TrainingState:
         *,
         random: bool,
     ) -> None:
-        self.module, self.optimizer = unwrapped(model), optimizer
-        self.consistent_ddp = consistent_ddp(model)
+        self.module, self.optimizers = joined(model), by_name(optimizer)
+        self.more_optimizers = [each for each in states.values() if isinstance(each, Optimizer)]
+        self.consistent_ddp = None if isinstance(model, Mapping) else consistent_ddp(model)
         self.counters = Counters(loader)
         self.epochs = Epochs(loader, states, rank, world_size, random=random)
-        self.buckets = GradientBuckets([model, *states.values()])
-        self._optimizer_part = OptimizerPart(optimizer, self.module)
+        self.buckets = GradientBuckets([*by_name(model).values(), *states.values()])
+        self._optimizer_parts = {
+            name: OptimizerPart(each, self.module, is_named=name != ONLY)
+            for name, each in self.optimizers.items()
+        }
         self.parts: dict[str, Part] = {
             "counters": self.counters,
             "model": ModelPart(self.module),
-            "optimizer": self._optimizer_part,
+            "optimizer": self._optimizer_parts.get(ONLY)
+            or NamedParts(self._optimizer_parts, "optimizer"),
         }
         if isinstance(loader, ShardedStream):
             self.parts["loader"] = StreamPart(loader)
@@ -107,13 +115,17 @@ class TrainingState:
         """The nested state that a checkpoint is loaded into, and the prefixes of the names that may
         be missing in the checkpoint or in the target.
         """
-        self._optimizer_part.create_sharded_moments()
+        for part in self._optimizer_parts.values():
+            part.create_sharded_moments()
         state = self.state_dict()
         target = {name: part.target(state.get(name)) for name, part in self.parts.items()}
-        if self.optimizer.state and not self._optimizer_part.replaces_moments:
-            # A checkpoint made before the first step has no moments; this process may have some.
-            return target, (*_OPTIONAL, "optimizer.state.")
-        return target, _OPTIONAL
+        # A checkpoint made before the first step has no moments; this process may have some.
+        of_moments = [
+            f"optimizer.{name}.state." if name != ONLY else "optimizer.state."
+            for name, part in self._optimizer_parts.items()
+            if self.optimizers[name].state and not part.replaces_moments
+        ]
+        return target, (*_OPTIONAL, *of_moments)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads the target, filled from a checkpoint, or a live state."""
@@ -134,8 +146,12 @@ class TrainingState:
     def backup(self) -> Backup:
         """A copy of everything that a load may change."""
         state = self.state_dict()
-        replaced = self._optimizer_part.replaces_moments
-        not_copied = state["optimizer"]["state"] if replaced else None
+        of_optimizers = state["optimizer"]
+        not_copied = [
+            (of_optimizers if name == ONLY else of_optimizers[name])["state"]
+            for name, part in self._optimizer_parts.items()
+            if part.replaces_moments
+        ]
         return Backup(state, not_copied)
 
     def roll_back(self, backup: Backup) -> None:
@@ -155,13 +171,21 @@ class ModelPart(Part):
 
 
 class OptimizerPart(Part):
-    """The optimizer; after a step, the live state refers to its tensors."""
+    """An optimizer; after a step, the live state refers to its tensors.
+
+    One of several, which have names, may make its first step later than the job. So its state also
+    says whether it has moments.
+    """
 
     _source: Optimizer
 
-    def __init__(self, optimizer: Optimizer, module: nn.Module) -> None:
+    def __init__(self, optimizer: Optimizer, module: nn.Module, *, is_named: bool) -> None:
         super().__init__(optimizer)
-        self._module = module
+        self._module, self._is_named = module, is_named
+
+    def save(self) -> dict[str, Any]:
+        state = self._source.state_dict()
+        return {**state, _HAS_MOMENTS: bool(state["state"])} if self._is_named else state
 
     def target(self, saved: Any) -> Any:
         """The moments, two thirds of the state, are loaded into new memory, which the optimizer
@@ -170,18 +194,33 @@ class OptimizerPart(Part):
         return {**saved, "state": {}} if self.replaces_moments else saved
 
     def load(self, state: Any, steps: int) -> None:
+        state = dict(state)
+        has_moments = state.pop(_HAS_MOMENTS, True)
         self._source.load_state_dict(state)
-        if steps:
+        if steps and has_moments:
             self._match_strides()
         else:
             self._source.state.clear()
+
+    def shared(self) -> list[dict[str, Any]]:
+        """The hyperparameters: a scheduler changes them."""
+        return [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self._source.param_groups
+        ]
+
+    def frozen(self, shared: Any) -> dict[str, Any]:
+        state = self._source.state_dict()
+        numbers = [group["params"] for group in state["param_groups"]]
+        groups = [{**each, "params": n} for each, n in zip(shared, numbers, strict=True)]
+        return {**state, "param_groups": groups}
 
     def create_sharded_moments(self) -> None:
         """Creates the moments, since a DTensor can only be loaded into an existing one. torch does
         this with a step at a learning rate of 0, which counts as a step.
         """
         if not self._source.state and any(
-            isinstance(p, DTensor) for p in self._module.parameters()
+            isinstance(p, DTensor) for p in parameters_of(self._source)
         ):
             get_optimizer_state_dict(self._module, self._source)
 
@@ -213,14 +252,17 @@ class OptimizerPart(Part):
 
 class Backup:
     """A copy of a nested state in CPU memory, including the contents of tensors, except
-    `not_copied`, a part to which a load does not write.
+    `not_copied`, parts to which a load does not write.
     """
 
-    def __init__(self, state: Any, not_copied: Any) -> None:
+    def __init__(self, state: Any, not_copied: Sequence[Any]) -> None:
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
 
+        def is_kept(value: Any) -> bool:
+            return any(value is each for each in not_copied)
+
         def copied(value: Any) -> Any:
-            if value is not_copied:
+            if is_kept(value):
                 return value
             if not isinstance(value, torch.Tensor):
                 return copy.deepcopy(value)
@@ -228,7 +270,7 @@ class Backup:
             self._tensors.append((tensor, tensor.to("cpu", copy=True)))
             return value
 
-        self._state = tree_map(copied, state, is_leaf=lambda value: value is not_copied)
+        self._state = tree_map(copied, state, is_leaf=is_kept)
 
     def roll_back(self) -> Any:
         """Writes the copied contents back into the tensors; returns the state as it was."""

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import xxhash
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from outlast.elastic.job.encoding import digest, load_plain, packed
 from outlast.system.shared_memory import SharedMemory
@@ -56,13 +57,16 @@ class Buffers:
     through `.data` (averages in a codebook) do so uncounted by torch, and `DistributedDataParallel`
     writes the same contents again.
 
+    The counter of an `AveragedModel` changes after a rank has noted its own state early, and is the
+    same on all ranks: it is shared.
+
     Attributes:
         initial: copies of all buffers, made when this object was created.
     """
 
     def __init__(self, entries: Mapping[str, Any], module: nn.Module) -> None:
         owners = {
-            id(buffer): (inner._buffers, key)
+            id(buffer): (inner, key)
             for inner in module.modules()
             for key, buffer in inner._buffers.items()
             if buffer is not None
@@ -73,23 +77,32 @@ class Buffers:
             if not isinstance(entry, nn.Parameter) and id(entry) in owners
         }
         self.initial = {name: self._present(name).detach().clone() for name in self._owners}
-        self._seen = {name: self._mark(name) for name in self._owners}
+        self._shared = {
+            name
+            for name, (inner, key) in self._owners.items()
+            if isinstance(inner, AveragedModel) and key == "n_averaged"
+        }
+        self._seen = {name: self._mark(name) for name in self._owners if name not in self._shared}
         self._noted: dict[str, Any] = {}
 
     def note(self) -> dict[str, Any]:
         """The contents of the buffers, except large ones that have not changed since this object
         was created.
         """
-        for name in self._owners:
+        for name, seen in self._seen.items():
             mark = self._mark(name)
-            if not mark or mark != self._seen[name]:
+            if not mark or mark != seen:
                 self._noted[name] = packed(self._present(name))
                 self._seen[name] = mark
         return dict(self._noted)
 
+    def shared(self) -> dict[str, torch.Tensor]:
+        """The buffers that are the same on all ranks."""
+        return {name: self._present(name) for name in self._shared}
+
     def _present(self, name: str) -> torch.Tensor:
-        buffers, key = self._owners[name]
-        found = buffers[key]
+        inner, key = self._owners[name]
+        found = inner._buffers[key]
         assert found is not None
         return found
 

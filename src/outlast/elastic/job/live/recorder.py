@@ -16,8 +16,10 @@ writes. With a `GradScaler`, the backward pass precedes the step, which has no c
 On an accelerator, an optimizer's step is queued only once its gradients are known to be right
 (`queued`), and the point is frozen when the device has done what it was given.
 
-Gradients belong to no point. So a step of the job after which gradients are left over from a
-backward pass that no optimizer's step has used (accumulation over steps of the job) has none.
+Gradients belong to no point: one whose gradients may still be needed is not used (`gradients`).
+
+With several optimizers, a step begins with the first write of the first one, and has one early note
+for each backward pass: the last one counts.
 
 A restart in place may interrupt `completed` at any moment: a point is complete before the one
 assignment that makes it the present one.
@@ -34,13 +36,19 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from outlast.async_checkpoint.kept_state import KeptState
 from outlast.elastic.job.live.frozen import Frozen, signature
+from outlast.elastic.job.live.gradients import Gradients
 from outlast.elastic.job.live.own_state import Buffers, Record, Slots, read
 from outlast.elastic.job.live.queued import Queued
 from outlast.elastic.job.live.writes import Marks, Snapshot, Writes
+from outlast.elastic.job.models import parameters_of
 from outlast.elastic.job.training_state import TrainingState
 from outlast.elastic.wrapped_modules import plain_state_dict
 from outlast.system.devices import on_accelerator
@@ -52,7 +60,8 @@ log = logging.getLogger("outlast.elastic")
 @dataclasses.dataclass(frozen=True)
 class Point:
     """The last completed step: `shared` is the small state that is the same on all ranks, `own`
-    that of this rank; `marks` find later writes to the tensors of the model and the optimizer.
+    that of this rank; `marks` find later writes to the tensors of the model and the optimizer;
+    `gradients` are those that it lacks.
     """
 
     record: Record
@@ -61,6 +70,7 @@ class Point:
     shared: Snapshot
     own: dict[str, Any]
     marks: Marks
+    gradients: dict[int, torch.Tensor]
 
 
 class Recorder:
@@ -94,9 +104,12 @@ class Recorder:
         self._entries: dict[str, Any] = entries
         self._buffers = Buffers(entries, training.module)
         _check_supported(training, entries, self._buffers)
-        self._parameters = [each for each in entries.values() if isinstance(each, nn.Parameter)]
+        optimizers = list(training.optimizers.values())
+        named = {name: each for name, each in entries.items() if isinstance(each, nn.Parameter)}
+        self._parameters = list(named.values())
+        self._gradients = Gradients(named, [*optimizers, *training.more_optimizers])
         self._queued = Queued(entries.values(), check_running)
-        self._writes: Writes | None = Writes(self._parameters, training.optimizer)
+        self._writes: Writes | None = Writes(self._parameters, optimizers)
         self._signature = signature(entries)
         self._kept, self._branch = kept, branch
         self._rank, self._world_size = restored.rank, restored.world_size
@@ -104,7 +117,8 @@ class Recorder:
         self._frozen: Frozen | None = None
         self._early: tuple[int, dict[str, Any]] | None = None
         self._passes = 0  # backward passes of the coming step
-        self._stepped = self._accumulated = False
+        self._stepped = False
+        self._needed: str | None = None
         own = self._own_state(training)
         payload = pickle.dumps(own)
         self._slots: Slots | None = Slots(len(payload))
@@ -112,10 +126,14 @@ class Recorder:
         kept.keep(self._slots.memory)
         marks = self._writes.marks_with_digests()
         shared = self._shared_state(training)
-        self.point = Point(restored, False, 0, shared, own, marks)
-        self._removables = [register_optimizer_step_pre_hook(self._before_step)]
+        self.point = Point(restored, False, 0, shared, own, marks, {})
+        self._removables: list[Any] = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
         if not any(part.is_of_rank for part in training.parts.values()):
-            self._removables += self._hook_on_gradient()
+            for optimizer in optimizers:
+                self._removables += self._hook_on_gradient(optimizer)
 
     @property
     def frozen(self) -> Frozen | None:
@@ -137,11 +155,9 @@ class Recorder:
         record = Record(self._branch, step, True, self._rank, self._world_size)
         self._write(record, own)
         shared = self._shared_state(self._training)
-        self.point = Point(record, settled, self._passes, shared, own, self._writes.marks())
+        marks, gradients = self._writes.marks(), self._gradients.note(self._stepped)
+        self.point = Point(record, settled, self._passes, shared, own, marks, gradients)
         self._passes = 0
-        # Without an optimizer's step, gradients that are there are still needed.
-        has_gradients = any(p.grad is not None for p in self._parameters)
-        self._accumulated = has_gradients and not self._stepped
         self._stepped = False
 
     def freeze(self) -> None:
@@ -151,6 +167,8 @@ class Recorder:
         training = self._training
         if training is None:
             return
+        if self._needed is None:  # an interrupted call may have released the gradients
+            self._needed = self._gradients.needed(self.point.gradients)
         for parameter in self._parameters:
             parameter.grad = None
         step = self.point.record.step
@@ -158,8 +176,12 @@ class Recorder:
             self._queued.drain()
             if self._stepped:
                 self.why = f"the optimizer had begun step {step + 1}, which was not completed"
-            elif self._accumulated:
-                self.why = f"gradients were accumulated over step {step} and later ones"
+            elif self._needed:
+                self.why = (
+                    f"the gradient of {self._needed} was left over from step {step}, and no "
+                    "optimizer's step has used it: if it is not needed, call zero_grad() before "
+                    "job.step()"
+                )
             elif self._written(training):
                 self.why = f"its tensors were written to after step {step}"
             else:
@@ -177,6 +199,7 @@ class Recorder:
     def _forget(self) -> None:
         for each in self._removables:
             each.remove()
+        self._gradients.close()
         self._removables, self._training, self._writes = [], None, None
         self._parameters, self._entries = [], {}
 
@@ -186,28 +209,15 @@ class Recorder:
         return {"buffers": self._buffers.note(), "parts": noted}
 
     def _shared_state(self, training: TrainingState) -> Snapshot:
-        groups = [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in training.optimizer.param_groups
-        ]
         shared = {name: part.shared() for name, part in training.parts.items()}
         noted = {name: value for name, value in shared.items() if value is not None}
-        return Snapshot({"groups": groups, "parts": noted})
+        return Snapshot({"parts": noted, "buffers": self._buffers.shared()})
 
     def _build(self, training: TrainingState) -> Frozen:
-        shared = self.point.shared.read()
-        optimizer = training.optimizer.state_dict()
-        groups = [
-            {**noted, "params": group["params"]}
-            for noted, group in zip(shared["groups"], optimizer["param_groups"], strict=True)
-        ]
+        point, shared = self.point, self.point.shared.read()
         model = {name: entry.detach() for name, entry in self._entries.items()}
-        state = {
-            "model": model | self._buffers.initial,
-            "optimizer": {**optimizer, "param_groups": groups},
-            **shared["parts"],
-        }
-        point = self.point
+        parts = {name: training.parts[name].frozen(each) for name, each in shared["parts"].items()}
+        state = {"model": model | self._buffers.initial | shared["buffers"], **parts}
         return Frozen(state, point.own, point.record, point.settled, point.passes, self._signature)
 
     def _written(self, training: TrainingState) -> bool:
@@ -241,6 +251,9 @@ class Recorder:
             return (args[0], evaluate, *args[2:]), kwargs
         return args, {**kwargs, "closure": evaluate}
 
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._gradients.used(optimizer)
+
     def _begin_step(self) -> None:
         """An optimizer writes next. If this is interrupted, it does not."""
         step = self.point.record.step + 1
@@ -249,13 +262,16 @@ class Recorder:
         self._queued.await_gradients()
         self._stepped = True
 
-    def _hook_on_gradient(self) -> list[Any]:
+    def _hook_on_gradient(self, optimizer: Optimizer) -> list[Any]:
         """Notes the coming step when the gradient of one parameter has been accumulated. DDP sends
         that gradient only afterwards, so no rank can complete the step before this rank's state
         is noted: also if the process is killed in the rest of the backward pass.
         """
+        optimized = {id(parameter) for parameter in parameters_of(optimizer)}
         for parameter in reversed(self._parameters):
-            if parameter.requires_grad and parameter.is_leaf and not isinstance(parameter, DTensor):
+            if not parameter.requires_grad or isinstance(parameter, DTensor):
+                continue
+            if parameter.is_leaf and id(parameter) in optimized:
                 return [parameter.register_post_accumulate_grad_hook(self._after_gradient)]
         return []
 
@@ -294,9 +310,10 @@ class NotSupported(Exception):
 
 
 def _check_supported(training: TrainingState, entries: dict[str, Any], buffers: Buffers) -> None:
-    if not isinstance(training.optimizer, Optimizer):
-        kind = type(training.optimizer).__name__
-        raise NotSupported(f"{kind} is no torch.optim.Optimizer, so its steps cannot be marked")
+    for optimizer in training.optimizers.values():
+        if not isinstance(optimizer, Optimizer):
+            kind = type(optimizer).__name__
+            raise NotSupported(f"{kind} is no torch.optim.Optimizer, so its steps cannot be marked")
     for name, entry in entries.items():
         if not isinstance(entry, nn.Parameter) and name not in buffers.initial:
             raise NotSupported(f"{name!r} of the model's state is no parameter and no buffer")

@@ -69,14 +69,14 @@ class Marks:
 
 
 class Writes:
-    """Finds writes to these parameters and to the tensors of this optimizer. A write to one of the
-    latter that torch does not count is not found.
+    """Finds writes to these parameters and to the tensors of these optimizers. A write to one of
+    the latter that torch does not count is not found.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer
+        self, parameters: Sequence[nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]
     ) -> None:
-        self._parameters, self._optimizer = parameters, optimizer
+        self._parameters, self._optimizers = parameters, optimizers
         self._sampled = [each for each in parameters if each.layout == torch.strided]
         self._sharded = any(isinstance(each, DTensor) for each in parameters)
         self._places: list[int] = []
@@ -119,7 +119,8 @@ class Writes:
     def _moments(self) -> list[torch.Tensor]:
         return [
             value
-            for moments in self._optimizer.state.values()
+            for optimizer in self._optimizers
+            for moments in optimizer.state.values()
             for value in moments.values()
             if isinstance(value, torch.Tensor)
         ]
