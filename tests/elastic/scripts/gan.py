@@ -2,8 +2,8 @@
 
 A generator and a discriminator, each with an optimizer, learn from a frozen teacher; `ema` is an
 average of the generator. The plan is JSON; its `faults` are those of `planned_faults`. The points
-of step N, in their order: `loaded N`; `d zeroed N`; `d computed N`; `d stepped N`; `g computed N`; `g stepped N`;
-`averaged N` (before `job.step`); `done N`. `kind` is one of:
+of step N, in their order: `loaded N`; `d zeroed N`; `d computed N`; `d stepped N`; `g computed N`;
+`g stepped N`; `averaged N` (before `job.step`); `done N`. `kind` is one of:
 
 `ddp`: each step begins with `zero_grad`, so the generator's backward pass leaves gradients in the
 discriminator. `cleared`: they are discarded before `job.step`. `accumulate`: the optimizer of the
