@@ -130,6 +130,19 @@ def test_the_completed_step_is_sent_to_a_rank_that_has_not_completed_it(
 
 
 @SLOW
+def test_the_pass_of_each_optimizer_notes_what_a_rank_alone_has(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """In that of the generator, the discriminator gets no gradient."""
+    plan: dict[str, Any] = {"script": "gan", "kind": "accumulate"}
+    reference = run(ranks, tmp_path / "r", **plan)
+    faults = fault(0, "d zeroed 7", "mark zeroed"), fault(1, "averaged 6", "await zeroed, SIGKILL")
+    faulty = run(ranks, tmp_path / "c", *faults, **plan)
+    assert faulty.restored() == {0: (6, LIVE), 1: (6, REPLICA)}, faulty.errors
+    check_same(faulty, reference)
+
+
+@SLOW
 def test_a_write_to_the_average_between_two_steps_is_noticed(
     ranks: Ranks, tmp_path: Path, reference: Run
 ) -> None:
