@@ -21,9 +21,12 @@ from outlast.elastic import save_all_states as save_all_states
 call: inprocess.CallWrapper
 call_wrapper: inprocess.CallWrapper
 checkpoint: dict[str, Any]
+d: torch.nn.Module
 dataset: Dataset[Any]
+ema: torch.nn.Module
 evaluate: Callable[[], None]
 first_step: int
+g: torch.nn.Module
 job: outlast.Job
 last_step: int
 loader: DataLoader[Any]
@@ -35,4 +38,5 @@ module: torch.nn.Module
 optimizer: torch.optim.Optimizer
 scheduler: torch.optim.lr_scheduler.LRScheduler
 save: Callable[[dict[str, Any]], None]
+teacher: torch.nn.Module
 train_step: Callable[[], None]

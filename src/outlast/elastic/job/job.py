@@ -133,7 +133,8 @@ class Job:
             **options,
         )
         self.rank, world_size = self.checkpointer.rank, self.checkpointer.world_size
-        self.model, self.optimizer = model, optimizer
+        self.model: Any = model  # of the type that was given
+        self.optimizer: Any = optimizer
         self.loader, self.states = loader, dict(states or {})
         self._training = TrainingState(
             model, optimizer, loader, self.states, self.rank, world_size, random=random
