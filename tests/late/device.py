@@ -5,12 +5,14 @@ from late import device
 device.use()                      # torch.device("late") works from now on, in this process
 with device.held() as stream:     # what is queued on the current stream waits for the end
     ...
+dist.init_process_group("cpu:gloo,late:lategloo")   # see cpp/group.cpp
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import datetime
 import fcntl
 import functools
 import hashlib
@@ -26,6 +28,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 DELAYS = "LATE_DELAYS"
 """In the environment of a process: `SEED:LONGEST_US`."""
@@ -54,11 +57,18 @@ def _registered() -> ModuleType:
     extension.register_hooks()
     torch._register_device_module("late", _device_module(extension))
     torch.utils.generate_methods_for_privateuse1_backend()
+    dist.Backend.register_backend("lategloo", _new_group, devices=["late"])
     if delays := os.environ.get(DELAYS):
         seed, longest_us = delays.split(":")
         extension.set_delays(int(seed), int(longest_us))
     atexit.register(extension.stop)
     return extension
+
+
+def _new_group(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
+    store = dist.PrefixStore("gloo", store)
+    gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    return _registered().new_group(gloo)
 
 
 def _device_module(extension: ModuleType) -> ModuleType:

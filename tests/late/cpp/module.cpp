@@ -3,9 +3,12 @@
 
 #include <cstring>
 
+#include "group.h"
 #include "hooks.h"
 #include "memory.h"
 #include "queue.h"
+
+PYBIND11_DECLARE_HOLDER_TYPE(T, c10::intrusive_ptr<T>, true) // as torch declares it
 
 namespace py = pybind11;
 using no_gil = py::call_guard<py::gil_scoped_release>;
@@ -36,5 +39,6 @@ PYBIND11_MODULE(_late, m) {
   m.def("set_default_state", &late::set_default_state);
   m.def("seed_default", &late::seed_default);
   m.def("default_seed", &late::default_seed);
+  m.def("new_group", &late::new_group, no_gil());
   m.def("stop", &late::stop, no_gil());
 }

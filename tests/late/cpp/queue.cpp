@@ -278,6 +278,8 @@ void mark_in_use() {
 
 bool forked() { return is_forked; }
 
+bool stopped() { return stopping; }
+
 void stop() {
   if (is_forked)
     return;

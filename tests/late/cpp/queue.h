@@ -69,5 +69,6 @@ bool in_use(); // whether anything was ever queued or allocated
 void mark_in_use();
 bool forked(); // whether this is the child of a process that had used the device
 void stop(); // for the end of the process: no thread runs an operation any more
+bool stopped();
 
 } // namespace late
