@@ -295,11 +295,12 @@ def torch_noise(output: str) -> str:
     signs = re.compile(prefixes + r"(\[[WE]\d{4} .*\.(cpp|cc|hpp):\d+\] |frame #\d+: )")
     # Not about faults: where no resolver answers, every connection of torch's may say so; DDP's
     # advice about the script's model. And what is logged before the rank knows of a fault: a peer
-    # failed while gloo was still connecting to it, or hung up while the store's server answered. And
-    # the end of a group with a backend that torch does not know.
+    # failed while gloo was still connecting to it, or hung up while the store's server answered.
+    # Groups and timers of a device that torch does not know.
     others = (
         "The hostname of the client socket cannot be retrieved",
         "reducer.cpp",
+        "logger.cpp",
         "Gloo connectFullMesh failed",
         "Write setup to client failed",
         "No backend of type 0 found for Process Group",

@@ -74,8 +74,10 @@ def run(
     with ranks(script, arguments, nprocs=nprocs) as job:
         job.start_all()
         for each in faults:
-            if "SIGKILL" in each["do"]:
-                assert job.wait(each["rank"]) == -9, job.errors(each["rank"])
+            # A process that is stopped is ended by SIGTERM after the hard timeout.
+            ends = [end for name, end in (("SIGKILL", -9), ("SIGSTOP", -15)) if name in each["do"]]
+            if ends:
+                assert [job.wait(each["rank"])] == ends, job.errors(each["rank"])
                 if replace:
                     job.start(each["rank"], env={"OUTLAST_REPLACEMENT": "1"})
         codes = job.wait_all()

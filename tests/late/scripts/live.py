@@ -1,17 +1,19 @@
 """One rank of a wrapped training on the device `late`: `python live.py PLAN`, as `elastic/scripts`.
 
-All ranks compute the same gradients. In place of their all-reduce, the stream is held until all
-ranks have come. An abort does to the gradients what it does to those of a collective of NCCL: it
-leaves garbage, and lets the stream go on. The points of step N: `forward N`, `computed N` (before
-the ranks meet), `stepped N` (before `job.step`), `done N`.
+DDP and FSDP reduce their gradients in the process group of the device: the host runs ahead of them,
+and an abort leaves garbage (`cpp/group.cpp`). The points of step N: `forward N`, `reducing N` (in
+the backward pass: the gradients of the last layer are being reduced), `computed N` (the reduction
+of all is queued), `stepped N` (before `job.step`), `done N`. `forward N 1` and `computed N 1` are
+those of the second micro-batch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import sys
-import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,97 +24,99 @@ import torch
 import torch.distributed as dist
 from planned_faults import PlannedFaults, say
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import outlast
 from late import device
 from outlast import inprocess
 from outlast.inprocess import Compose
-from outlast.inprocess.abort import Abort, AbortTorchDistributed
 from outlast.inprocess.rank_assignment import AwaitReplacements, ShiftRanks
-from outlast.inprocess.state import State
 
-PLAN: dict[str, Any] = {"steps": 8, "every": 100, "optimizer": {}, "faults": []}
+PLAN: dict[str, Any] = {
+    "steps": 8,
+    "every": 100,
+    "kind": "ddp",
+    "micro": 1,
+    "ema": False,
+    "optimizer": {},
+    "timeouts": {},
+    "faults": [],
+}
 PLAN.update(json.loads(sys.argv[1]))
-LATE = device.use()
+device.use()
 reach = PlannedFaults(PLAN, {}).reach
 
 
-class Meeting:
-    """Holds the current stream until all ranks have come, or an abort ends it."""
-
-    def __init__(self, gradients: list[torch.Tensor]) -> None:
-        self._gradients = gradients
-        self._over = threading.Lock()
-        self._gate: Any = LATE.hold(0, LATE.current_stream(0))
-        threading.Thread(target=self._meet, daemon=True).start()
-
-    def _meet(self) -> None:
-        try:
-            dist.barrier()
-        except (RuntimeError, ValueError):  # the abort of gloo, or the group is gone
-            self.abort()
-        else:
-            self._release()
-
-    def _release(self) -> None:
-        with self._over:
-            gate, self._gate = self._gate, None
-            if gate is not None:
-                gate.release()
-
-    def abort(self) -> None:
-        with self._over:
-            if self._gate is None:
-                return
-        stream = torch.Stream("late")
-        with stream:
-            for gradient in self._gradients:
-                gradient.fill_(1e9)
-        stream.synchronize()
-        self._release()
-
-
-MEETING: list[Meeting] = []
-
-
-class AbortMeeting(Abort):
-    def __call__(self, state: State) -> State:
-        for meeting in MEETING:
-            meeting.abort()
-        return state
-
-
-@inprocess.Wrapper(
-    rank_assignment=Compose(ShiftRanks(), AwaitReplacements(60)),
-    abort=Compose(AbortTorchDistributed(), AbortMeeting()),
-)
-def train(call: inprocess.CallWrapper) -> None:
-    dist.init_process_group("gloo")
-    MEETING.clear()
+def build() -> nn.Module:
     torch.manual_seed(0)
-    layers = [nn.Linear(4, 32), nn.Dropout(0.2), nn.Tanh(), nn.Linear(32, 1)]
+    layers = [nn.Linear(4, 32), nn.Dropout(0.2), nn.Tanh(), nn.Linear(32, 32), nn.Linear(32, 1)]
     model = nn.Sequential(*layers).to("late")
+    size = dist.get_world_size()
+    if PLAN["kind"] != "ddp":
+        shape, names = ((size,), ("s",)) if PLAN["kind"] == "fsdp" else ((2, size // 2), ("r", "s"))
+        fully_shard(model, mesh=init_device_mesh("late", shape, mesh_dim_names=names))
+    return model
+
+
+def parallel(model: nn.Module) -> nn.Module:
+    """With a bucket for each layer; in the same order in each iteration, so that the gradients of
+    more than two ranks are added in the same order.
+    """
+    if PLAN["kind"] != "ddp":
+        return model
+    return DistributedDataParallel(model, bucket_cap_mb=1e-3, find_unused_parameters=True)
+
+
+def content(values: Iterable[Any]) -> str:
+    found = hashlib.sha256()
+    for value in values:
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        found.update(whole.detach().cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
+@inprocess.Wrapper(rank_assignment=Compose(ShiftRanks(), AwaitReplacements(60)), **PLAN["timeouts"])
+def train(call: inprocess.CallWrapper) -> None:
+    dist.init_process_group("cpu:gloo,late:lategloo")
+    rank = dist.get_rank()
+    model = build()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, **PLAN["optimizer"])
-    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
-    with outlast.Job(PLAN["path"], model=model, optimizer=optimizer, every=PLAN["every"]) as job:
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if PLAN["ema"] else None
+    states = {} if ema is None else {"ema": ema}
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1 + rank))
+    torch.manual_seed(100 + rank)
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "states": states}
+    with outlast.Job(PLAN["path"], **parts, every=PLAN["every"]) as job:
         step = job.restore()
         say("restored", step=step, source=job.restored_from, iteration=call.iteration)
+        called = parallel(model)
+        model[3].weight.register_post_accumulate_grad_hook(
+            lambda _: reach(f"reducing {job.steps + 1}", call.iteration)
+        )
         while job.steps < PLAN["steps"]:
             call.ping()
             step = job.steps + 1
-            reach(f"forward {step}", call.iteration)
             optimizer.zero_grad()
-            loss = model((x * step).to("late")).square().mean()
-            loss.backward()
-            reach(f"computed {step}", call.iteration)
-            MEETING[:] = [Meeting([p.grad for p in model.parameters() if p.grad is not None])]
+            for micro in range(PLAN["micro"]):
+                point = f"{step} {micro}" if micro else str(step)
+                reach(f"forward {point}", call.iteration)
+                last = micro == PLAN["micro"] - 1
+                with contextlib.nullcontext() if last else called.no_sync():
+                    loss = called((x * (step + micro)).to("late")).square().mean()
+                    loss.backward()
+                reach(f"computed {point}", call.iteration)
             optimizer.step()
+            if ema is not None:
+                ema.update_parameters(model)
             reach(f"stepped {step}", call.iteration)
             job.step()
             say("trained", step=step, loss=loss.item().hex())
             reach(f"done {step}", call.iteration)
-        content = b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())
-        say("ended", state=hashlib.sha256(content).hexdigest())
+        say("ended", state=content([*model.parameters(), *(ema.parameters() if ema else [])]))
         dist.barrier()
     dist.destroy_process_group()
 
