@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic.live_trainings import Run, later, run
+from elastic.live_trainings import Run, fault, later, run
 from late import device
 from procs import Job
 
@@ -102,6 +102,26 @@ def test_no_step_is_lost_on_a_device(
 ) -> None:
     faulty = run(ranks, tmp_path / "c", *later(1, steps[0], at, do))
     check(faulty, undisturbed(), *steps)
+
+
+def ahead(at: str, do: str, nprocs: int = 2) -> list[dict[str, Any]]:
+    """A fault of rank 1 when the hosts of the others are as far ahead of step 5 as they get. Their
+    streams wait for the gradients of rank 1, which never come.
+    """
+    others = [other for other in range(nprocs) if other != 1]
+    marks = [fault(other, "computed 5", f"mark ahead {other}") for other in others]
+    waits = [f"await ahead {other}" for other in others]
+    return [*marks, fault(1, at, ", ".join([*waits, "pause", do]))]
+
+
+@pytest.mark.parametrize("do", ["raise", "SIGKILL"])
+@pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}])
+def test_hosts_ahead_of_gradients_that_never_come(
+    ranks: Ranks, tmp_path: Path, undisturbed: Any, options: dict[str, Any], do: str
+) -> None:
+    plan = {"optimizer": options}
+    faulty = run(ranks, tmp_path / "c", *ahead("forward 5", do), **plan)
+    check(faulty, undisturbed(**plan), 4)
 
 
 @pytest.mark.parametrize("do", ["stay", "SIGSTOP"])

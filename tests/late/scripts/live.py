@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ PLAN: dict[str, Any] = {
 }
 PLAN.update(json.loads(sys.argv[1]))
 device.use()
-reach = PlannedFaults(PLAN, {}).reach
+reach = PlannedFaults(PLAN, {"pause": lambda: time.sleep(0.5)}).reach
 
 
 def build() -> nn.Module:
