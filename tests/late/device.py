@@ -76,12 +76,21 @@ def _device_module(extension: ModuleType) -> ModuleType:
     module = ModuleType("torch.late")
 
     def generator(device: Any = "late") -> DefaultGenerator:
-        index = torch.device(device).index if isinstance(device, (str, torch.device)) else device
-        return default_generators[extension.current_device() if index is None else index]
+        return default_generators[index_of(device)]
 
     def manual_seed_all(seed: int) -> None:
         for each in default_generators:
             each.manual_seed(seed)
+
+    def index_of(device: Any) -> int:
+        if isinstance(device, int):
+            return device
+        index = None if device is None else torch.device(device).index
+        return int(extension.current_device() if index is None else index)
+
+    def mem_get_info(device: Any = None) -> tuple[int, int]:
+        total = int(extension.arena_bytes())
+        return total - extension.reserved_bytes(index_of(device)), total
 
     default_generators = tuple(
         DefaultGenerator(extension, index) for index in range(extension.device_count)
@@ -104,6 +113,11 @@ def _device_module(extension: ModuleType) -> ModuleType:
         "get_rng_state": lambda device="late": generator(device).get_state(),
         "set_rng_state": lambda state, device="late": generator(device).set_state(state),
         "initial_seed": lambda: generator().initial_seed(),
+        "memory_allocated": lambda device=None: extension.allocated_bytes(index_of(device)),
+        "max_memory_allocated": lambda device=None: extension.peak_bytes(index_of(device)),
+        "reset_peak_memory_stats": lambda device=None: extension.reset_peak(index_of(device)),
+        "memory_reserved": lambda device=None: extension.reserved_bytes(index_of(device)),
+        "mem_get_info": mem_get_info,
         "get_amp_supported_dtype": lambda: [torch.bfloat16],
     }
     for name, value in contents.items():
@@ -146,6 +160,18 @@ def held(device: int | None = None) -> Iterator[Any]:
         yield gate
     finally:
         gate.release()
+
+
+@contextlib.contextmanager
+def held_beside(device: int = 0) -> Iterator[Any]:
+    """The same for all streams of a device but the default one."""
+    extension = use()
+    gates = [extension.hold(device, stream) for stream in range(1, extension.pool_size + 1)]
+    try:
+        yield
+    finally:
+        for gate in gates:
+            gate.release()
 
 
 @functools.cache

@@ -3,6 +3,8 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <stdexcept>
+
 #include "memory.h"
 #include "queue.h"
 
@@ -98,8 +100,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     synchronize_signal(of.device, *of.signal);
   }
   double elapsedTime(void* start, void* end, const c10::DeviceIndex) const override {
-    return static_cast<Event*>(end)->signal->set_at_ms() -
-        static_cast<Event*>(start)->signal->set_at_ms();
+    auto *from = static_cast<Event*>(start), *to = static_cast<Event*>(end);
+    if (from->device != to->device) // as CUDA
+      throw std::invalid_argument("late: the events are of different devices");
+    return to->signal->set_at_ms() - from->signal->set_at_ms();
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
     delete static_cast<Event*>(event);

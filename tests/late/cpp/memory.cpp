@@ -4,6 +4,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -50,6 +51,7 @@ class Arena {
     size = (size + kAlignment - 1) / kAlignment * kAlignment;
     std::lock_guard<std::mutex> lock(mutex_);
     allocated_ += size;
+    peak_ = std::max(peak_, allocated_);
     auto& free = free_[{stream, size}];
     if (!free.empty()) {
       char* address = *free.begin();
@@ -99,6 +101,21 @@ class Arena {
     return allocated_;
   }
 
+  size_t peak() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return peak_;
+  }
+
+  void reset_peak() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    peak_ = allocated_;
+  }
+
+  size_t reserved() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return next_;
+  }
+
  private:
   static char* map(int protection) {
     void* made = mmap(
@@ -126,6 +143,7 @@ class Arena {
   std::mutex mutex_;
   size_t next_ = 0;
   size_t allocated_ = 0;
+  size_t peak_ = 0;
   std::map<char*, Block> blocks_;
   std::map<std::pair<int64_t, size_t>, std::set<char*>> free_;
 };
@@ -178,6 +196,10 @@ int device_of(const void* address) {
 char* mapped(const void* address) { return arena(device_of(address)).mapped(address); }
 
 size_t allocated_bytes(int device) { return in_use() ? arena(device).allocated() : 0; }
+size_t peak_bytes(int device) { return in_use() ? arena(device).peak() : 0; }
+void reset_peak(int device) { arena(device).reset_peak(); }
+size_t reserved_bytes(int device) { return in_use() ? arena(device).reserved() : 0; }
+size_t arena_bytes() { return kArenaBytes; }
 
 void* allocate_pinned(size_t size) {
   void* made = nullptr;

@@ -20,6 +20,10 @@ int device_of(const void* address);
 char* mapped(const void* address);
 
 size_t allocated_bytes(int device);
+size_t peak_bytes(int device); // the most that was allocated since `reset_peak`
+void reset_peak(int device);
+size_t reserved_bytes(int device); // was ever allocated, and is kept
+size_t arena_bytes();
 
 void* allocate_pinned(size_t size);
 void release_pinned(void* address) noexcept;

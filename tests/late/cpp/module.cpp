@@ -18,6 +18,7 @@ PYBIND11_MODULE(_late, m) {
       .def("release", &late::Signal::set, no_gil())
       .def("is_released", &late::Signal::is_set, no_gil());
   m.attr("device_count") = late::kDevices;
+  m.attr("pool_size") = late::kPoolSize;
   m.def("register_hooks", &late::register_hooks);
   m.def("current_device", &late::current_device);
   m.def("current_stream", &late::current_stream);
@@ -32,6 +33,11 @@ PYBIND11_MODULE(_late, m) {
   m.def("in_use", &late::in_use);
   m.def("forked", &late::forked);
   m.def("allocated_bytes", &late::allocated_bytes);
+  m.def("peak_bytes", &late::peak_bytes);
+  m.def("reset_peak", &late::reset_peak);
+  m.def("reserved_bytes", &late::reserved_bytes);
+  m.def("arena_bytes", &late::arena_bytes);
+  m.def("settle", &late::settle, no_gil());
   m.def("scribble", [](uintptr_t address, size_t size) {
     std::memset(late::mapped(reinterpret_cast<void*>(address)), 0xFF, size);
   });

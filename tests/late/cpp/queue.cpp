@@ -77,6 +77,19 @@ class Queue {
     return busy_;
   }
 
+  void await(std::shared_ptr<Signal> signal) {
+    set_awaited(signal);
+    signal->wait([this] { return has_failed(device_) || stopping; });
+    set_awaited(nullptr);
+  }
+
+  // Whether nothing runs and nothing can; `done` counts what has been done.
+  bool is_still(uint64_t& done) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    done += done_;
+    return (tasks_.empty() && !busy_) || (awaited_ && !awaited_->is_set());
+  }
+
  private:
   void serve() {
     pthread_setname_np(pthread_self(), "late_stream");
@@ -84,6 +97,7 @@ class Queue {
       Task task;
       {
         std::unique_lock<std::mutex> lock(mutex_);
+        done_ += busy_;
         busy_ = false;
         changed_.wait(lock, [&] { return !tasks_.empty() && !stopping; });
         task = std::move(tasks_.front());
@@ -102,10 +116,17 @@ class Queue {
     }
   }
 
+  void set_awaited(std::shared_ptr<Signal> signal) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    awaited_ = std::move(signal);
+  }
+
   const int device_;
   const int64_t number_;
   std::mutex mutex_;
   std::condition_variable changed_;
+  std::shared_ptr<Signal> awaited_;
+  uint64_t done_ = 0;
   std::deque<Task> tasks_;
   bool started_ = false;
   bool busy_ = false;
@@ -189,8 +210,8 @@ std::shared_ptr<Signal> record(int device, int64_t stream) {
 
 void wait_for(int device, int64_t stream, std::shared_ptr<Signal> signal) {
   check(device);
-  queue_control(device, stream, [device, signal] {
-    signal->wait([device] { return has_failed(device) || stopping; });
+  queue_control(device, stream, [device, stream, signal] {
+    queue_of(device, stream).await(signal);
   });
 }
 
@@ -198,6 +219,21 @@ std::shared_ptr<Signal> hold(int device, int64_t stream) {
   auto gate = std::make_shared<Signal>();
   wait_for(device, stream, gate);
   return gate;
+}
+
+void settle() {
+  // Twice the same, as a stream that was looked at may have been woken by one that was not yet.
+  for (int64_t before = -1;;) {
+    uint64_t done = 0;
+    bool still = true;
+    for (int d = 0; d < kDevices; ++d)
+      for (int64_t s = 0; s <= kPoolSize; ++s)
+        still = queue_of(d, s).is_still(done) && still;
+    if (still && before == static_cast<int64_t>(done))
+      return;
+    before = still ? static_cast<int64_t>(done) : -1;
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
 }
 
 bool idle(int device, int64_t stream) {

@@ -48,6 +48,10 @@ void wait_for(int device, int64_t stream, std::shared_ptr<Signal> signal);
 // The stream does nothing further until the signal is set, or the device fails.
 std::shared_ptr<Signal> hold(int device, int64_t stream);
 
+// Returns once all that can be done is done: each stream is idle, or waits for something that only
+// the host, or a stream that waits itself, will do. Nothing must be queued meanwhile.
+void settle();
+
 bool idle(int device, int64_t stream);
 void synchronize(int device, int64_t stream); // throws the device's error
 void synchronize_device(int device);
