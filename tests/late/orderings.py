@@ -17,8 +17,7 @@ import functools
 import importlib
 import inspect
 import os
-from collections.abc import Iterator
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -61,22 +60,21 @@ def remove(ordering: str) -> None:
         ValueError: if there is none of this name.
     """
     file = ordering.partition(": ")[0]
-    for each, node in _in(file):
-        if str(each) == ordering:
-            break
-    else:
+    found = [(each, node) for each, node in _in(file) if str(each) == ordering]
+    if not found:
         raise ValueError(f"the package has no {ordering!r}")
+    each, node = found[0]
     path = _PACKAGE / file
     tree = _Without(node).visit(ast.parse(path.read_text()))
     code = compile(ast.fix_missing_locations(tree), str(path), "exec")
-    found: Any = importlib.import_module(
+    live: Any = importlib.import_module(
         ".".join(("outlast", *Path(file).with_suffix("").parts)).removesuffix(".__init__")
     )
     for name in each.function.split("."):
         code = next(c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == name)
-        found = inspect.getattr_static(found, name)
-    found = getattr(found, "fget", None) or getattr(found, "__func__", found)
-    inspect.unwrap(found).__code__ = code
+        live = inspect.getattr_static(live, name)
+    live = getattr(live, "fget", None) or getattr(live, "__func__", live)
+    inspect.unwrap(live).__code__ = code
 
 
 def remove_asked() -> None:
@@ -114,7 +112,7 @@ def _wrappers() -> frozenset[tuple[str, str]]:
 
 
 def _only_orders(
-    body: ast.FunctionDef | ast.For | ast.If, folder: str, known: Set[tuple[str, str]]
+    body: ast.FunctionDef | ast.For | ast.If | ast.With, folder: str, known: Set[tuple[str, str]]
 ) -> bool:
     """Whether all that it does is to order, besides conditions, loops and imports."""
     plain = (ast.Import, ast.ImportFrom, ast.Assign)
@@ -125,7 +123,7 @@ def _only_orders(
         and not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))
     ]
     return bool(does) and all(
-        (isinstance(each, ast.For | ast.If) and _only_orders(each, folder, known))
+        (isinstance(each, ast.For | ast.If | ast.With) and _only_orders(each, folder, known))
         or (
             isinstance(each, ast.Expr)
             and isinstance(each.value, ast.Call)
@@ -153,15 +151,9 @@ def _in(file: str) -> Iterator[tuple[Ordering, ast.AST]]:
         yield Ordering(file, *key, number), node
 
 
-def _places(
-    tree: ast.AST, inside: tuple[str, ...], folder: str
-) -> Iterator[tuple[str, ast.AST]]:
+def _places(tree: ast.AST, inside: tuple[str, ...], folder: str) -> Iterator[tuple[str, ast.AST]]:
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.withitem) and _is_context(node.context_expr):
-            yield ".".join(inside), node
-        elif isinstance(node, ast.Call) and (
-            _orders(node, folder, _wrappers()) or getattr(node.func, "attr", "") in _QUERIES
-        ):
+        if _is_ordering(node, folder):
             yield ".".join(inside), node
         deeper = inside
         if isinstance(node, ast.ClassDef) or (
@@ -171,10 +163,13 @@ def _places(
         yield from _places(node, deeper, folder)
 
 
-def _is_context(expression: ast.expr) -> bool:
-    if not isinstance(expression, ast.Call):
+def _is_ordering(node: ast.AST, folder: str) -> bool:
+    if isinstance(node, ast.Call):
+        is_query = isinstance(node.func, ast.Attribute) and node.func.attr in _QUERIES
+        return is_query or _orders(node, folder, _wrappers())
+    if not isinstance(node, ast.withitem) or not isinstance(node.context_expr, ast.Call):
         return False
-    called = expression.func
+    called = node.context_expr.func
     name = called.id if isinstance(called, ast.Name) else getattr(called, "attr", "")
     return name in _CONTEXTS
 

@@ -1,14 +1,14 @@
 """For scenarios on the device: the end of a script, and how a scenario forces an order.
 
-    with device.held() as gate, released_when_blocked("wait_for", gate):
-        handle = checkpointer.save(...)       # is found waiting in `wait_for`, and only then goes on
-    assert gate.is_released()                 # else it did not wait
+with device.held() as gate, released_when_blocked("wait_for", gate):
+    handle = checkpointer.save(...)       # is found waiting in `wait_for`, and only then goes on
+assert gate.is_released()                 # else it did not wait
 """
 
 from __future__ import annotations
 
 import contextlib
-import signal
+import faulthandler
 import sys
 import threading
 import time
@@ -18,14 +18,14 @@ from typing import Any
 
 from late import orderings
 
-_NET_S = 60  # a hang ends the process
+_NET_S = 25  # a hang ends the process
 _SAMPLES = 20  # a thread that is in the same place so often in a row is blocked there
 _INTERVAL_S = 0.001
 
 
 def run(scenarios: dict[str, Any]) -> None:
     """Runs the scenario that the command line names; for the end of a script."""
-    signal.alarm(_NET_S)
+    faulthandler.dump_traceback_later(_NET_S, exit=True)
     orderings.remove_asked()
     scenarios[sys.argv[1]]()
     print('{"event": "passed"}')

@@ -159,7 +159,7 @@ constexpr const char* kNewTensors[] = {
     "addcmul", "addcdiv", "mm", "addmm", "bmm", "tanh", "tanh_backward", "sigmoid",
     "sigmoid_backward", "threshold_backward", "mse_loss", "mse_loss_backward", "sum.dim_IntList",
     "mean.dim", "eq.Tensor", "eq.Scalar", "ne.Tensor", "ne.Scalar", "lt.Scalar", "gt.Scalar",
-    "_log_softmax", "_log_softmax_backward_data"};
+    "_log_softmax", "_log_softmax_backward_data", "cat"};
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   for (const char* name : kInPlace)

@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import outlast
-from late import device
+from late import device, orderings
 from outlast import inprocess
 from outlast.inprocess import Compose
 from outlast.inprocess.rank_assignment import AwaitReplacements, ShiftRanks
@@ -49,6 +49,7 @@ PLAN: dict[str, Any] = {
 }
 PLAN.update(json.loads(sys.argv[1]))
 device.use()
+orderings.remove_asked()
 reach = PlannedFaults(PLAN, {"pause": lambda: time.sleep(0.5)}).reach
 
 
