@@ -126,15 +126,16 @@ def run_here(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
 
 
 def _await_copies() -> None:
-    """Waits for pending copies from a device (`non_blocking=True`): a snapshot of their target must
-    not contain half a tensor.
+    """Waits for pending copies from devices (`non_blocking=True`): a snapshot of their target must
+    not contain half a tensor. Of all devices, as a model may be on several.
     """
     torch = sys.modules.get("torch")
     if torch is not None:
         from outlast.system import devices  # it imports torch
 
-        if devices.in_use() is not None:
-            torch.accelerator.synchronize()
+        accelerator = devices.in_use()
+        for index in () if accelerator is None else accelerator.held():
+            torch.accelerator.synchronize(index)
 
 
 class ForkRunner:

@@ -15,12 +15,14 @@ the host, until the copies have ended, so its kernels are queued afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Event, Stream
 
 from outlast.system.devices import on_accelerator
+from outlast.system.error_text import first_line
 from outlast.system.streams import current_stream, on_stream, wait_for
 
 CopyPair = tuple[torch.Tensor, torch.Tensor]  # from, to
@@ -35,25 +37,33 @@ class DeviceCopy:
     def __init__(self, copies: Sequence[CopyPair]) -> None:
         self._copies = copies
         # Taken here: in the thread that calls off the copy, the current streams are others.
-        self._streams = [
-            current_stream(device)
+        self._streams = {
+            device: current_stream(device)
             for device in dict.fromkeys(each.device for each, _ in copies if on_accelerator(each))
-        ]
+        }
 
     def run(self) -> None:
         if not self._copies:
             return
-        with torch.no_grad():
-            torch._foreach_copy_(
-                [to for _, to in self._copies],
-                [source for source, _ in self._copies],
-                non_blocking=bool(self._streams),
-            )
-        self.call_off()
+        try:
+            with torch.no_grad():
+                torch._foreach_copy_(
+                    [to for _, to in self._copies],
+                    [source for source, _ in self._copies],
+                    non_blocking=bool(self._streams),
+                )
+        except RuntimeError:
+            self._await_copies()  # names the device that has failed
+            raise
+        self._await_copies()
 
     def call_off(self) -> None:
-        for stream in self._streams:
-            wait_for(stream)
+        _await_writes(self._streams.values())
+
+    def _await_copies(self) -> None:
+        for device, stream in self._streams.items():
+            with _named(device):
+                wait_for(stream)
 
 
 class DeviceChunks:
@@ -75,7 +85,7 @@ class DeviceChunks:
                 event.record(current_stream(source.device))
         self._queued = False
         self._streams: list[Stream] = []
-        self._done: list[list[Event]] = []
+        self._done: list[list[tuple[torch.device, Event]]] = []
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -88,15 +98,15 @@ class DeviceChunks:
             self._queued = True
             self._queue(called_off)
         if number < len(self._done):  # else it was called off before the group was queued
-            for event in self._done[number]:
-                wait_for(event)
+            for device, event in self._done[number]:
+                with _named(device):
+                    wait_for(event)
         _, last = self._groups[number][-1]
         return last.data_ptr() + last.nbytes
 
     def settle(self) -> None:
         """When this returns, nothing is being copied."""
-        for stream in self._streams:
-            wait_for(stream)
+        _await_writes(self._streams)
 
     def checksums(self) -> dict[str, dict[str, object]]:
         return {}
@@ -111,11 +121,13 @@ class DeviceChunks:
             if called_off():
                 return
             for source, to in group:
-                _queue_copy(to, source, streams[source.device])
+                with _named(source.device):
+                    _queue_copy(to, source, streams[source.device])
             ended = []
             for device in dict.fromkeys(source.device for source, _ in group):
-                ended.append(Event(device, enable_timing=False))
-                ended[-1].record(streams[device])
+                event = Event(device, enable_timing=False)
+                event.record(streams[device])
+                ended.append((device, event))
             self._done.append(ended)
 
 
@@ -123,6 +135,24 @@ def _queue_copy(to: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
     # Without gradients: this runs in a thread of its own, where they are enabled.
     with torch.no_grad(), on_stream(stream):
         to.copy_(source, non_blocking=True)
+
+
+def _await_writes(streams: Iterable[Stream]) -> None:
+    """Waits until nothing is written any more. A device that has failed writes nothing: its error
+    is raised where its copies are needed. Raised here, it would leave the buffer in use for ever.
+    """
+    for stream in streams:
+        with contextlib.suppress(RuntimeError):
+            wait_for(stream)
+
+
+@contextlib.contextmanager
+def _named(device: torch.device) -> Iterator[None]:
+    """Names the device in the errors that torch raises for it."""
+    try:
+        yield
+    except RuntimeError as e:
+        raise RuntimeError(f"{device}: {first_line(e)}") from e
 
 
 def _groups(copies: Sequence[CopyPair]) -> list[list[CopyPair]]:

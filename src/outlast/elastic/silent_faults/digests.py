@@ -8,9 +8,8 @@ stream of their own, and only they are copied to the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import xxhash
@@ -38,40 +37,63 @@ def cpu_digest(piece: Piece, tensors: Sequence[torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-class SideStream:
-    """Starts digests on a device: the kernels of training and of the digests run side by side."""
+class SideStreams:
+    """Starts digests on devices: the kernels of training and of the digests run side by side."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._stream = torch.Stream(device)
-        self._done: Any = None
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._streams = {device: torch.Stream(device) for device in devices}
+        self._done: list[tuple[torch.device, torch.Event]] = []
+        self._read: list[torch.Tensor] = []
+
+    def __contains__(self, device: torch.device) -> bool:
+        return device in self._streams
 
     def start(self, pieces: Sequence[Piece], tensors: Sequence[torch.Tensor]) -> list[Digest]:
-        """Enqueues the digests, after what training has enqueued so far. Does not synchronize."""
-        self._stream.wait_stream(current_stream(self.device))
-        with on_stream(self._stream), torch.no_grad():
-            sums = [
-                [_column_sums(_bytes_of(tensors[p.parameter], p)) for p in piece.parts]
-                for piece in pieces
-            ]
-            results = [
-                torch.cat(each).to("cpu", non_blocking=True) if each else torch.empty(0)
-                for each in sums
-            ]
-            done = torch.Event(self.device, enable_timing=False)
-            done.record(self._stream)
-        self._done = done
+        """Enqueues the digests, after what training has enqueued so far. Does not synchronize.
 
-        def digest(result: torch.Tensor) -> str:
-            done.synchronize()
-            return xxhash.xxh3_64_hexdigest(result.numpy().data)
+        The parts of one piece may be on several devices. Each is summed on the stream of its own
+        device: on the stream of another one, nothing would order it with what is read from it.
+        Parts in CPU memory are summed at once.
+        """
+        sums: dict[Part, torch.Tensor] = {}
+        parts = [part for piece in pieces for part in piece.parts]
+        for device, stream in self._streams.items():
+            own = [part for part in parts if tensors[part.parameter].device == device]
+            if not own:
+                continue
+            stream.wait_stream(current_stream(device))
+            with on_stream(stream), torch.no_grad():
+                sums.update(_sums(own, tensors))
+                done = torch.Event(device, enable_timing=False)
+                done.record(stream)
+            self._done.append((device, done))
+            # Freed before training waits, the memory could be used again while it is read. So a
+            # parameter may get new memory, by `parameter.data = ...`, which torch does not count.
+            self._read += [tensors[part.parameter] for part in own]
+        with torch.no_grad():
+            sums.update(_sums([part for part in parts if part not in sums], tensors))
+        started = [done for _, done in self._done]
 
-        return [lambda result=result: digest(result) for result in results]  # type: ignore[misc]
+        def digest(piece: Piece) -> str:
+            for done in started:
+                done.synchronize()
+            return xxhash.xxh3_64_hexdigest(b"".join(sums[p].numpy().data for p in piece.parts))
+
+        return [partial(digest, piece) for piece in pieces]
 
     def hold_training(self) -> None:
-        """Makes the training stream wait until the started digests have read their bytes."""
-        if self._done is not None:
-            current_stream(self.device).wait_event(self._done)
+        """Makes the training streams wait until the started digests have read their bytes."""
+        for device, done in self._done:
+            current_stream(device).wait_event(done)
+        self._done, self._read = [], []
+
+
+def _sums(parts: Sequence[Part], tensors: Sequence[torch.Tensor]) -> dict[Part, torch.Tensor]:
+    """The column sums of parts on one device, on their way to the CPU in one copy."""
+    if not parts:
+        return {}
+    sums = torch.stack([_column_sums(_bytes_of(tensors[p.parameter], p)) for p in parts])
+    return dict(zip(parts, sums.to("cpu", non_blocking=True), strict=True))
 
 
 def _column_sums(content: torch.Tensor) -> torch.Tensor:
@@ -127,7 +149,7 @@ class Buffers:
 
     def later(self) -> tuple[dict[str, Digest], Callable[[], None]]:
         """The digests by label, and what makes them: to be called in the background."""
-        pieces, tensors = self._pieces("cpu")
+        pieces, tensors = self._pieces(lambda device: device.type == "cpu")
         made: dict[str, str] = {}
 
         def make() -> None:
@@ -135,15 +157,13 @@ class Buffers:
 
         return {label: partial(made.__getitem__, label) for label in pieces}, make
 
-    def start(self, stream: SideStream) -> dict[str, Digest]:
-        """The digests by label, which are made on a device."""
-        pieces, tensors = self._pieces(stream.device.type)
-        if not pieces:
-            return {}
-        return dict(zip(pieces, stream.start(list(pieces.values()), tensors), strict=True))
+    def start(self, streams: SideStreams) -> dict[str, Digest]:
+        """The digests by label, which are made on devices."""
+        pieces, tensors = self._pieces(lambda device: device in streams)
+        return dict(zip(pieces, streams.start(list(pieces.values()), tensors), strict=True))
 
     def _pieces(
-        self, device_type: str | None = None
+        self, is_wanted: Callable[[torch.device], bool] = lambda _: True
     ) -> tuple[dict[str, Piece], list[torch.Tensor]]:
         """The pieces by label, and the tensors that they refer to. They are the same in every
         cycle, except for those that are left out.
@@ -153,7 +173,7 @@ class Buffers:
             for name, each in self._module.named_buffers()
             if name in self._versions
             and self._versions[name] == (id(each), each._version)
-            and device_type in (None, each.device.type)
+            and is_wanted(each.device)
         }
         pieces: dict[str, Piece] = {}
         tensors: list[torch.Tensor] = []

@@ -171,7 +171,7 @@ class RunningFiniteCheck:
         self._views: list[tuple[list[int], list[torch.Tensor]]] = [([], [])] * len(self._slices)
         self._known = [step] * len(self._slices)  # the last step after which each was finite
         self._looks: deque[_Look] = deque()
-        self._losses: deque[tuple[int, torch.Tensor | float]] = deque()
+        self._losses: deque[_Look] = deque()
         self._gradient: torch.Tensor | None = None  # of this step, summed
         self._gradients: deque[tuple[int, torch.Tensor]] = deque(maxlen=len(self._slices) + 2)
         self._off = check.on_non_finite == "ignore" or not parameters
@@ -201,6 +201,9 @@ class RunningFiniteCheck:
         gradient, self._gradient = self._gradient, None
         if gradient is not None:
             self._gradients.append((self._step, gradient))
+        while self._losses and self._losses[0].ready.query():
+            look = self._losses.popleft()
+            self._judge_loss(look.step, look.sums)
         if loss is not None:
             self._look_at_loss(loss)
         if "parameters" in self._reported:
@@ -268,15 +271,18 @@ class RunningFiniteCheck:
         self._gradient = found if self._gradient is None else self._gradient + found
 
     def _look_at_loss(self, loss: torch.Tensor | float) -> None:
-        """On a device, it is read with the next step: then it is there."""
-        at_once = not (isinstance(loss, torch.Tensor) and on_accelerator(loss))
-        self._losses.append((self._step, loss.detach() if isinstance(loss, torch.Tensor) else loss))
-        while len(self._losses) > (0 if at_once else 1):
-            step, values = self._losses.popleft()
-            values = torch.as_tensor(values)
-            if not is_finite(values) and "loss" not in self._reported:
-                text = f"{values.item():g}" if values.numel() == 1 else "not finite"
-                self._act_on(self._finding("loss", step, step - 1, [], loss=text))
+        """On a device, a copy of it is enqueued, and read when it is there: to wait for it would be
+        to wait for the whole step, and the next one may write to the same tensor.
+        """
+        if isinstance(loss, torch.Tensor) and on_accelerator(loss):
+            self._losses.append(_on_its_way(self._step, loss.numel(), [loss.detach().reshape(-1)]))
+        else:
+            self._judge_loss(self._step, torch.as_tensor(loss).detach())
+
+    def _judge_loss(self, step: int, values: torch.Tensor) -> None:
+        if not is_finite(values) and "loss" not in self._reported:
+            text = f"{values.item():g}" if values.numel() == 1 else "not finite"
+            self._act_on(self._finding("loss", step, step - 1, [], loss=text))
 
     def _look_closely(self, step: int) -> None:
         """Looks at every value. A sum that is not finite may have overflowed."""

@@ -39,7 +39,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from outlast.coordination.call_ledger import CallLedger, connect_ledger
 from outlast.elastic.silent_faults.comparison import Difference, Judge, Record, Result
-from outlast.elastic.silent_faults.digests import Buffers, Digest, SideStream, cpu_digest
+from outlast.elastic.silent_faults.digests import Buffers, Digest, SideStreams, cpu_digest
 from outlast.elastic.silent_faults.exchange import Exchange
 from outlast.elastic.silent_faults.layout import Layout, local_tensor
 from outlast.errors import RankExcluded, ReplicasDiffer
@@ -150,7 +150,7 @@ class RunningReplicaCheck:
         self._times: Counter[tuple[int, ...]] = Counter()
         tensors = [local_tensor(p) for p in self._layout.parameters]
         on_devices = {tensor.device for tensor in tensors if on_accelerator(tensor)}
-        self._streams = {device: SideStream(device) for device in on_devices}
+        self._streams = SideStreams(on_devices)
         self._hook = register_optimizer_step_pre_hook(self._before_optimizer_step)
 
     @property
@@ -233,12 +233,11 @@ class RunningReplicaCheck:
         parameters = self._layout.parameters
         tensors = [local_tensor(p) if i in used else p for i, p in enumerate(parameters)]
         self._handover = handover = _Handover([parameters[i] for i in sorted(used)])
-        device = local_tensor(parameters[min(used)]).device
-        stream = self._streams.get(device)
-        if stream is not None:
-            self._digests.append(list(stream.start(pieces, tensors)))
+        # Parameters in CPU memory may be in one slice with others: it is then summed as those are.
+        if any(tensors[i].device in self._streams for i in used):
+            self._digests.append(list(self._streams.start(pieces, tensors)))
             if number == 0:
-                self._buffer_digests = self._buffers.start(stream)
+                self._buffer_digests = self._buffers.start(self._streams)
             handover.ended.set()
             return
         results: list[str] = []
@@ -267,8 +266,7 @@ class RunningReplicaCheck:
         handover, self._handover = self._handover, None
         if handover is None:
             return
-        for stream in self._streams.values():
-            stream.hold_training()
+        self._streams.hold_training()
         handover.ended.wait()
         if not handover.written():
             return

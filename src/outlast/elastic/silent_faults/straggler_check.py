@@ -26,6 +26,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from outlast.events.emitter import Emitter, Sink
 from outlast.events.types import StragglerFound
 from outlast.system.arguments import as_int
 from outlast.system.devices import on_accelerator
+from outlast.system.streams import current_stream
 from outlast.system.units import duration_text
 
 __all__ = ["RunningStragglerCheck", "StragglerCheck"]
@@ -113,8 +115,11 @@ class RunningStragglerCheck:
         self._exchange = Exchange(ledger, "stragglers", SlowRanks(check.factor, check.windows))
         self._step = step
         parameters = [p for p in module.parameters() if p.requires_grad and p.is_leaf]
-        on_device = any(map(on_accelerator, parameters))
-        self._now: Callable[[], Any] = _device_moment if on_device else time.perf_counter
+        # All of one device: no time passes between events of two.
+        device = next((p.device for p in parameters if on_accelerator(p)), None)
+        self._now: Callable[[], Any] = (
+            time.perf_counter if device is None else partial(_device_moment, device)
+        )
         self._waits = None if self._alone else Waits(self._now)
         self._last_of_backward = _LastGradient(
             () if self._alone else parameters, self._now, self._waits
@@ -250,9 +255,9 @@ class _LastGradient:
         self._moment = self._now(), [] if self._waits is None else self._waits.so_far()
 
 
-def _device_moment() -> Any:
-    event = torch.Event(enable_timing=True)
-    event.record()
+def _device_moment(device: torch.device) -> Any:
+    event = torch.Event(device, enable_timing=True)
+    event.record(current_stream(device))
     return event
 
 
