@@ -217,6 +217,8 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def _gathered(views: Sequence[torch.Tensor], parcel: Sequence[Piece]) -> torch.Tensor:
     """The bytes of a parcel: a view if it is a part of one tensor."""
     pieces = [views[number][at:end] for number, at, end in parcel]
+    if len({piece.device for piece in pieces}) > 1:  # some optimizers count steps on the CPU
+        pieces = [piece.cpu() for piece in pieces]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
