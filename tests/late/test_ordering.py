@@ -8,15 +8,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from elastic.live_trainings import later, run
-from late import device, orderings
+from elastic.live_trainings import run
+from late import orderings
 from late.scenarios import scenarios
+from late.trainings import ahead, check
 from procs import Job
 
-pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
+pytestmark = pytest.mark.slow
 Ranks = Callable[..., Job]
 
 NOT_ON_LATE = {
@@ -69,15 +71,6 @@ FIRST = {
 """The scenarios that are tried first, by the beginning of the call; the first entry that fits."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def extension() -> None:
-    """In other processes only: a process that has the device would use it in other tests too."""
-    try:
-        device.built()
-    except device.NoCompilerError as e:
-        pytest.skip(str(e))
-
-
 @pytest.mark.parametrize(("script", "scenario"), scenarios())
 def test_scenario(ranks: Ranks, tmp_path: Path, script: str, scenario: str) -> None:
     with ranks(script, scenario, str(tmp_path / "f"), nprocs=1) as job:
@@ -86,13 +79,19 @@ def test_scenario(ranks: Ranks, tmp_path: Path, script: str, scenario: str) -> N
 
 
 @pytest.mark.parametrize("ordering", sorted({str(each) for each in orderings.orderings()}))
-def test_without_it_a_scenario_fails(ranks: Ranks, tmp_path: Path, ordering: str) -> None:
+def test_without_it_a_scenario_fails(
+    ranks: Ranks, tmp_path: Path, undisturbed: Any, ordering: str
+) -> None:
     if ordering in NOT_ON_LATE:
         pytest.skip(NOT_ON_LATE[ordering])
     if ordering.startswith("elastic/job/live/"):
         without = functools.partial(ranks, env={orderings.REMOVED: ordering})
-        with pytest.raises(AssertionError):
-            check_a_fault_before_a_step(without, tmp_path)
+        plan = {"optimizer": {"foreach": True}}
+        with pytest.raises(AssertionError):  # `test_hosts_ahead_of_gradients_that_never_come`
+            faulty = run(
+                without, tmp_path / "c", *ahead("forward 5", "raise"), script="live", **plan
+            )
+            check(faulty, undisturbed(**plan), 4, sources=("live",))
         return
     first = next((names for start, names in FIRST.items() if ordering.startswith(start)), [])
     for number, (script, scenario) in enumerate(
@@ -105,16 +104,6 @@ def test_without_it_a_scenario_fails(ranks: Ranks, tmp_path: Path, ordering: str
                 assert "has no" not in job.errors(0)
                 return
     raise AssertionError(f"no scenario fails without {ordering}")
-
-
-def check_a_fault_before_a_step(ranks: Ranks, path: Path) -> None:
-    """The only rank that survives, before its optimizer's step, has the state of the step before:
-    the training goes on from there, and ends as without the fault.
-    """
-    reference = run(ranks, path / "reference")
-    faulty = run(ranks, path / "faulty", *later(1, 4, "computed 5", "SIGKILL"))
-    assert {step for step, _ in faulty.restored().values()} == {4}
-    assert faulty.ended() == reference.ended()
 
 
 def test_the_list_of_exceptions_is_of_today() -> None:
