@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic.live_trainings import later, run
+from elastic.live_trainings import fault, later, run
 from late.trainings import MEMORY, ahead, check
 from procs import Job
 
@@ -46,6 +46,17 @@ def test_hosts_ahead_of_gradients_that_never_come(
     faulty = run(ranks, tmp_path / "c", *ahead("forward 5", do), **plan)
     # A survivor whose optimizer has not begun needs nothing from another rank.
     check(faulty, undisturbed(**plan), 4, sources=("live",) if do == "raise" else MEMORY)
+
+
+def test_gradients_that_the_abort_of_a_peer_has_ended(
+    ranks: Ranks, tmp_path: Path, undisturbed: Any
+) -> None:
+    """The abort of rank 1 ends the collectives of rank 0 with garbage, and rank 0 hears of the
+    restart only then.
+    """
+    steps = fault(0, "stepped 5", "stepped", always=True)
+    faulty = run(ranks, tmp_path / "c", *ahead("forward 5", "raise"), steps, deaf=True)
+    check(faulty, undisturbed(), 4, sources=("live",))
 
 
 @pytest.mark.parametrize("do", ["stay", "SIGSTOP"])

@@ -69,6 +69,12 @@ class CallWrapper:
         """
         return self._atomic_section
 
+    def await_restart(self) -> None:
+        """Waits until this rank knows of a restart that has begun, and raises
+        `RankShouldRestart`.
+        """
+        self._atomic_section.await_termination()
+
     @contextmanager
     def long_phase(self, limit: Duration | None = None) -> Iterator[None]:
         """Declares a phase without pings: an evaluation, a save, a first step.

@@ -94,12 +94,17 @@ class RunningCall:
         return nullcontext() if self.wrapper is None else self.wrapper.long_phase(limit_s)
 
     def check_running(self) -> None:
-        """Raises `RankShouldRestart` if a restart has begun. If it returns, no abort had begun when
-        it was called. In the function's thread.
+        """Raises `RankShouldRestart` if a restart has begun. If it returns, no rank had begun an
+        abort when it was called. One read of the job's store; in the function's thread.
         """
-        if self.wrapper is not None:
-            with self.wrapper.atomic():
-                pass
+        if self.wrapper is None:
+            return
+        # A rank aborts its collectives after `over/k` is there, and this rank may not know of it
+        # yet: an event that is still on its way.
+        if drive(self.membership.over(self.wrapper.iteration), self.perform) is not None:
+            self.wrapper.await_restart()
+        with self.wrapper.atomic():  # whoever watches the iteration may have lost the store
+            pass
 
     def at_end(self, callback: Callable[[], None]) -> None:
         """Calls `callback` when the call ends on this rank, in any way."""

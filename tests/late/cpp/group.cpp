@@ -7,11 +7,14 @@
 //   loss of a connection, the stream stays blocked: NCCL does not learn of a dead peer.
 // - An aborted collective, and each that is queued behind it, leaves garbage in its output, and the
 //   stream goes on.
+// - With LATE_PEERS_END in the environment, an abort of a peer does the same: NCCL's kernel goes
+//   through its steps without data when it is aborted, and tells its peers that it has done them.
 #include "group.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/StreamGuard.h>
 
+#include <cstdlib>
 #include <map>
 #include <thread>
 
@@ -41,7 +44,7 @@ struct Shared {
 struct Call {
   Collective collective;
   Tensors inputs, outputs;
-  bool done = false;
+  bool done = false, lost = false;
 };
 
 Tensors copies(const Tensors& tensors) {
@@ -69,15 +72,17 @@ void perform(
       try {
         call->collective(*shared->gloo, call->inputs, call->outputs);
       } catch (const std::exception&) {
-        return; // see above: only an abort ends it
+        call->lost = true;
       }
+      if (call->lost && !std::getenv("LATE_PEERS_END"))
+        return; // see above: only an abort ends it
       std::lock_guard<std::mutex> lock(shared->mutex);
       call->done = true;
       shared->changed.notify_all();
     }).detach();
   while (!call->done && !shared->aborted && !has_failed(device) && !stopped())
     shared->changed.wait_for(lock, std::chrono::milliseconds(20));
-  if (!call->done) {
+  if (!call->done || call->lost) {
     leave_garbage(outputs);
     return;
   }

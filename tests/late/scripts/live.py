@@ -12,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import sys
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -35,6 +37,7 @@ import outlast
 from late import device, orderings
 from outlast import inprocess
 from outlast.inprocess import Compose
+from outlast.inprocess.interruption.interrupter import AtomicSection
 from outlast.inprocess.rank_assignment import AwaitReplacements, ShiftRanks
 
 PLAN: dict[str, Any] = {
@@ -45,12 +48,30 @@ PLAN: dict[str, Any] = {
     "ema": False,
     "optimizer": {},
     "timeouts": {},
+    "deaf": False,
     "faults": [],
 }
 PLAN.update(json.loads(sys.argv[1]))
+if PLAN["deaf"]:
+    os.environ["LATE_PEERS_END"] = "1"
 device.use()
 orderings.remove_asked()
-reach = PlannedFaults(PLAN, {"pause": lambda: time.sleep(0.5)}).reach
+STEPPED = threading.Event()
+ACTIONS = {"pause": lambda: time.sleep(0.5), "stepped": STEPPED.set}
+reach = PlannedFaults(PLAN, ACTIONS).reach
+
+
+def deafen() -> None:
+    """Rank 0 hears of a restart when it has made a step with what the abort of its peer has left
+    of the gradients; or after a while, if it makes none.
+    """
+    begin = AtomicSection.begin_termination
+
+    def late(section: AtomicSection) -> None:
+        STEPPED.wait(2.0)
+        begin(section)
+
+    setattr(AtomicSection, "begin_termination", late)  # noqa: B010
 
 
 def build() -> nn.Module:
@@ -85,6 +106,8 @@ def content(values: Iterable[Any]) -> str:
 def train(call: inprocess.CallWrapper) -> None:
     dist.init_process_group("cpu:gloo,late:lategloo")
     rank = dist.get_rank()
+    if PLAN["deaf"] and rank == 0:
+        deafen()
     model = build()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, **PLAN["optimizer"])
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if PLAN["ema"] else None

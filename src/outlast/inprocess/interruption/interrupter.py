@@ -323,7 +323,18 @@ class AtomicSection:
         """
         with self._changed:
             self._terminating = True
+            self._changed.notify_all()
             self._changed.wait_for(lambda: self._depth == 0)
+
+    def await_termination(self) -> None:
+        """Waits for `begin_termination`, in the function's thread, and raises `RankShouldRestart`.
+        The thread may hold sections: they would delay the termination, but not its beginning.
+        """
+        self.interrupter.shield()
+        with self._changed:
+            self._changed.wait_for(lambda: self._terminating)
+        self.interrupter.unshield()
+        raise RankShouldRestart("a restart has begun")
 
     def function_left(self) -> None:
         """Call when the function has been left. A section that it still holds, in a generator that

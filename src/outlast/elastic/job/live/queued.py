@@ -7,12 +7,15 @@ in its output, and what is queued runs: the parameters are those of no step, and
 So no kernel of an optimizer is queued before its gradients are there and are what they should be:
 
     1. the host waits for what the device has been given, the collectives of the gradients included
-    2. it makes sure that no restart has begun
+    2. it makes sure that no restart has begun on any rank: it reads `over/k` in the job's store
 
-An abort begins only after the restart has (`AtomicSection.begin_termination`). If 2 finds none, the
-abort comes later than the end of everything in 1. If there is one, the optimizer does not run, and
-the tensors are still those of the step before. The price is that the host does not run ahead of the
-device over an optimizer's step (`python -m benchmarks live` prints it).
+Every rank aborts its collectives only after `over/k` is there. If 2 does not find it, any abort
+comes later than the end of everything in 1. If it is there, the optimizer does not run, and the
+tensors are still those of the step before. To look at this rank alone would not do: when a peer
+aborts, its half of a collective stops waiting and goes through its steps without data, so that this
+rank's half may end, too, with garbage, before this rank has heard of the restart.
+
+The price: the host does not run ahead of the device over an optimizer's step, and reads a key.
 
 At the end of the iteration, the rest of the queue is waited for: what it writes to the parameters
 comes from steps that were checked so.
