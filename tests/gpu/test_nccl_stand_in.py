@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from inprocess.view_strategies import state_of
 from outlast.inprocess import CallWrapper, Wrapper, abort
-from outlast.inprocess.abort import AbortTorchDistributed
+from outlast.inprocess.abort import AbortTorchDistributed, aborted_by_torch
 
 STATE = state_of(0, 1)
 WATCHDOG = {
@@ -132,3 +132,24 @@ def test_what_the_user_has_set_for_the_watchdog_is_kept(monkeypatch: pytest.Monk
         return {name: value for name, value in os.environ.items() if name.startswith("TORCH_NCCL_")}
 
     assert train() == given
+
+
+@pytest.mark.parametrize(
+    ("mode", "backend", "aborts"),
+    [
+        ("0", "cuda:nccl", False),
+        ("1", "cuda:nccl", True),
+        ("2", "cpu:gloo,cuda:nccl", True),
+        ("2", "cpu:gloo", False),
+        ("3", "cuda:nccl", False),
+        (None, "cuda:nccl", False),
+    ],
+)
+def test_state_is_not_believed_if_torch_aborts_by_itself(
+    monkeypatch: pytest.MonkeyPatch, mode: str | None, backend: str, aborts: bool
+) -> None:
+    monkeypatch.setitem(dist.distributed_c10d._world.pg_backend_config, Group(None), backend)  # type: ignore[misc]
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    if mode is not None:
+        monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", mode)
+    assert bool(aborted_by_torch()) == aborts

@@ -120,6 +120,21 @@ class AbortTransformerEngine(Abort):
         return state
 
 
+def aborted_by_torch() -> str:
+    """Why torch may end a collective of the device before this package does, with garbage as its
+    result; empty if it does not.
+    """
+    mode = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "")
+    if mode not in ("1", "2") or not dist.is_available():
+        return ""
+    if not any("nccl" in kind for kind in dist.distributed_c10d._world.pg_backend_config.values()):
+        return ""
+    return (
+        f"TORCH_NCCL_ASYNC_ERROR_HANDLING={mode} lets torch abort a collective by itself, so an "
+        "optimizer may use garbage in place of gradients; 0 and 3 do not"
+    )
+
+
 def interrupt_collectives(done: threading.Event) -> None:
     """Makes every in-flight gloo collective of this process raise. Repeats until the threads in the
     collectives set `done`, since a thread may be about to open a connection or to wait on one.

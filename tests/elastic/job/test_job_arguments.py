@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -52,6 +54,45 @@ def test_a_wrong_number_is_refused_by_name(tmp_path: Path) -> None:
     for wrong in (lambda: job(tmp_path, keep=0), lambda: outlast.Checkpointer(tmp_path, keep=-1)):
         with pytest.raises(ValueError, match=r"^keep must be at least 1"):
             wrong()
+
+
+def test_live_state_is_required_only_where_it_is_possible(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^live must be True, False or 'auto', not 'yes'"):
+        job(tmp_path, live="yes")
+    with pytest.raises(ValueError, match=r"^live=True: without inprocess.Wrapper"):
+        job(tmp_path, live=True)
+
+
+REQUIRED = """
+import sys
+import torch
+import outlast
+from outlast import inprocess
+
+class Extra(torch.nn.Linear):
+    def get_extra_state(self):
+        return torch.ones(1)
+    def set_extra_state(self, state):
+        pass
+
+@inprocess.Wrapper()
+def train():
+    model = Extra(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with outlast.Job(sys.argv[1], model=model, optimizer=optimizer, live=True) as job:
+        job.restore()
+
+train()
+"""
+
+
+def test_it_is_an_error_if_required_live_state_is_not_possible(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(REQUIRED)
+    command = [sys.executable, str(script), str(tmp_path / "c")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 93
+    assert "ValueError: live=True: '_extra_state' of the model's state" in done.stderr
 
 
 def test_a_number_is_that_of_the_newest_checkpoints(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -83,7 +83,10 @@ class Job:
         checks: `ReplicaCheck`, `StragglerCheck`, or another `FiniteCheck` than the default one.
         live: whether to continue after a restart in place from the state that the surviving ranks
             have, if it is newer than the newest checkpoint. Until `restore` returns, a survivor
-            then holds the state of before the fault next to that of the new model.
+            then holds the state of before the fault next to that of the new model. "auto": if it is
+            possible; a log line of level INFO says why it is not. True: it is an error if it is not
+            possible. False: never, and nothing is noted after a step. On an accelerator, the host
+            waits for the gradients before each step of an optimizer.
         options: passed to `Checkpointer`: `group`, `max_in_flight`, `on_failure`, `threads`,
             `linger`, `timeout`, `events`, `replicas`, `replica_bandwidth`.
 
@@ -112,7 +115,7 @@ class Job:
         exit_code: int = PREEMPTED,
         min_ranks: int | None = None,
         checks: Check | Iterable[Check] = (),
-        live: bool = True,
+        live: bool | Literal["auto"] = "auto",
         **options: Any,
     ) -> None:
         check_options("Job", options, options_of(Checkpointer) | options_of(Job))
@@ -122,7 +125,11 @@ class Job:
         if min_ranks is not None:
             min_ranks = as_int("min_ranks", min_ranks, at_least=1)
         grace = as_timedelta("grace", grace, allow_zero=True)
+        if live not in (True, False, "auto"):
+            raise ValueError(f"live must be True, False or 'auto', not {live!r}")
         self._group, self._call = options.get("group"), running_call()
+        if live is True and self._call is None:
+            raise ValueError("live=True: without inprocess.Wrapper, no rank survives a fault")
         if self._call is not None:
             self._call.require_ranks(min_ranks)
         self._checks = JobChecks(check_of(checks))
@@ -148,6 +155,7 @@ class Job:
             self._ledger,
             self._group,
             self._call if live else None,
+            required=live is True,
         )
         self._schedule = SaveSchedule(every, self._ledger)
         self._step_events = StepEvents(self.checkpointer.emitter)
@@ -222,7 +230,8 @@ class Job:
                 on another rank: names it. Everything is then as it was before.
             ValueError: if the samples would come in another order; everything is then as before. If
                 the optimizer's parameters are not the same on all ranks, as with pipeline stages,
-                or the model is not, and there is no checkpoint yet. If an object of `states` has
+                or the model is not, and there is no checkpoint yet. With `live=True`, if the state
+                of the ranks cannot be continued from. If an object of `states` has
                 a value that a checkpoint cannot give back: names both.
             SystemExit: if the job was told to stop before a restart in place, after a state that
                 was in memory only has been saved.

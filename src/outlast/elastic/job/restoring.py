@@ -35,6 +35,9 @@ log = logging.getLogger("outlast.elastic")
 class Restoring:
     """One rank's part in the restores of a job. With a wrapped `call`, it also notes the state of
     each step, from which the next iteration of the call continues.
+
+    Args:
+        required: whether it is an error if the state cannot be noted.
     """
 
     def __init__(
@@ -44,7 +47,10 @@ class Restoring:
         ledger: CallLedger,
         group: Any,
         call: RunningCall | None,
+        *,
+        required: bool,
     ) -> None:
+        self._required = required
         self._training, self._call = training, call
         self._checkpointer, self._kept, self._group = checkpointer, checkpointer.kept, group
         self._rank, self._world_size = ledger.rank, ledger.world_size
@@ -98,6 +104,9 @@ class Restoring:
     def begin(self) -> None:
         """All ranks continue from what was restored, or from the initial state. From now on, the
         state of each step is noted; what was kept for this restore is released. Collective.
+
+        Raises:
+            ValueError: if the state cannot be noted, and must be.
         """
         self._training.buckets.apply()
         if self._call is None:
@@ -110,6 +119,8 @@ class Restoring:
                 self._training, self._kept, restored, self._branch, self._call.check_running
             )
         except NotSupported as e:
+            if self._required:
+                raise ValueError(f"live=True: {e}") from None
             missing = str(e)
             log.info("after a fault, this job loads a checkpoint: %s", e)
         self._keep(self._recorder or missing)

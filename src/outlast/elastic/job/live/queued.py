@@ -41,18 +41,18 @@ class Queued:
     """The queued work of the devices that have these tensors; nothing for tensors on the CPU.
 
     Args:
-        check_running: raises if a restart has begun.
+        check_running: raises if a restart has begun on any rank.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], check_running: Callable[[], None]) -> None:
-        self._devices = sorted(
+        self.devices = sorted(
             {each.device for each in tensors if devices.on_accelerator(each)}, key=str
         )
         self._check_running = check_running
 
     def await_gradients(self) -> None:
         """Called before an optimizer's first write is queued; see the module."""
-        if self._devices:
+        if self.devices:
             self._synchronize()
             self._check_running()
 
@@ -63,14 +63,14 @@ class Queued:
             DeviceLost: if it is not completed.
             RuntimeError: torch's, if it has failed.
         """
-        if not self._devices:
+        if not self.devices:
             return
         wait = ThreadedWait(self._synchronize, "outlast-drain")
         if not wait.over.wait(_DRAIN_S):
-            names = ", ".join(map(str, self._devices))
+            names = ", ".join(map(str, self.devices))
             raise DeviceLost(f"{names} did not complete its work within {_DRAIN_S:g} s")
         wait.result()
 
     def _synchronize(self) -> None:
-        for device in self._devices:
+        for device in self.devices:
             torch.accelerator.synchronize(device)

@@ -51,6 +51,7 @@ from outlast.elastic.job.live.writes import Marks, Snapshot, Writes
 from outlast.elastic.job.models import parameters_of
 from outlast.elastic.job.training_state import TrainingState
 from outlast.elastic.wrapped_modules import plain_state_dict
+from outlast.inprocess.abort import aborted_by_torch
 from outlast.system.devices import on_accelerator
 from outlast.system.error_text import describe
 
@@ -109,6 +110,8 @@ class Recorder:
         self._parameters = list(named.values())
         self._gradients = Gradients(named, [*optimizers, *training.more_optimizers])
         self._queued = Queued(entries.values(), check_running)
+        if self._queued.devices and (why := aborted_by_torch()):
+            raise NotSupported(why)
         self._writes: Writes | None = Writes(self._parameters, optimizers)
         self._signature = signature(entries)
         self._kept, self._branch = kept, branch
