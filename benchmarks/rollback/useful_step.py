@@ -84,7 +84,8 @@ def _let_fail(job: LaunchedJob, folder: Path, number: int, ranks: int, kills: in
 
     def waiting() -> bool:
         said = read_log(folder / "said.log")
-        return sum(e["event"] == "waiting" and e["iteration"] == number for e in said) == ranks
+        found = [e for e in said if e["event"] == "waiting" and e["iteration"] == number]
+        return len(found) == ranks
 
     job.wait_for(waiting, _NET_S, f"ranks that wait for fault {number}")
     ready = re.compile(r"standby pid \d+ is ready")
