@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import outlast
 from benchmarks.gpu.results import Figure
 from benchmarks.lib.machine import describe
 from outlast.async_checkpoint import Checkpointer
@@ -26,6 +27,7 @@ __all__ = ["MEASUREMENTS", "machine"]
 _REPEATS = 7
 _STATE_BYTES = 1 << 30
 _WAIT_S = 60.0
+_STEPS = 50
 
 
 def machine() -> dict[str, str]:
@@ -150,8 +152,42 @@ def restart_with_nccl() -> list[Figure]:
     ]
 
 
+def step_with_live_state() -> list[Figure]:
+    """A step of a `Job` that can continue from it after a fault, beside one that cannot."""
+    found: list[float] = []
+
+    @Wrapper()
+    def train(call: CallWrapper) -> None:
+        dist.init_process_group("nccl")
+        model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(8)]).cuda()
+        optimizer = torch.optim.Adam(model.parameters(), 1e-5, fused=True)
+        data = torch.randn(1024, 1024, device="cuda")
+        for live in (False, True):
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                outlast.Job(folder, model=model, optimizer=optimizer, every=None, live=live) as job,
+            ):
+                job.restore()
+
+                def steps(job: outlast.Job = job) -> None:
+                    for _ in range(_STEPS):
+                        model(data).square().mean().backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                        job.step()
+
+                found.append(_median(steps) / _STEPS)
+        dist.destroy_process_group()
+
+    train()
+    without, with_it = found
+    name = "step of 8 layers with live state (median)"
+    return [Figure(name, "s", with_it, without, "the same step without live state")]
+
+
 MEASUREMENTS: tuple[Callable[[], list[Figure]], ...] = (
     restart_with_nccl,
+    step_with_live_state,
     blocked_by_an_eager_save,
     blocked_by_an_overlapped_save,
     restore_to_the_device,

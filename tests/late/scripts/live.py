@@ -1,4 +1,5 @@
 """One rank of a wrapped training on the device `late`: `python live.py PLAN`, as `elastic/scripts`.
+On a GPU with another `device` and `backend`.
 
 DDP and FSDP reduce their gradients in the process group of the device: the host runs ahead of them,
 and an abort leaves garbage (`cpp/group.cpp`). The points of step N: `forward N`, `reducing N` (in
@@ -43,6 +44,8 @@ from outlast.inprocess.rank_assignment import AwaitReplacements, ShiftRanks
 PLAN: dict[str, Any] = {
     "steps": 8,
     "every": 100,
+    "device": "late",
+    "backend": "lategloo",
     "kind": "ddp",
     "micro": 1,
     "ema": False,
@@ -54,7 +57,8 @@ PLAN: dict[str, Any] = {
 PLAN.update(json.loads(sys.argv[1]))
 if PLAN["deaf"]:
     os.environ["LATE_PEERS_END"] = "1"
-device.use()
+if PLAN["device"] == "late":
+    device.use()
 orderings.remove_asked()
 STEPPED = threading.Event()
 ACTIONS = {"pause": lambda: time.sleep(0.5), "stepped": STEPPED.set}
@@ -77,11 +81,11 @@ def deafen() -> None:
 def build() -> nn.Module:
     torch.manual_seed(0)
     layers = [nn.Linear(4, 32), nn.Dropout(0.2), nn.Tanh(), nn.Linear(32, 32), nn.Linear(32, 1)]
-    model = nn.Sequential(*layers).to("late")
+    model = nn.Sequential(*layers).to(PLAN["device"])
     size = dist.get_world_size()
     if PLAN["kind"] != "ddp":
         shape, names = ((size,), ("s",)) if PLAN["kind"] == "fsdp" else ((2, size // 2), ("r", "s"))
-        fully_shard(model, mesh=init_device_mesh("late", shape, mesh_dim_names=names))
+        fully_shard(model, mesh=init_device_mesh(PLAN["device"], shape, mesh_dim_names=names))
     return model
 
 
@@ -104,7 +108,9 @@ def content(values: Iterable[Any]) -> str:
 
 @inprocess.Wrapper(rank_assignment=Compose(ShiftRanks(), AwaitReplacements(60)), **PLAN["timeouts"])
 def train(call: inprocess.CallWrapper) -> None:
-    dist.init_process_group("cpu:gloo,late:lategloo")
+    if PLAN["backend"] == "nccl":
+        torch.accelerator.set_device_index(int(os.environ["RANK"]))
+    dist.init_process_group(f"cpu:gloo,{PLAN['device']}:{PLAN['backend']}")
     rank = dist.get_rank()
     if PLAN["deaf"] and rank == 0:
         deafen()
@@ -131,7 +137,7 @@ def train(call: inprocess.CallWrapper) -> None:
                 reach(f"forward {point}", call.iteration)
                 last = micro == PLAN["micro"] - 1
                 with contextlib.nullcontext() if last else called.no_sync():
-                    loss = called((x * (step + micro)).to("late")).square().mean()
+                    loss = called((x * (step + micro)).to(PLAN["device"])).square().mean()
                     loss.backward()
                 reach(f"computed {point}", call.iteration)
             optimizer.step()
