@@ -93,6 +93,20 @@ def test_accumulated_gradients_and_an_average(
 
 
 @pytest.mark.parametrize("do", ["raise", "SIGKILL"])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("step", [2, 7])
+def test_a_scaler_that_skips_steps(
+    ranks: Ranks, tmp_path: Path, undisturbed: Any, step: int, fused: bool, do: str
+) -> None:
+    """It skips step 2, whose gradients are infinite, and makes step 7."""
+    plan = {"scaler": True, "optimizer": {"fused": fused}}
+    scales = {line["step"]: line["scale"] for line in undisturbed(**plan).events("trained")}
+    assert (scales[2] < scales[1], scales[7] < scales[6]) == (True, False)
+    faulty = run(ranks, tmp_path / "c", *later(1, step - 1, f"stepped {step}", do), **plan)
+    check(faulty, undisturbed(**plan), step - 1, step)
+
+
+@pytest.mark.parametrize("do", ["raise", "SIGKILL"])
 @pytest.mark.parametrize("at", ["forward 5", "done 5"])
 @pytest.mark.parametrize("kind", ["fsdp", "hsdp"])
 def test_a_sharded_model(

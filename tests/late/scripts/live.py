@@ -49,6 +49,7 @@ PLAN: dict[str, Any] = {
     "kind": "ddp",
     "micro": 1,
     "ema": False,
+    "scaler": False,
     "optimizer": {},
     "timeouts": {},
     "deaf": False,
@@ -117,7 +118,12 @@ def train(call: inprocess.CallWrapper) -> None:
     model = build()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, **PLAN["optimizer"])
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if PLAN["ema"] else None
-    states = {} if ema is None else {"ema": ema}
+    # Step 2 and some after it are skipped: their gradients are infinite with this scale.
+    weight = 100 if PLAN["scaler"] else 1
+    scaler = torch.amp.GradScaler(PLAN["device"], init_scale=2.0**127, enabled=PLAN["scaler"])
+    states: dict[str, Any] = {"scaler": scaler} if PLAN["scaler"] else {}
+    if ema is not None:
+        states["ema"] = ema
     x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1 + rank))
     torch.manual_seed(100 + rank)
     parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "states": states}
@@ -138,14 +144,15 @@ def train(call: inprocess.CallWrapper) -> None:
                 last = micro == PLAN["micro"] - 1
                 with contextlib.nullcontext() if last else called.no_sync():
                     loss = called((x * (step + micro)).to(PLAN["device"])).square().mean()
-                    loss.backward()
+                    scaler.scale(weight * loss).backward()
                 reach(f"computed {point}", call.iteration)
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
             if ema is not None:
                 ema.update_parameters(model)
             reach(f"stepped {step}", call.iteration)
             job.step()
-            say("trained", step=step, loss=loss.item().hex())
+            say("trained", step=step, loss=loss.item().hex(), scale=scaler.get_scale())
             reach(f"done {step}", call.iteration)
         say("ended", state=content([*model.parameters(), *(ema.parameters() if ema else [])]))
         dist.barrier()
