@@ -15,6 +15,9 @@ tensors are still those of the step before. To look at this rank alone would not
 aborts, its half of a collective stops waiting and goes through its steps without data, so that this
 rank's half may end, too, with garbage, before this rank has heard of the restart.
 
+The same before a step of the job is noted in which no optimizer has begun a step: a `GradScaler`,
+or a guard against spikes, may have left it out because of garbage.
+
 The price: the host does not run ahead of the device over an optimizer's step, and reads a key.
 
 At the end of the iteration, the rest of the queue is waited for: what it writes to the parameters
@@ -51,7 +54,9 @@ class Queued:
         self._check_running = check_running
 
     def await_gradients(self) -> None:
-        """Called before an optimizer's first write is queued; see the module."""
+        """Called before an optimizer's first write is queued, or a step without one is
+        noted; see the module.
+        """
         if self.devices:
             self._synchronize()
             self._check_running()

@@ -151,6 +151,8 @@ class Recorder:
     def completed(self) -> None:
         assert self._training is not None
         assert self._writes is not None
+        if not self._stepped:
+            self._queued.await_gradients()
         step = self._training.counters.steps
         own = self._own_state(self._training)
         early, self._early = self._early, None
