@@ -10,6 +10,7 @@ import pytest
 from procs import Job
 
 Ranks = Callable[..., Job]
+pytestmark = pytest.mark.timeout(600)  # the first test builds the device, beside other tests
 
 
 @pytest.mark.parametrize("scenario", ["a_copy_needs_its_event", "a_training_is_that_of_the_cpu"])
