@@ -59,6 +59,29 @@ def test_gradients_that_the_abort_of_a_peer_has_ended(
     check(faulty, undisturbed(), 4, sources=("live",))
 
 
+@pytest.mark.parametrize("do", ["raise", "SIGKILL"])
+def test_a_step_that_is_left_out_because_of_garbage(
+    ranks: Ranks, tmp_path: Path, undisturbed: Any, do: str
+) -> None:
+    """What the abort leaves looks like a spike. The optimizer does not step, and the state of step
+    4 must not be noted as that of step 5, of which rank 1 has noted its own part.
+    """
+    faults = [*ahead("reducing 5", do), fault(0, "noted 5", "stepped, stay")]
+    faulty = run(ranks, tmp_path / "c", *faults, guard=True, deaf=do == "raise")
+    check(faulty, undisturbed(guard=True), 4)
+
+
+@pytest.mark.parametrize("do", ["raise", "SIGKILL"])
+def test_a_metric_that_is_reduced_after_the_optimizers_step(
+    ranks: Ranks, tmp_path: Path, undisturbed: Any, do: str
+) -> None:
+    """The sum of rank 0 waits for rank 1, and the abort leaves garbage in it: none has step 5."""
+    plan = {"metric": True, "every": 3}
+    faults = [*ahead("stepped 5", do, when="measured 5"), fault(0, "noted 5", "stepped, stay")]
+    faulty = run(ranks, tmp_path / "c", *faults, deaf=do == "raise", **plan)
+    check(faulty, undisturbed(**plan), 3, sources=("memory",))
+
+
 @pytest.mark.parametrize("do", ["stay", "SIGSTOP"])
 @pytest.mark.parametrize(("at", "steps"), [("forward 5", [4]), ("computed 5", [4, 5])])
 def test_a_rank_that_hangs(

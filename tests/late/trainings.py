@@ -20,11 +20,11 @@ def check(faulty: Run, reference: Run, *steps: int, sources: tuple[str, ...] = M
     assert faulty.ended() == reference.ended()
 
 
-def ahead(at: str, do: str, nprocs: int = 2) -> list[dict[str, Any]]:
+def ahead(at: str, do: str, nprocs: int = 2, *, when: str = "computed 5") -> list[dict[str, Any]]:
     """A fault of rank 1 when the hosts of the others are as far ahead of step 5 as they get. Their
-    streams wait for the gradients of rank 1, which never come.
+    streams wait for what rank 1 computes, such as its gradients, which never comes.
     """
     others = [other for other in range(nprocs) if other != 1]
-    marks = [fault(other, "computed 5", f"mark ahead {other}") for other in others]
+    marks = [fault(other, when, f"mark ahead {other}") for other in others]
     waits = [f"await ahead {other}" for other in others]
     return [*marks, fault(1, at, ", ".join([*waits, "pause", do]))]

@@ -135,6 +135,25 @@ def aborted_by_torch() -> str:
     )
 
 
+def collectives_begun() -> list[tuple[str, int]] | None:
+    """How many collectives each process group has begun on the device, by the name of the group:
+    those are what an abort may end with garbage. `None` if a group does not count them.
+    """
+    accelerator = devices.available()
+    if accelerator is None or not dist.is_available():
+        return []
+    found: list[tuple[str, int]] = []
+    for group in list(dist.distributed_c10d._world.pg_map):
+        backend = accelerator.communicator(group)
+        if backend is None:
+            continue
+        try:
+            found.append((group.group_name, backend._get_sequence_number_for_group()))
+        except RuntimeError:
+            return None
+    return found
+
+
 def interrupt_collectives(done: threading.Event) -> None:
     """Makes every in-flight gloo collective of this process raise. Repeats until the threads in the
     collectives set `done`, since a thread may be about to open a connection or to wait on one.

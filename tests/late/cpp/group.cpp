@@ -14,6 +14,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/StreamGuard.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <map>
 #include <thread>
@@ -145,6 +146,8 @@ class Group final : public c10d::Backend {
   }
 
   const std::string getBackendName() const override { return "lategloo"; }
+
+  uint64_t getSequenceNumberForGroup() override { return begun_; }
 
   void abort() override {
     std::lock_guard<std::mutex> lock(shared_->mutex);
@@ -282,6 +285,7 @@ class Group final : public c10d::Backend {
       std::lock_guard<std::mutex> lock(shared_->mutex);
       TORCH_CHECK(!shared_->aborted, "late: the process group was aborted");
     }
+    ++begun_;
     int device = current_device();
     for (const Tensors* tensors : {&inputs, &outputs})
       for (const at::Tensor& each : *tensors) {
@@ -320,6 +324,7 @@ class Group final : public c10d::Backend {
   }
 
   const std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
+  std::atomic<uint64_t> begun_ = 0;
   std::map<std::pair<int, OpType>, int64_t> streams_;
 };
 

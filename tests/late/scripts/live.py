@@ -4,8 +4,8 @@ On a GPU with another `device` and `backend`.
 DDP and FSDP reduce their gradients in the process group of the device: the host runs ahead of them,
 and an abort leaves garbage (`cpp/group.cpp`). The points of step N: `forward N`, `reducing N` (in
 the backward pass: the gradients of the last layer are being reduced), `computed N` (the reduction
-of all is queued), `stepped N` (before `job.step`), `done N`. `forward N 1` and `computed N 1` are
-those of the second micro-batch.
+of all is queued), `stepped N`, `measured N` (before `job.step`), `noted N` (after it), `done N`.
+`forward N 1` and `computed N 1` are those of the second micro-batch.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ PLAN: dict[str, Any] = {
     "ema": False,
     "scaler": False,
     "optimizer": {},
+    "guard": False,
+    "metric": False,
     "timeouts": {},
     "deaf": False,
     "faults": [],
@@ -99,6 +101,30 @@ def parallel(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model, bucket_cap_mb=1e-3, find_unused_parameters=True)
 
 
+class Metric:
+    """The sum of the losses of all ranks and steps, which stays on the device."""
+
+    def __init__(self) -> None:
+        self._sum = torch.zeros((), device=PLAN["device"])
+
+    def add(self, loss: torch.Tensor) -> None:
+        of_all = loss.detach().clone()
+        dist.all_reduce(of_all)
+        self._sum += of_all
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sum": self._sum}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._sum.copy_(state["sum"])
+
+
+def is_spike(model: nn.Module) -> bool:
+    """Whether the gradients are so large that the step is left out, as a `GradScaler` does."""
+    gradients = [each.grad for each in model.parameters() if each.grad is not None]
+    return bool(torch.stack([each.norm() for each in gradients]).norm() > 1e6)
+
+
 def content(values: Iterable[Any]) -> str:
     found = hashlib.sha256()
     for value in values:
@@ -121,9 +147,9 @@ def train(call: inprocess.CallWrapper) -> None:
     # Step 2 and some after it are skipped: their gradients are infinite with this scale.
     weight = 100 if PLAN["scaler"] else 1
     scaler = torch.amp.GradScaler(PLAN["device"], init_scale=2.0**127, enabled=PLAN["scaler"])
-    states: dict[str, Any] = {"scaler": scaler} if PLAN["scaler"] else {}
-    if ema is not None:
-        states["ema"] = ema
+    metric = Metric() if PLAN["metric"] else None
+    kept = {"ema": ema, "metric": metric, "scaler": scaler if PLAN["scaler"] else None}
+    states = {name: each for name, each in kept.items() if each is not None}
     x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1 + rank))
     torch.manual_seed(100 + rank)
     parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "states": states}
@@ -146,15 +172,24 @@ def train(call: inprocess.CallWrapper) -> None:
                     loss = called((x * (step + micro)).to(PLAN["device"])).square().mean()
                     scaler.scale(weight * loss).backward()
                 reach(f"computed {point}", call.iteration)
-            scaler.step(optimizer)
-            scaler.update()
+            if PLAN["guard"] and is_spike(model):
+                optimizer.zero_grad()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
             if ema is not None:
                 ema.update_parameters(model)
             reach(f"stepped {step}", call.iteration)
+            if metric is not None:
+                metric.add(loss)
+            reach(f"measured {step}", call.iteration)
             job.step()
+            reach(f"noted {step}", call.iteration)
             say("trained", step=step, loss=loss.item().hex(), scale=scaler.get_scale())
             reach(f"done {step}", call.iteration)
-        say("ended", state=content([*model.parameters(), *(ema.parameters() if ema else [])]))
+        tensors = [*model.parameters(), *(ema.parameters() if ema else [])]
+        tensors += metric.state_dict().values() if metric else []
+        say("ended", state=content(tensors))
         dist.barrier()
     dist.destroy_process_group()
 

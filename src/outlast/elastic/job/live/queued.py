@@ -15,8 +15,9 @@ tensors are still those of the step before. To look at this rank alone would not
 aborts, its half of a collective stops waiting and goes through its steps without data, so that this
 rank's half may end, too, with garbage, before this rank has heard of the restart.
 
-The same before a step of the job is noted in which no optimizer has begun a step: a `GradScaler`,
-or a guard against spikes, may have left it out because of garbage.
+The same before a step of the job is noted, if a collective has begun since: its result may belong
+to the step, as that of a metric in `states` does. Or it has decided that the optimizer makes no
+step: a `GradScaler`, or a guard against spikes, leaves one out because of garbage.
 
 The price: the host does not run ahead of the device over an optimizer's step, and reads a key.
 
@@ -30,6 +31,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from outlast.inprocess.abort import collectives_begun
 from outlast.system import devices
 from outlast.system.waiting import ThreadedWait
 
@@ -52,14 +54,20 @@ class Queued:
             {each.device for each in tensors if devices.on_accelerator(each)}, key=str
         )
         self._check_running = check_running
+        self._checked: list[tuple[str, int]] | None = None  # the collectives that are known right
 
     def await_gradients(self) -> None:
-        """Called before an optimizer's first write is queued, or a step without one is
-        noted; see the module.
-        """
+        """Called before an optimizer's first write is queued; see the module."""
         if self.devices:
+            begun = collectives_begun()
             self._synchronize()
             self._check_running()
+            self._checked = begun
+
+    def await_results(self) -> None:
+        """Called before a step is noted: of the collectives that have begun since."""
+        if self.devices and (self._checked is None or collectives_begun() != self._checked):
+            self.await_gradients()
 
     def drain(self) -> None:
         """Waits for all queued work, after the abort.

@@ -13,8 +13,9 @@ pass in there. LBFGS calls the closure again after its first writes: then the st
 optimizer writes before it calls the closure, as for sharpness-aware minimization, these are other
 writes. With a `GradScaler`, the backward pass precedes the step, which has no closure.
 
-On an accelerator, an optimizer's step is queued only once its gradients are known to be right
-(`queued`), and the point is frozen when the device has done what it was given.
+On an accelerator, an optimizer's step is queued, and a step is noted, only once the results of the
+collectives before are known to be right (`queued`), and the point is frozen when the device has
+done what it was given.
 
 Gradients belong to no point: one whose gradients may still be needed is not used (`gradients`).
 
@@ -151,8 +152,7 @@ class Recorder:
     def completed(self) -> None:
         assert self._training is not None
         assert self._writes is not None
-        if not self._stepped:
-            self._queued.await_gradients()
+        self._queued.await_results()
         step = self._training.counters.steps
         own = self._own_state(self._training)
         early, self._early = self._early, None
