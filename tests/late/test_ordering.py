@@ -62,6 +62,9 @@ FIRST = {
     "elastic/silent_faults/finite_check.py: RunningFiniteCheck.step: self._losses": [
         "a_loss_is_read_without_a_wait"
     ],
+    "elastic/silent_faults/finite_check.py: RunningFiniteCheck.check_all": [
+        "the_losses_of_the_last_steps_are_read_at_the_end"
+    ],
     "elastic/silent_faults/finite_check.py": [
         "parameters_that_are_not_finite_are_found_without_a_wait"
     ],

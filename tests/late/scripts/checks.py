@@ -173,6 +173,16 @@ def a_loss_is_read_without_a_wait() -> None:
             check.step(4, loss)
 
 
+def the_losses_of_the_last_steps_are_read_at_the_end() -> None:
+    late = model(0)
+    with finite(late) as check:
+        loss = torch.zeros((), device="late:0")
+        with device.held(0) as gate, released_when_blocked("check_all", gate):
+            check.step(1, loss.fill_(torch.inf))
+            with pytest.raises(NonFinite, match=r"after step 1: .*the loss of rank 0"):
+                check.check_all()
+
+
 def times_of_a_device_are_read_when_they_are_there() -> None:
     for places in ((0,), (1,), (0, 1), (1, 0)):
         checks_its_times(model(*places), model(*places))

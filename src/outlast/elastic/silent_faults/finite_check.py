@@ -202,8 +202,7 @@ class RunningFiniteCheck:
         if gradient is not None:
             self._gradients.append((self._step, gradient))
         while self._losses and self._losses[0].ready.query():
-            look = self._losses.popleft()
-            self._judge_loss(look.step, look.sums)
+            self._judge_first_loss()
         if loss is not None:
             self._look_at_loss(loss)
         if "parameters" in self._reported:
@@ -219,11 +218,14 @@ class RunningFiniteCheck:
             self._judge(look.step, look.number, look.sums.tolist())
 
     def check_all(self) -> None:
-        """Looks at all parameters as they are now, and waits for it.
+        """Looks at all parameters as they are now, and at the losses so far, and waits for it.
 
         Raises:
             NonFinite: as `step`.
         """
+        while self._losses and not self._off:
+            self._losses[0].ready.synchronize()
+            self._judge_first_loss()
         if not self._off and "parameters" not in self._reported:
             self._look_closely(self._step)
 
@@ -278,6 +280,10 @@ class RunningFiniteCheck:
             self._losses.append(_on_its_way(self._step, loss.numel(), [loss.detach().reshape(-1)]))
         else:
             self._judge_loss(self._step, torch.as_tensor(loss).detach())
+
+    def _judge_first_loss(self) -> None:
+        look = self._losses.popleft()
+        self._judge_loss(look.step, look.sums)
 
     def _judge_loss(self, step: int, values: torch.Tensor) -> None:
         if not is_finite(values) and "loss" not in self._reported:
