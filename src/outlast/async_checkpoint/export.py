@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from outlast.async_checkpoint.restore.verified_read import Source
 from outlast.async_checkpoint.restore.whole_tensors import batches, read_tensors, read_value
-from outlast.async_checkpoint.storage.entries import ITEM_BYTES
+from outlast.async_checkpoint.storage.entries import ITEM_BYTES, flat_name, tree_path
 from outlast.system.files import fsync_folder
 
 __all__ = ["SUFFIXES", "Selection", "select", "write"]
@@ -74,22 +74,23 @@ def select(source: Source, root: str, patterns: Sequence[str]) -> Selection:
     under: dict[str, TreePath] = {}
     entries = source.contents.entries
     for name, entry in entries.items():
-        path = tuple(tuple(key) if isinstance(key, list) else key for key in entry.path)
+        path = tree_path(entry.path)
         for depth in range(len(path)):
-            if flat(path[:depth]) == root:
+            if flat_name(path[:depth]) == root:
                 under[name] = path[depth:]
     if not under:
-        tops = sorted({flat(entry.path[:1]) for entry in entries.values()})
+        tops = sorted({flat_name(entry.path[:1]) for entry in entries.values()})
         raise ValueError(f"{source.where} has nothing under {root!r}; it has {', '.join(tops)}")
     chosen = set() if patterns else set(under)
     for pattern in patterns:
         matching = {
             name
             for name, path in under.items()
-            if f"{flat(path)}.".startswith(f"{pattern}.") or fnmatchcase(flat(path), pattern)
+            if f"{flat_name(path)}.".startswith(f"{pattern}.")
+            or fnmatchcase(flat_name(path), pattern)
         }
         if not matching:
-            similar = difflib.get_close_matches(pattern, map(flat, under.values())) or ["none"]
+            similar = difflib.get_close_matches(pattern, map(flat_name, under.values())) or ["none"]
             raise ValueError(f"{source.where} has no {pattern!r}; similar: {', '.join(similar)}")
         chosen |= matching
     found = {name: path for name, path in under.items() if name in chosen}
@@ -132,13 +133,13 @@ def _write_safetensors(
     # The largest elements first: so each tensor is aligned. By name: so the number of ranks that
     # saved the checkpoint does not change the file.
     entries, names = chosen.source.contents.tensors, chosen.tensors
-    for name in sorted(names, key=lambda n: (-ITEM_BYTES[entries[n].dtype], flat(names[n]))):
-        dtype, flat_name = entries[name].dtype, flat(names[name])
-        if dtype not in _SAFETENSORS or flat_name in header:
-            what = f"the dtype {dtype}" if flat_name not in header else "a tensor of this name"
+    for name in sorted(names, key=lambda n: (-ITEM_BYTES[entries[n].dtype], flat_name(names[n]))):
+        dtype, exported = entries[name].dtype, flat_name(names[name])
+        if dtype not in _SAFETENSORS or exported in header:
+            what = f"the dtype {dtype}" if exported not in header else "a tensor of this name"
             raise ValueError(f"{name!r}: safetensors does not have {what}; use --format torch")
         places[name], end = end, end + entries[name].size_bytes
-        header[flat_name] = {
+        header[exported] = {
             "dtype": _SAFETENSORS[dtype],
             "shape": entries[name].shape,
             "data_offsets": [places[name], end],
@@ -200,8 +201,3 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
         draft.unlink(missing_ok=True)
         raise
     fsync_folder(path.parent)
-
-
-def flat(path: Sequence[Any]) -> str:
-    """The name of a path, as in a manifest."""
-    return ".".join(str(key[0] if isinstance(key, tuple) else key) for key in path)

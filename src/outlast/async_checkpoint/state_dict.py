@@ -24,7 +24,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItemType
 
-from outlast.async_checkpoint.storage.entries import ITEM_BYTES, is_covered
+from outlast.async_checkpoint.storage.entries import ITEM_BYTES, is_covered, tree_path
 from outlast.errors import CheckpointError, CheckpointUnsavable
 
 V = TypeVar("V")
@@ -319,10 +319,6 @@ def encode_items(items: Sequence[Item]) -> bytes:
 def decode_items(content: bytes) -> list[Item]:
     """The inverse of `encode_items`."""
     return [
-        Item(name, _path(path), kind, tuple(offsets), tuple(sizes), tuple(shape), dtype)
+        Item(name, tree_path(path), kind, tuple(offsets), tuple(sizes), tuple(shape), dtype)
         for name, path, kind, offsets, sizes, shape, dtype in json.loads(content)
     ]
-
-
-def _path(path: list[Any]) -> tuple[Any, ...]:
-    return tuple(tuple(key) if isinstance(key, list) else key for key in path)

@@ -30,7 +30,7 @@ from outlast.async_checkpoint.restore.verified_read import (
 )
 from outlast.async_checkpoint.snapshot.structure import local_part
 from outlast.async_checkpoint.state_dict import Item, look_up, nodes
-from outlast.async_checkpoint.storage.entries import Contents, Shard, TensorEntry, ValueEntry
+from outlast.async_checkpoint.storage.entries import Contents, Shard, TensorEntry, tree_path
 from outlast.errors import CheckpointMismatch
 from outlast.system.error_text import first_line
 from outlast.system.shared_memory import memory_at
@@ -63,14 +63,9 @@ def fill_empty(
     empty = {path for path, value in nodes(state_dict) if isinstance(value, dict) and not value}
     if not empty:
         return
-    entries: list[TensorEntry | ValueEntry] = [
-        *contents.tensors.values(),
-        *contents.values.values(),
-    ]
-    paths = [tuple(tuple(k) if isinstance(k, list) else k for k in e.path) for e in entries]
     lacking = [
         (path, entry)
-        for path, entry in zip(paths, entries, strict=True)
+        for path, entry in ((tree_path(each.path), each) for each in contents.entries.values())
         if any(path[:length] in empty for length in range(len(path)))
     ]
     tensors = [entry for _, entry in lacking if isinstance(entry, TensorEntry)]

@@ -131,6 +131,16 @@ class Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(f"{before!r} is beyond the end of {file_name!r}")
 
 
+def tree_path(path: Sequence[Any]) -> tuple[Any, ...]:
+    """A path that can be a key: `(i,)` instead of `[i]` for index i of a list."""
+    return tuple(tuple(key) if isinstance(key, list) else key for key in path)
+
+
+def flat_name(path: Sequence[Any]) -> str:
+    """The name of what is at a path, in either form."""
+    return ".".join(str(key[0] if isinstance(key, list | tuple) else key) for key in path)
+
+
 def is_count(value: Any) -> bool:
     """Whether it is a whole number that can be a size, an offset or a step."""
     return type(value) is int and 0 <= value < _LARGEST
@@ -212,7 +222,7 @@ def _check_paths(*entries: Mapping[str, TensorEntry | ValueEntry]) -> None:
     lengths: dict[int, int] = {}  # of lists, by the id of their node
     spare = sum(map(len, entries)) + _SPARE_PLACES
     for name, path in ((name, entry.path) for each in entries for name, entry in each.items()):
-        if ".".join(str(key[0] if type(key) is list else key) for key in path) != name:
+        if flat_name(path) != name:
             raise ValueError(f"{name!r} has the path {path!r} of another name")
         node: Any = root
         for depth, key in enumerate(path, 1):
