@@ -105,7 +105,7 @@ def write(
     output: Path,
     kind: str,
     step: int,
-    progress: Callable[[int], None] = lambda size_bytes: None,
+    progress: Callable[[int], None],
 ) -> dict[str, str]:
     """Writes a file in a format of `SUFFIXES`. It replaces `output` in one step, when it is
     complete and durable. Every byte that is read is verified.

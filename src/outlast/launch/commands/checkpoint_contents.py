@@ -14,10 +14,10 @@ import typer
 from outlast.errors import CheckpointError, CheckpointReadError
 from outlast.launch.commands.checkpoint_folder import (
     ERRORS,
-    NAMED,
     Directory,
     open_folder,
     progress_bar,
+    some_of,
     usable,
     warn,
 )
@@ -83,8 +83,7 @@ def export(
                 continue
             for why in dict.fromkeys(left_out.values()):
                 names = [name for name, reason in left_out.items() if reason == why]
-                more = f", ... ({len(names)} in all)" if len(names) > NAMED else ""
-                warn(f"left out {', '.join(names[:NAMED])}{more}: {why}")
+                warn(f"left out {some_of(names)}: {why}")
             count = f"{len(chosen.tensors)} tensor{'s' if len(chosen.tensors) > 1 else ''}"
             typer.echo(f"step {found.step}: {count}, {size_text(chosen.size_bytes)}, in {file}")
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from outlast.async_checkpoint.inspection import Found, Storage
 
 ERRORS = (CheckpointError, OSError, ModuleNotFoundError, ValueError)
-NAMED = 5  # names in a message
+_NAMED = 5  # in a message
 
 Directory = Annotated[
     str, typer.Argument(metavar="DIR", help="The checkpointer's directory: a path or a URL.")
@@ -46,11 +46,9 @@ def refuse_unrelated_folder(storage: Storage) -> None:
     # Hidden files are ignored: a checkpointer's own (its lock, for example) are hidden.
     held = sorted(path.name for path in storage.root.iterdir() if not path.name.startswith("."))
     if held:
-        more = f", ... ({len(held)} in all)" if len(held) > NAMED else ""
         raise CheckpointError(
-            f"{storage.where} holds no checkpoints, but {', '.join(held[:NAMED])}{more}: give the "
-            "folder that was given to `Job` or `Checkpointer`, or the folder `states` in "
-            "OUTLAST_CHECKPOINT_PATH"
+            f"{storage.where} holds no checkpoints, but {some_of(held)}: give the folder that was "
+            "given to `Job` or `Checkpointer`, or the folder `states` in OUTLAST_CHECKPOINT_PATH"
         )
 
 
@@ -82,6 +80,12 @@ def usable(storage: Storage, step: int | None) -> Iterator[Found]:
         else:
             yield one
     raise CheckpointError(f"no checkpoint in {storage.where} is valid")
+
+
+def some_of(names: Sequence[str]) -> str:
+    """The first names, and how many there are."""
+    more = f", ... ({len(names)} in all)" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
 
 
 def warn(text: str) -> None:
