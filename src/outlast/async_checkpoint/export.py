@@ -7,7 +7,6 @@ once: the format is a header in JSON and the data, so one batch of tensors at a 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import io
@@ -22,7 +21,7 @@ from typing import Any, BinaryIO
 from outlast.async_checkpoint.restore.verified_read import Source
 from outlast.async_checkpoint.restore.whole_tensors import batches, read_tensors, read_value
 from outlast.async_checkpoint.storage.entries import ITEM_BYTES, flat_name, tree_path
-from outlast.system.files import fsync_folder
+from outlast.system.files import replacing
 
 __all__ = ["SUFFIXES", "Selection", "select", "write"]
 
@@ -118,7 +117,7 @@ def write(
         CheckpointError: if a part is missing or damaged.
         CheckpointReadError: if a file cannot be read now.
     """
-    with _replacing(output) as file:
+    with replacing(output, output.with_name(f"{output.name}.draft-{os.getpid()}")) as file:
         if kind == "safetensors":
             return _write_safetensors(chosen, file, step, progress)
         return _write_torch(chosen, file, progress)
@@ -185,19 +184,3 @@ def _write_torch(
             raise e.__context__ from e
         raise
     return left_out
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file that replaces `path` at the end of the block, durably; or is removed."""
-    draft = path.with_name(f"{path.name}.draft-{os.getpid()}")
-    try:
-        with open(draft, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
-    fsync_folder(path.parent)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from outlast.system.processes import is_dying
 
@@ -44,12 +46,24 @@ def replace_durably(path: Path, content: bytes) -> None:
     """Writes a small file in one step: after a crash it has the old content or the new one, and
     after the return the new one. Call it from one process at a time.
     """
-    draft = path.with_name(f"{path.name}.draft")
-    with open(draft, "wb") as file:
+    with replacing(path, path.with_name(f"{path.name}.draft")) as file:
         file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, draft: Path) -> Iterator[BinaryIO]:
+    """The new file `draft`, which takes the place of `path` at the end of the block, durably; after
+    an error, it is removed.
+    """
+    try:
+        with open(draft, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
     fsync_folder(path.parent)
 
 
