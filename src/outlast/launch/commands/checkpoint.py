@@ -1,7 +1,5 @@
 """`outlast checkpoint`: lists, verifies and deletes the checkpoints in a folder, and exports and
-compares them (`checkpoint_contents.py`).
-
-Needs neither torch nor the job that saved them.
+compares them (`checkpoint_contents.py`). None of this needs the job that saved them.
 """
 
 from __future__ import annotations
