@@ -121,7 +121,7 @@ class JobChecks:
             distrust = _distrust(checkpointer) if check.excludes else None
             own = ledger.child(f"replicas/{step}/{self._starts}")
             clean = step if clean_step is None else min(clean_step, step)
-            # Each rank may know of another one: all are true. All begin with the same.
+            # The ranks may know different clean steps: they agree on one of them.
             clean = int(own.agree("clean step", str(clean)))
             self._replicas = RunningReplicaCheck(check, module, own, emitter, step, distrust, clean)
             self._running.append(self._replicas)

@@ -1,16 +1,16 @@
-"""Work that is queued on an accelerator: what of it may be believed after a fault.
+"""Work that is queued on an accelerator: which of its results are valid after a fault.
 
 The host runs ahead of a device. When a fault comes, the optimizer's kernels of the next step may be
 queued behind a collective that waits for a dead rank. The abort ends that collective with garbage
 in its output, and what is queued runs: the parameters are those of no step, and nothing shows it.
 
-So no kernel of an optimizer is queued before its gradients are there and are what they should be:
+So no kernel of an optimizer is queued before its gradients are complete and valid:
 
     1. the host waits for what the device has been given, the collectives of the gradients included
     2. it makes sure that no restart has begun on any rank: it reads `over/k` in the job's store
 
 Every rank aborts its collectives only after `over/k` is there. If 2 does not find it, any abort
-comes later than the end of everything in 1. If it is there, the optimizer does not run, and the
+comes later than the end of everything in 1. If 2 finds it, the optimizer does not run, and the
 tensors are still those of the step before. To look at this rank alone would not do: when a peer
 aborts, its half of a collective stops waiting and goes through its steps without data, so that this
 rank's half may end, too, with garbage, before this rank has heard of the restart.
@@ -21,8 +21,8 @@ step: a `GradScaler`, or a guard against spikes, leaves one out because of garba
 
 The price: the host does not run ahead of the device over an optimizer's step, and reads a key.
 
-At the end of the iteration, the rest of the queue is waited for: what it writes to the parameters
-comes from steps that were checked so.
+At the end of the iteration, `drain` waits for the rest of the queue, which writes to the parameters
+only in steps that were checked.
 """
 
 from __future__ import annotations

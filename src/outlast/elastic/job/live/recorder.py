@@ -87,7 +87,7 @@ class Recorder:
 
     Attributes:
         point: the present one.
-        why: why there is nothing to continue from, if so, once `freeze` was called.
+        why: once `freeze` was called, why there is nothing to continue from; else empty.
 
     Raises:
         NotSupported: if the state cannot be kept.

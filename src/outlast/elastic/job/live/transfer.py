@@ -127,7 +127,7 @@ class Exchange:
             self._send_bytes(header, to)
         views = [_bytes_of(leaf) for leaf in leaves]
         checksums: list[int] = []
-        sending: deque[tuple[torch.Tensor, Any]] = deque()  # of which one is checked meanwhile
+        sending: deque[tuple[torch.Tensor, Any]] = deque()  # at most two
         for parcel in _own_parcels(load_shapes(header), place, len(senders)):
             content = _gathered(views, parcel).to(self._device)
             sending.append((content, dist.isend(content, self._global(to), group=self._group)))
@@ -172,8 +172,8 @@ class Exchange:
             check_one()
         damaged = []
         for rank, parcels in lanes:
-            told = self._receive_tensor(len(parcels) + 1, torch.int64, rank)
-            if told.tolist() != [*checksums[rank], 0]:
+            sent = self._receive_tensor(len(parcels) + 1, torch.int64, rank)
+            if sent.tolist() != [*checksums[rank], 0]:
                 damaged.append(rank)
         return (header, leaves), damaged
 

@@ -53,7 +53,7 @@ class Marks:
         versions: how often each parameter was written to.
         places: where the parameters are in memory.
         sample: some of their elements.
-        queued: some elements of those on an accelerator, copied there when the device comes to it.
+        queued: some elements of those on an accelerator, copied there in the order of its queue.
         moments: which tensors the optimizer has, and how often each was written to.
         digests: those of all contents, if they decide: after a restore, the ranks may still write
             equal values to their parameters, as `DistributedDataParallel` does, or move them and
