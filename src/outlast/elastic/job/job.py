@@ -17,10 +17,8 @@ same step, and exit with a code that tells a scheduler to restart the job.
 from __future__ import annotations
 
 import datetime
-import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -31,6 +29,7 @@ from outlast.async_checkpoint import Checkpointer, Retention, SaveHandle
 from outlast.coordination.call_ledger import connect_ledger
 from outlast.coordination.training_step import report_step
 from outlast.elastic.job.counters import StepEvents
+from outlast.elastic.job.ending import Ending
 from outlast.elastic.job.models import Models, Optimizers, by_name, check_models
 from outlast.elastic.job.restoring import Restoring
 from outlast.elastic.job.same_on_all_ranks import (
@@ -38,15 +37,12 @@ from outlast.elastic.job.same_on_all_ranks import (
     check_equal_models,
     check_nothing_to_restore,
 )
-from outlast.elastic.job.saves import NotSaved, Saves, SaveSchedule, check_interval
+from outlast.elastic.job.saves import Saves, SaveSchedule, check_interval
 from outlast.elastic.job.training_state import TrainingState, check_stateful
 from outlast.elastic.silent_faults.job_checks import Check, JobChecks, TrustedRestore, check_of
 from outlast.elastic.stop_signals import PREEMPTED, SIGNALS, StopSignals
-from outlast.errors import RestartAbort
 from outlast.inprocess.running_call import long_phase, running_call
 from outlast.system.arguments import Duration, as_int, as_timedelta, check_options, options_of
-
-log = logging.getLogger("outlast.elastic")
 
 T = TypeVar("T")
 
@@ -167,10 +163,12 @@ class Job:
             partial(self._checks.must_be_finite, self.module),
         )
         self._may_save = False  # restored, or there is nothing to restore
-        self._released = False
         # Last: a constructor that raises leaves no handlers.
         self._stop = StopSignals(
             self.checkpointer, self._group, signals=signals, grace=grace, exit_code=exit_code
+        )
+        self._ending = Ending(
+            self._call, self.checkpointer, self._checks, self._saves, self._restoring, self._stop
         )
 
     @property
@@ -244,25 +242,20 @@ class Job:
         self._may_save = True
         if found is None:
             check_equal_models(self.module, self._ledger, self._group)
-            with self._long_phase():
+            with long_phase(self.checkpointer.kept.timeout_s or None):
                 self.save().wait()
         self._restoring.begin()
         self.module.zero_grad()  # a backward pass that a fault interrupted may have left gradients
         if found is not None:
             self._saves.restored()
         trusted.finish(self.save)
-        self._checks.start(
-            self.module,
-            self.checkpointer,
-            self._ledger,
-            self.steps,
-            self._training.counters.clean_step,
-        )
+        clean = self._training.counters.clean_step
+        self._checks.start(self.module, self.checkpointer, self._ledger, self.steps, clean)
         if self._restoring.from_survivors:
             self._checks.compare_now(self.checkpointer.kept.timeout_s)  # before DDP copies a flip
         self._schedule.start(self.steps)
         self._step_events.begin(self.steps)
-        self._stop.begin(self.steps, self._save_for_stop)
+        self._stop.begin(self.steps, self._ending.save_for_stop)
         self._training.epochs.restored()
         if self._restoring.from_survivors:
             self._training.epochs.warn_if_unused()
@@ -322,7 +315,7 @@ class Job:
         self._restoring.completed()
         report_step(self.steps, completed=True)
         self._checks.completed(self.steps, loss)
-        self._stop.completed(self.steps, self._save_for_stop)
+        self._stop.completed(self.steps, self._ending.save_for_stop)
         if self._schedule.is_due(self.steps):
             self.save()
 
@@ -352,7 +345,7 @@ class Job:
         """Makes all ranks save after the same step, and exit. Any thread of any rank may call this,
         for example when the cloud provider announces that it will reclaim the machine.
         """
-        if self._released:
+        if self._ending.released:
             raise ValueError("this job is closed")
         self._stop.request(why)
 
@@ -364,10 +357,7 @@ class Job:
         """
         self._step_events.write()
         self._stop.close(failed=True)
-        self._checks.close()
-        self._release()
-        with self._long_phase():
-            self.checkpointer.close()
+        self._ending.close()
 
     def __enter__(self) -> Job:
         return self
@@ -378,64 +368,11 @@ class Job:
         try:
             if kind is None:
                 self._training.epochs.finish()
-                self._complete()
+                self._ending.complete(self.steps)
             else:
-                self._fail(kind)
+                self._ending.fail(kind)
         finally:
-            # A fault in a wrapped call is followed by a restart: signals are still requests.
-            if self._call is None:
-                self._release()
-
-    def _complete(self) -> None:
-        """The program has left the `with` block without an error: saves its state. Until this is
-        done, nothing is released: after a fault, a restart in place continues with this state.
-
-        Raises:
-            RestartAbort: in a wrapped call, if the state cannot be saved. A restart would train
-                again from a checkpoint.
-            CheckpointError: without a wrapped call, the same.
-        """
-        try:
-            with self._long_phase():
-                if self.steps:
-                    self._checks.compare_now(self._stop.grace_s)
-                self._checks.close()
-        except Exception as e:
-            self._fail(type(e))  # what the checks raise ends the job as an error of the program
-            raise
-        try:
-            if self.steps:
-                self._saves.complete()
-        except NotSaved as e:
-            self.checkpointer.__exit__(NotSaved)
-            self._release()
-            if self._call is None:
-                raise
-            raise RestartAbort(str(e)) from e
-        with self._long_phase():
-            self.checkpointer.close()
-        self._release()
-
-    def _fail(self, kind: type[BaseException]) -> None:
-        """The program has left the `with` block with an error."""
-        with self._long_phase():
-            self._checks.close()
-            self.checkpointer.__exit__(kind)
-
-    def _release(self) -> None:
-        """The job has ended without a fault that is followed by a restart in place."""
-        self._released = True
-        self._restoring.close()
-        self._stop.close()
-
-    def _save_for_stop(self) -> None:
-        """The last save of a job that was told to stop."""
-        self._checks.compare_now(self._stop.grace_s)
-        self._saves.save_if_changed()
-
-    def _long_phase(self) -> AbstractContextManager[None]:
-        """A phase that may last until the checkpointer's timeout."""
-        return long_phase(self.checkpointer.kept.timeout_s or None)
+            self._ending.leave()
 
     def _check_restored(self) -> None:
         if self._may_save:
