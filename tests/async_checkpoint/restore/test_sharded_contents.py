@@ -9,19 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from async_checkpoint.checkpoints import same
+from launch.checkpoint_command import outlast
 from outlast.chaos.storage import flip_byte
-from outlast.launch.cli import app
 from procs import Job
 
 Ranks = Callable[..., Job]
 SIZES = (1, 2, 4)
-
-
-def outlast(*arguments: object) -> Any:
-    return CliRunner().invoke(app, ["checkpoint", *map(str, arguments)])
 
 
 def saved(ranks: Ranks, path: Path, nprocs: int) -> Path:

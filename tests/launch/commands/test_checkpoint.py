@@ -15,13 +15,12 @@ from pathlib import Path
 import fsspec
 import pytest
 from click.testing import Result
-from typer.testing import CliRunner
 
 from async_checkpoint.made import save
+from launch.checkpoint_command import outlast
 from outlast.async_checkpoint.storage.directory import open_storage
 from outlast.async_checkpoint.storage.local import LocalStorage
 from outlast.async_checkpoint.storage.manifest import MANIFEST
-from outlast.launch.cli import app
 
 FILE = "__0_0.distcp"
 
@@ -32,12 +31,6 @@ def storage(tmp_path: Path) -> LocalStorage:
     for step in (10, 20, 30):
         save(storage, step, metric=step / 8)
     return storage
-
-
-def outlast(*arguments: object, stdin: str = "") -> Result:
-    result = CliRunner().invoke(app, ["checkpoint", *map(str, arguments)], input=stdin)
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result
 
 
 def flip(storage: LocalStorage, step: int, name: str = FILE, at: int = 1500) -> None:
