@@ -288,7 +288,7 @@ class RunningFiniteCheck:
     def _judge_loss(self, step: int, values: torch.Tensor) -> None:
         if not is_finite(values) and "loss" not in self._reported:
             text = f"{values.item():g}" if values.numel() == 1 else "not finite"
-            self._act_on(self._finding("loss", step, step - 1, [], loss=text))
+            self._report("loss", step, step - 1, [], loss=text)
 
     def _look_closely(self, step: int) -> None:
         """Looks at every value. A sum that is not finite may have overflowed."""
@@ -306,15 +306,9 @@ class RunningFiniteCheck:
         # GradScaler skips steps with such gradients: only those since the parameters were finite.
         wrong = [at for at, sums in self._gradients if since < at <= step and not is_finite(sums)]
         if wrong:
-            self._act_on(self._finding("gradients", wrong[0], wrong[0] - 1, names))
+            self._report("gradients", wrong[0], wrong[0] - 1, names)
         else:
-            self._act_on(self._finding("parameters", step, since, names))
-
-    def _finding(
-        self, origin: str, step: int, since: int, names: list[str], loss: str = ""
-    ) -> _Finding:
-        rank, host = self._ledger.rank, socket.gethostname()
-        return _Finding(step, since, rank, host, origin, names, loss, huge=self._huge())
+            self._report("parameters", step, since, names)
 
     def _huge(self) -> str:
         """The finite parameter with the greatest value, if that looks like a flipped bit: it makes
@@ -328,7 +322,9 @@ class RunningFiniteCheck:
                 most, which = greatest, name
         return f"{which} has a value of {most:.1e}" if which else ""
 
-    def _act_on(self, finding: _Finding) -> None:
+    def _report(self, origin: str, step: int, since: int, names: list[str], loss: str = "") -> None:
+        rank, host = self._ledger.rank, socket.gethostname()
+        finding = _Finding(step, since, rank, host, origin, names, loss, huge=self._huge())
         if self._check.on_non_finite == "stop":
             finding = self._first_of_all(finding)
         text = describe(finding)
