@@ -60,6 +60,15 @@ class Run:
         return made.count((rank, step))
 
 
+def ranks_of(folder: Path, script: Path, zygote: Any) -> Ranks:
+    """As the fixture `ranks`, for more than one test, or a script elsewhere."""
+
+    def ranks(_: str, plan: str, nprocs: int) -> Job:
+        return Job(folder, script, nprocs=nprocs, args=[plan], spawn=zygote.spawn)
+
+    return ranks
+
+
 def run(
     ranks: Ranks,
     path: Path,

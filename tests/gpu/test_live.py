@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.live_trainings import Run, later, run
+from elastic.live_trainings import Run, later, ranks_of, run
 from late.trainings import ahead, check
-from procs import Job
 
 SCRIPT = Path(__file__).parents[1] / "late" / "scripts" / "live.py"
 ONE = {"device": "cuda", "backend": "gloo"}
@@ -29,10 +28,7 @@ pytestmark = [
 
 def trained(tmp_path: Path, zygote: Any, *faults: dict[str, Any], **plan: Any) -> tuple[Run, Run]:
     """The run with these faults, and the one without."""
-
-    def ranks(_: str, plan: str, nprocs: int) -> Job:
-        return Job(tmp_path, SCRIPT, nprocs=nprocs, args=[plan], spawn=zygote.spawn)
-
+    ranks = ranks_of(tmp_path, SCRIPT, zygote)
     reference = run(ranks, tmp_path / "reference", **plan)
     return run(ranks, tmp_path / "faulty", *faults, **plan), reference
 

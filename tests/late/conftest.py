@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from elastic.live_trainings import Run, run
+from elastic.live_trainings import Run, ranks_of, run
 from late import device
-from procs import Job
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,10 +31,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, zygote: Any) -> Callab
         name = repr((nprocs, plan))
         if name not in made:
             folder = tmp_path_factory.mktemp("undisturbed")
-
-            def ranks(_: str, plan: str, nprocs: int) -> Job:
-                return Job(folder, script, nprocs=nprocs, args=[plan], spawn=zygote.spawn)
-
+            ranks = ranks_of(folder, script, zygote)
             made[name] = run(ranks, folder / "checkpoints", nprocs=nprocs, **plan)
         return made[name]
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from elastic.live_trainings import fault, later, run
+from elastic.live_trainings import Ranks, fault, later, run
 from late.trainings import MEMORY, ahead, check
-from procs import Job
 
 pytestmark = pytest.mark.slow
-Ranks = Callable[..., Job]
 
 
 TIMEOUTS = {"soft_timeout": 4, "hard_timeout": 6, "termination_grace_time": 1}

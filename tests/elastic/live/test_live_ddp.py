@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from elastic.live_trainings import Run, check_same, fault, later, run
-from procs import Job
+from elastic.live_trainings import Ranks, Run, check_same, fault, later, ranks_of, run
 
-Ranks = Callable[..., Job]
 SLOW = pytest.mark.slow
 LIVE, REPLICA = "live", "replica"
 KEPT = pytest.mark.parametrize("kept", [False, pytest.param(True, marks=SLOW)])
@@ -22,11 +19,7 @@ KEPT = pytest.mark.parametrize("kept", [False, pytest.param(True, marks=SLOW)])
 def reference(tmp_path_factory: pytest.TempPathFactory, zygote: Any) -> Run:
     folder = tmp_path_factory.mktemp("reference")
     script = Path(__file__).parents[1] / "scripts" / "live.py"
-
-    def ranks(_: str, plan: str, nprocs: int) -> Job:
-        return Job(folder, script, nprocs=nprocs, args=[plan], spawn=zygote.spawn)
-
-    return run(ranks, folder / "checkpoints")
+    return run(ranks_of(folder, script, zygote), folder / "checkpoints")
 
 
 @KEPT

@@ -4,16 +4,13 @@ the newest step that a rank has, bit by bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from elastic.live_trainings import Run, check_same, fault, later, run
-from procs import Job
+from elastic.live_trainings import Ranks, Run, check_same, fault, later, ranks_of, run
 
-Ranks = Callable[..., Job]
 SLOW = pytest.mark.slow
 LIVE, REPLICA = "live", "replica"
 
@@ -22,11 +19,7 @@ LIVE, REPLICA = "live", "replica"
 def reference(tmp_path_factory: pytest.TempPathFactory, zygote: Any) -> Run:
     folder = tmp_path_factory.mktemp("reference")
     script = Path(__file__).parents[1] / "scripts" / "gan.py"
-
-    def ranks(_: str, plan: str, nprocs: int) -> Job:
-        return Job(folder, script, nprocs=nprocs, args=[plan], spawn=zygote.spawn)
-
-    return run(ranks, folder / "checkpoints", script="gan")
+    return run(ranks_of(folder, script, zygote), folder / "checkpoints", script="gan")
 
 
 def both(at: str, do: str) -> list[dict[str, Any]]:
