@@ -16,16 +16,14 @@ import json
 import os
 import signal
 import time
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import outlast
 from benchmarks.checkpoint.limits import drop_cache
+from benchmarks.rollback.script import FOLDER, model_of, say
 from benchmarks.rollback.ways import SAVED, UNSAVED, WAYS, Way
 from outlast import inprocess
 from outlast.events.emitter import MemorySink
@@ -34,8 +32,6 @@ from outlast.events.types import CheckpointRestored
 _FAILING = 1
 _BATCH = 8
 _SETTLE_S = 0.3
-
-FOLDER = Path(os.environ.get("ROLLBACK_FOLDER", "."))
 
 
 def main() -> None:
@@ -51,7 +47,7 @@ def train(call: inprocess.CallWrapper) -> None:
     number: int = call.iteration
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    model = _model(plan["mib"])
+    model = model_of(plan["mib"])
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-5, fused=True)
     inputs = torch.randn(_BATCH, next(model.parameters()).shape[1])
     sink = MemorySink()
@@ -79,23 +75,14 @@ def train(call: inprocess.CallWrapper) -> None:
             optimizer.step()
             optimizer.zero_grad()
             job.step()
-            _say("step", rank=rank, iteration=number, step=job.steps)
-
-
-def _model(mib: int) -> nn.Module:
-    """Equal layers, of `mib` MiB together with Adam's two moments."""
-    parameters = mib * 2**20 / 4 / 3
-    width = min(2048, round((parameters / 3) ** 0.5))
-    torch.manual_seed(0)
-    layers = max(3, round(parameters / width**2))
-    return nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
+            say("step", rank=rank, iteration=number, step=job.steps)
 
 
 def _say_restored(rank: int, number: int, job: outlast.Job, began: float, sink: MemorySink) -> None:
     found = [event for event in sink.events if isinstance(event, CheckpointRestored)]
     size = sum(p.nbytes for p in job.model.parameters()) * 3
     received = found[-1].fetched_bytes if found else 0
-    _say(
+    say(
         "restored",
         rank=rank,
         iteration=number,
@@ -114,23 +101,16 @@ def _give_up_memory(job: outlast.Job) -> None:
 
 
 def _fail(number: int, way: Way, kind: str) -> None:
-    _say("waiting", iteration=number, kind=kind)
+    say("waiting", iteration=number, kind=kind)
     while not (FOLDER / f"go-{number}").exists():
         time.sleep(0.05)
     if way.cold:
         drop_cache([path for path in (FOLDER / "checkpoints").rglob("*") if path.is_file()])
     time.sleep(_SETTLE_S)  # the other rank is in its collective; what was started has ended
-    _say("fault", iteration=number, kind=kind)
+    say("fault", iteration=number, kind=kind)
     if kind == "sigkill":
         os.kill(os.getpid(), signal.SIGKILL)
     raise RuntimeError(f"planned fault {number}")
-
-
-def _say(event: str, **fields: Any) -> None:
-    line = json.dumps({"event": event, "at": time.monotonic(), **fields}).encode() + b"\n"
-    log = os.open(FOLDER / "said.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    os.write(log, line)
-    os.close(log)
 
 
 if __name__ == "__main__":

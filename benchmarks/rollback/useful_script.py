@@ -13,7 +13,6 @@ import json
 import os
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import outlast
+from benchmarks.rollback.script import FOLDER, model_of, say
 from outlast import inprocess
 
 STEPS = 6
@@ -32,7 +32,6 @@ _BATCH = 8
 _SETTLE_S = 0.3
 _WAIT_S = 300.0
 
-FOLDER = Path(os.environ.get("ROLLBACK_FOLDER", "."))
 PLAN: dict[str, Any] = {"faults": []}
 if __name__ == "__main__":
     PLAN.update(json.loads((FOLDER / "plan.json").read_text()))
@@ -53,7 +52,7 @@ def train(call: inprocess.CallWrapper) -> None:
     rank = dist.get_rank()
     marks.append(time.monotonic())
     if not _kept or not PLAN["kept"]:
-        model = _model(PLAN["mib"])
+        model = model_of(PLAN["mib"])
         _kept[:] = [(model, torch.optim.Adam(model.parameters(), lr=1e-5, fused=True))]
     model, optimizer = _kept[0]
     inputs = torch.randn(_BATCH, next(model.parameters()).shape[1])
@@ -78,41 +77,25 @@ def train(call: inprocess.CallWrapper) -> None:
             marks.append(time.monotonic())
             if done == STEPS - 1:
                 source = job.restored_from
-                _say("iteration", rank=rank, iteration=number, marks=marks, source=source)
-
-
-def _model(mib: int) -> nn.Module:
-    """Equal layers, of `mib` MiB together with Adam's two moments."""
-    parameters = mib * 2**20 / 4 / 3
-    width = min(2048, round((parameters / 3) ** 0.5))
-    torch.manual_seed(0)
-    layers = max(3, round(parameters / width**2))
-    return nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
+                say("iteration", rank=rank, iteration=number, marks=marks, source=source)
 
 
 def _wait(call: inprocess.CallWrapper, rank: int, number: int) -> None:
     with call.long_phase(_WAIT_S):
-        _say("waiting", rank=rank, iteration=number)
+        say("waiting", rank=rank, iteration=number)
         while not (FOLDER / f"go-{number}").exists():
             time.sleep(0.02)
 
 
 def _fail(number: int, kind: str) -> None:
     if kind == "hang":
-        _say("fault", iteration=number)
+        say("fault", iteration=number)
         time.sleep(_WAIT_S)
     time.sleep(_SETTLE_S)  # the other ranks are in their collective
-    _say("fault", iteration=number)
+    say("fault", iteration=number)
     if kind == "sigkill":
         os.kill(os.getpid(), signal.SIGKILL)
     raise RuntimeError(f"planned fault {number}")
-
-
-def _say(event: str, **fields: Any) -> None:
-    line = json.dumps({"event": event, "at": time.monotonic(), **fields}).encode() + b"\n"
-    log = os.open(FOLDER / "said.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    os.write(log, line)
-    os.close(log)
 
 
 if __name__ == "__main__":
