@@ -158,9 +158,11 @@ def test_a_framework_is_imported_ahead_and_told_its_rank(tmp_path: Path) -> None
         assert run.complete(first[0], second) == 0
 
 
+@pytest.mark.slow
 def test_what_the_library_imports_on_use_is_imported_ahead(tmp_path: Path) -> None:
     script = (
         "import outlast\n"
+        "made = lambda: outlast.Job\n"
         "def seen():\n    import sys\n    return 'outlast.elastic.job.job' in sys.modules\n"
     ) + WORKER.replace('"env": env', '"env": env, "seen": seen()')
     with Run(tmp_path, script, "--nproc-per-node=2", "--standby=1") as run:

@@ -28,6 +28,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import socket
 import sys
 from pathlib import Path
@@ -43,7 +44,7 @@ _CHAOS = (
     "outlast.inprocess.call_wrapper",
     "outlast.async_checkpoint.observers",
 )
-_LATER = ("outlast", "outlast.inprocess", "outlast.async_checkpoint", "outlast.elastic")
+_LATER = ("outlast.inprocess", "outlast.async_checkpoint", "outlast.elastic")
 """Packages that import some of their modules on use: a standby imports all that are exported."""
 _READS = "reads %s when it is imported: read it in a function, or move the import to the end"
 
@@ -144,7 +145,7 @@ def prepare(settings: Settings) -> int:
         if settings.limit < len(found.steps):
             return 0
         if found.ends_at == 0:
-            _import_later(found.changes_environment)
+            _import_later(source, found.changes_environment)
             if reads:
                 raise ImportLeft(number, f"a module {_READS % reads[0]}")
     gc.collect()
@@ -163,8 +164,11 @@ def _is_installed(package: str) -> bool:
     return "site-packages" in folders or "dist-packages" in folders
 
 
-def _import_later(changes_environment: bool) -> None:
+def _import_later(source: bytes | str, changes_environment: bool) -> None:
     """Import what would be imported on use."""
+    text = source if isinstance(source, str) else source.decode(errors="replace")
+    for name in re.findall(r"\boutlast\.(\w+)", text):
+        getattr(sys.modules.get("outlast"), name, None)  # such as `outlast.Job`
     for name in _LATER:
         module = sys.modules.get(name)
         for public in getattr(module, "__all__", ()):
