@@ -5,13 +5,12 @@
 
 #include <stdexcept>
 
+#include "hooks.h"
 #include "memory.h"
 #include "queue.h"
 
 namespace late {
 namespace {
-
-constexpr auto kType = c10::DeviceType::PrivateUse1;
 
 // torch knows an event as a pointer. It may be recorded again: who waits then waits for the signal
 // of the time when it asked.

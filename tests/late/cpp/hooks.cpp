@@ -15,8 +15,6 @@
 namespace late {
 namespace {
 
-constexpr auto kType = c10::DeviceType::PrivateUse1;
-
 c10::Device device_at(int index) { return {kType, static_cast<c10::DeviceIndex>(index)}; }
 
 struct DeviceAllocator final : c10::Allocator {

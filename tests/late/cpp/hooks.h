@@ -8,6 +8,8 @@
 
 namespace late {
 
+constexpr auto kType = c10::DeviceType::PrivateUse1;
+
 c10::Allocator* device_allocator();
 void register_hooks();
 
