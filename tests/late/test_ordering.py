@@ -81,8 +81,14 @@ def test_scenario(ranks: Ranks, tmp_path: Path, script: str, scenario: str) -> N
         assert job.wait_all(120) == {0: 0}, job.errors(0)
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "ordering" in metafunc.fixturenames:
+        # To find them takes seconds, of each process that collects tests.
+        found = orderings.orderings() if metafunc.config.getoption("all") else []
+        metafunc.parametrize("ordering", sorted({str(each) for each in found}))
+
+
 @pytest.mark.exhaustive  # on a machine with a load of 10, two of them were not noticed each time
-@pytest.mark.parametrize("ordering", sorted({str(each) for each in orderings.orderings()}))
 def test_without_it_a_scenario_fails(
     ranks: Ranks, tmp_path: Path, undisturbed: Any, ordering: str
 ) -> None:

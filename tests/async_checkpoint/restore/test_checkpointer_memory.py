@@ -65,6 +65,7 @@ def test_a_killed_process_is_replaced(ranks: Ranks, tmp_path: Path, forks: str) 
     assert left_over(path) == []
 
 
+@pytest.mark.slow
 def test_all_ranks_are_replaced(ranks: Ranks, tmp_path: Path) -> None:
     path, plan = tmp_path / "c", Plan(tmp_path / "plan")
     with ranks("lives", "leaves_a_snapshot", str(path), str(plan.folder)) as job:

@@ -40,7 +40,9 @@ def check_error(error: BaseException, path: Path) -> None:
     assert re.search(rf"{path} within 0.3 s .*respond|0.3 s for .* to {path} .*respond", str(error))
 
 
-@pytest.mark.parametrize("op", ["write_at", "finish", "publish"])
+@pytest.mark.parametrize(
+    "op", ["publish", *(pytest.param(op, marks=pytest.mark.slow) for op in ("write_at", "finish"))]
+)
 def test_a_disk_that_hangs(tmp_path: Path, plan: Plan, op: str) -> None:
     path = tmp_path / "c"
     with Checkpointer(path) as checkpointer:

@@ -76,7 +76,7 @@ def test_plain_torch_reads_it(s3: Server) -> None:
     assert same(loaded, state(7))
 
 
-@pytest.mark.parametrize("verdict", ["go", "drop"])
+@pytest.mark.parametrize("verdict", ["drop", pytest.param("go", marks=pytest.mark.slow)])
 def test_nothing_is_visible_before_the_manifest(s3: Server, verdict: str) -> None:
     url = s3.new_url()
     with closing(RemoteStorage(url)) as other, Checkpointer(url) as checkpointer:

@@ -55,7 +55,7 @@ def test_each_key_gives_another_order() -> None:
     assert len(orders) == 200
 
 
-@pytest.mark.parametrize("size", [2, 7, 33])
+@pytest.mark.parametrize("size", [2, 7, pytest.param(33, marks=pytest.mark.slow)])
 def test_uniformity(size: int) -> None:
     """The position of a sample over many keys: a chi-squared test with a far tail."""
     count = 60 * size

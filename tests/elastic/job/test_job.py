@@ -166,7 +166,11 @@ def test_prefetching_workers_and_batch_norm_of_virtual_replicas(trainings: Made)
 
 @pytest.mark.parametrize(
     ("what", "when"),
-    [("stop", "before"), ("SIGTERM", "before"), ("save", "after")],
+    [
+        ("SIGTERM", "before"),
+        pytest.param("stop", "before", marks=pytest.mark.slow),
+        pytest.param("save", "after", marks=pytest.mark.slow),
+    ],
 )
 def test_a_request_on_one_rank_stops_all_after_the_same_step(
     trainings: Made, what: str, when: str

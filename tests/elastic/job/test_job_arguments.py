@@ -86,6 +86,7 @@ train()
 """
 
 
+@pytest.mark.slow
 def test_it_is_an_error_if_required_live_state_is_not_possible(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(REQUIRED)
