@@ -142,6 +142,7 @@ def sync_fails(kind: str) -> None:
     if kind == "alone":
         second.methods = set()  # type: ignore[union-attr]
         said(save_all_states)
+    there(*range(3))  # one of them has the store
     os._exit(0)  # the group may be out of step
 
 

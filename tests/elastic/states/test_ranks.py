@@ -75,8 +75,10 @@ def test_replicas_that_disagree_on_what_is_registered(
     assert said(job, "returned", "value") == [[str(folder / "states" / "step-00000001")]] * 3
 
 
-def test_a_sync_that_raises_on_one_replica(run: Callable[..., Job], folder: Path) -> None:
-    job = run("sync_fails", "alone", nprocs=3)
+def test_a_sync_that_raises_on_one_replica(
+    run: Callable[..., Job], folder: Path, tmp_path: Path
+) -> None:
+    job = run("sync_fails", "alone", nprocs=3, env={"MARKS": str(tmp_path)})
     for (message,) in said(job, "raised", "message"):
         assert "the sync of state 'b second' failed on rank 1 on " in message
         assert "RuntimeError: no sync today" in message
@@ -85,9 +87,9 @@ def test_a_sync_that_raises_on_one_replica(run: Callable[..., Job], folder: Path
 
 
 def test_a_sync_that_raises_while_others_are_in_its_collective(
-    run: Callable[..., Job], folder: Path
+    run: Callable[..., Job], folder: Path, tmp_path: Path
 ) -> None:
-    job = run("sync_fails", "collective", nprocs=3)
+    job = run("sync_fails", "collective", nprocs=3, env={"MARKS": str(tmp_path)})
     for (message,) in said(job, "raised", "message"):
         assert "the sync of state 'b second' failed on rank 1 on " in message
         assert "RuntimeError: no collective today" in message
