@@ -61,12 +61,16 @@ class Campaign:
         self._folder = folder
         self._display = display
         own = not options.command
+        if not own and options.device != "cpu":
+            raise ValueError("--device is of the campaign's own training: a script chooses its own")
         self._kinds = _kinds(options.kinds, own)
         self._wanted = options.faults
         if options.faults is None and options.seconds is None:
             self._wanted = 1000 if own else 20
         self._jobs = options.jobs or min(len(os.sched_getaffinity(0)), _MOST_JOBS)
-        self._program = Program(options.command or (str(rounds.TRAINING),), own=own)
+        self._program = Program(
+            options.command or (str(rounds.TRAINING),), own=own, device=options.device
+        )
         self._since = time.monotonic()
         self._lock = threading.Lock()
         # Written by the threads of the rounds:
@@ -102,6 +106,7 @@ class Campaign:
             return CampaignResult(
                 seed=self._options.seed,
                 ranks=self._options.ranks,
+                device=self._options.device,
                 command=self._options.command or (),
                 jobs=self._jobs,
                 rounds=sorted(self._rounds, key=lambda one: one.plan.number),

@@ -37,6 +37,12 @@ class Options:
     ] = None
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the plans and the training.")] = 0
     ranks: Annotated[int, typer.Option("--nproc-per-node", min=1, help="Ranks of each job.")] = 4
+    device: Annotated[
+        str,
+        typer.Option(
+            "--device", metavar="TYPE", help="Where the campaign's own training computes: cuda, ..."
+        ),
+    ] = "cpu"
     kinds: Annotated[
         str,
         typer.Option("--kinds", metavar="KIND,...", help="Only these kinds. Default: all."),

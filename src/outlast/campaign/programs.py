@@ -51,16 +51,18 @@ class Program:
 
     Args:
         own: whether it is the training of the campaign, which writes notes (`training.py`).
+            Only this one is told of `device`.
 
     Raises:
         CampaignError: if there is no such script.
     """
 
-    def __init__(self, command: Sequence[str], *, own: bool = False) -> None:
+    def __init__(self, command: Sequence[str], *, own: bool = False, device: str = "cpu") -> None:
         self._script, *self._arguments = command
         if not own and not Path(self._script).is_file():
             raise CampaignError(f"{self._script} is not a file: pass a script and its arguments")
         self.own = own
+        self._device = device
         self._stays_here = own or any(FOLDER in argument for argument in self._arguments)
         self.undisturbed_runs = 1 if own else 2
         self.stall_s = _OWN_STALL_S if own else _STALL_S
@@ -73,6 +75,7 @@ class Program:
         arguments = [argument.replace(FOLDER, work) for argument in self._arguments]
         if self.own:
             arguments = [f"--folder={work}", f"--steps={plan.steps}", f"--seed={plan.seed}"]
+            arguments.append(f"--device={self._device}")
         return [str(Path(self._script).absolute()), *arguments]
 
     def working_directory(self, folder: Path) -> Path | None:

@@ -87,6 +87,7 @@ class CampaignResult:
 
     seed: int
     ranks: int
+    device: str = "cpu"  # of the campaign's own training
     # the user's script and its arguments; empty for the training of the campaign
     command: Sequence[str] = ()
     jobs: int = 1  # how many rounds ran at the same time
@@ -141,7 +142,8 @@ class CampaignResult:
     def markdown(self) -> str:
         sides = "one round at a time" if self.jobs == 1 else f"{self.jobs} rounds at the same time"
         day = datetime.date.today().isoformat()
-        first = f"Seed {self.seed}, {self.ranks} ranks, {sides}; {day}, on {describe()}.\n"
+        where = "" if self.device == "cpu" else f" on {self.device}"
+        first = f"Seed {self.seed}, {self.ranks} ranks{where}, {sides}; {day}, on {describe()}.\n"
         totals = [f"| {name} | {value} |" for name, value in self.totals().items()]
         return "\n".join([first, self.table(), "| | |", "|---|--:|", *totals, ""])
 
@@ -149,6 +151,7 @@ class CampaignResult:
         values = {
             "seed": self.seed,
             "ranks": self.ranks,
+            "device": self.device,
             "command": self.command,
             "jobs": self.jobs,
             "machine": describe(),
@@ -222,7 +225,8 @@ class Display:
                 )
             self.line(plan.to_json())
             replay = f"outlast chaos campaign --replay {shlex.quote(failed.folder)}/shortened.json"
-            script = f" -- {shlex.join(result.command)}" if result.command else ""
+            script = f" --device {result.device}" if result.device != "cpu" else ""
+            script += f" -- {shlex.join(result.command)}" if result.command else ""
             self.line(f"Run it again: {replay}{script}")
 
     def _so_far(self) -> str:

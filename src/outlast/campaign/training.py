@@ -60,7 +60,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     """The SHA-256 of the exact values."""
     content = hashlib.sha256()
     for tensor in tensors:
-        content.update(tensor.detach().contiguous().numpy().tobytes())
+        content.update(tensor.detach().cpu().contiguous().numpy().tobytes())
     return content.hexdigest()
 
 
@@ -81,6 +81,22 @@ def _kind_of_descriptor(descriptor: str) -> str:
     return target.partition(":[")[0] if target.startswith(("socket:", "pipe:")) else target
 
 
+def join_group(kind: str) -> torch.device:
+    """Makes the process group, and returns the device of this rank, of this kind. GPUs that ranks
+    share need gloo: NCCL wants one for each.
+    """
+    if kind == "cpu":
+        dist.init_process_group("gloo")
+        return torch.device(kind)
+    rank, count = int(os.environ["LOCAL_RANK"]), torch.get_device_module(kind).device_count()
+    backend = dist.get_default_backend_for_device(kind)
+    if backend == "nccl" and int(os.environ["LOCAL_WORLD_SIZE"]) > count:
+        backend = "gloo"
+    torch.accelerator.set_device_index(rank % count)
+    dist.init_process_group(f"cpu:gloo,{kind}:{backend}")
+    return torch.device(kind, rank % count)
+
+
 @inprocess.Wrapper(
     soft_timeout=3,
     hard_timeout=5,
@@ -99,8 +115,8 @@ def train(
         notes.write(Note(name=name, rank=rank, pid=os.getpid(), data=data))
 
     note(ENTRY, **resources())
-    dist.init_process_group("gloo")
-    model = make_model(options.seed)
+    device = join_group(options.device)
+    model = make_model(options.seed).to(device)
     torch.manual_seed(options.seed * 1000 + rank)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     loader = make_loader(options.seed)
@@ -116,7 +132,7 @@ def train(
             for samples, labels in loader:
                 chaos.step(job.steps)
                 call.ping()
-                loss = nn.functional.cross_entropy(ddp(samples), labels)
+                loss = nn.functional.cross_entropy(ddp(samples.to(device)), labels.to(device))
                 (loader.weight * loss).backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -145,6 +161,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="notes and checkpoints")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--device", default="cpu", help="the type; each rank uses one of them")
     torch.set_num_threads(1)
     options = parser.parse_args()
     train(options, JsonlSink(notes_in(options.folder)))
