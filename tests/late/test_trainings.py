@@ -68,6 +68,20 @@ def test_a_step_that_is_left_out_because_of_garbage(
     check(faulty, undisturbed(guard=True), 4)
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_save_of_what_the_device_has_not_computed(
+    ranks: Ranks, tmp_path: Path, undisturbed: Any, overlap: bool
+) -> None:
+    """Without live state, both hosts save step 5 before its gradients are reduced, which the abort
+    ends with garbage.
+    """
+    faults = [fault(1, "forward 5", "hold"), fault(0, "stepped 5", "mark there")]
+    faults.append(fault(1, "noted 5", "await there, raise"))
+    plan = {"every": 1, "job": {"live": False, "overlap": overlap}}
+    faulty = run(ranks, tmp_path / "c", *faults, **plan)
+    check(faulty, undisturbed(**plan), 4, 5, sources=("memory", "storage"))
+
+
 @pytest.mark.parametrize("do", ["raise", "SIGKILL"])
 def test_a_metric_that_is_reduced_after_the_optimizers_step(
     ranks: Ranks, tmp_path: Path, undisturbed: Any, do: str

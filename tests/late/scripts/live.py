@@ -54,6 +54,7 @@ PLAN: dict[str, Any] = {
     "guard": False,
     "metric": False,
     "timeouts": {},
+    "job": {},
     "deaf": False,
     "faults": [],
 }
@@ -64,7 +65,16 @@ if PLAN["device"] == "late":
     device.use()
 orderings.remove_asked()
 STEPPED = threading.Event()
-ACTIONS = {"pause": lambda: time.sleep(0.5), "stepped": STEPPED.set}
+GATES = contextlib.ExitStack()
+
+
+def hold() -> None:
+    """The stream waits for a second and a half: longer than an abort, shorter than a limit."""
+    GATES.enter_context(device.held())
+    threading.Timer(1.5, GATES.close).start()
+
+
+ACTIONS = {"pause": lambda: time.sleep(0.5), "stepped": STEPPED.set, "hold": hold}
 reach = PlannedFaults(PLAN, ACTIONS).reach
 
 
@@ -153,7 +163,7 @@ def train(call: inprocess.CallWrapper) -> None:
     x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1 + rank))
     torch.manual_seed(100 + rank)
     parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "states": states}
-    with outlast.Job(PLAN["path"], **parts, every=PLAN["every"]) as job:
+    with outlast.Job(PLAN["path"], **parts, every=PLAN["every"], **PLAN["job"]) as job:
         step = job.restore()
         say("restored", step=step, source=job.restored_from, iteration=call.iteration)
         called = parallel(model)
