@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
 import pytest
 
-from outlast.events.restart_causes import hung_ranks
+from outlast.events.hung_ranks import hung_ranks
 from outlast.events.types import Fault
 
 
@@ -68,3 +69,57 @@ def test_a_rank_ahead_of_another_is_a_consequence() -> None:
 
 def test_other_faults_are_none_of_them() -> None:
     assert hung_ranks([echo(0), Fault(member=1, interruption="TERMINATED")]) == []
+
+
+def group(
+    number: int, last: bool = True, call: str = "all_reduce of float32 [3]"
+) -> dict[str, Any]:
+    return {"label": "group 'tp'", "number": number, "call": call, "last": last}
+
+
+def in_torch(member: int, **groups: dict[str, Any]) -> Fault:
+    """A rank that waits inside torch, and has begun this in its groups."""
+    return dataclasses.replace(rank(member, waits=True), cause="at a line", groups=groups)
+
+
+def test_of_ranks_that_all_wait_the_one_that_has_not_begun_a_collective_comes_first() -> None:
+    said = [in_torch(0, tp=group(7)), in_torch(1, dp=group(3)), in_torch(2, tp=group(6))]
+    for faults in itertools.permutations(said):
+        hung = hung_ranks(faults)
+        assert hung[0].member == 2
+        assert hung[0].cause == (
+            "at a line; it has begun 6 of the collectives of group 'tp', "
+            "and rank 0 waits in number 7, all_reduce of float32 [3]"
+        )
+        assert {fault.cause for fault in hung[1:]} == {"at a line"}
+        assert hung_ranks(hung) == hung  # the words are not added twice
+
+
+def test_only_the_last_collective_is_waited_in() -> None:
+    """Rank 0 has passed that of `dp`, as the root of a broadcast does."""
+    said = [
+        in_torch(0, dp=group(4, last=False), tp=group(7)),
+        in_torch(1, dp=group(3, last=False), tp=group(7)),
+        in_torch(2, tp=group(5)),
+    ]
+    assert hung_ranks(said)[0].member == 2
+
+
+def test_two_ranks_may_wait_for_each_other() -> None:
+    said = [
+        in_torch(0, tp=group(7), dp=group(2, last=False)),
+        in_torch(1, tp=group(6, last=False), dp=group(3)),
+    ]
+    texts = [fault.cause for fault in hung_ranks(said)]
+    assert all("; it has begun " in text for text in texts)
+
+
+def test_operations_that_differ_are_said() -> None:
+    barrier = group(7, call="barrier")
+    said = [in_torch(0, tp=group(7)), in_torch(1, tp=barrier), in_torch(2, tp=group(7))]
+    assert hung_ranks(said)[0].cause.endswith(
+        "; collective 7 of group 'tp' is all_reduce of float32 [3] on ranks 0, 2, "
+        "and barrier on rank 1"
+    )
+    gathers = [in_torch(n, tp=group(7, call=f"all_gather of int64 [{n}]")) for n in range(2)]
+    assert "is all_gather" not in hung_ranks(gathers)[0].cause

@@ -7,7 +7,8 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from outlast.events.restart_causes import HUNG, hung_ranks
+from outlast.events.hung_ranks import hung_ranks
+from outlast.events.restart_causes import HUNG
 
 COMPLETED_BY = "completed-by"
 """Under the prefix of a call: the names of the processes that have completed it, one on each line,
@@ -43,8 +44,8 @@ def belongs_to(token: str, owner: str) -> bool:
 class FaultRecord:
     """A fault in one iteration, as its own process, its monitor or an observer reported it.
 
-    `pings` and `collectives` are the progress of the member: among hung ranks, the one that is
-    furthest behind is the likely cause.
+    `pings`, `collectives` and `groups` are the progress of the member: among hung ranks, the one
+    that is furthest behind is the likely cause.
     """
 
     iteration: int
@@ -65,6 +66,8 @@ class FaultRecord:
     step: int = 0  # the last training step in this iteration; 0 if none is known
     overtaken: bool = False  # see `error_kinds.overtaken`
     mistake: bool = False  # a mistake in the user's program raises such an exception
+    # of each process group, the last collective: see `interruption/flight_recorder`
+    groups: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict, hash=False)
 
     @property
     def may_be_harmless(self) -> bool:
@@ -119,10 +122,10 @@ _SEVERITY = {"TERMINATED": 0, "HARD_TIMEOUT": 0, "UNRESPONSIVE": 1}
 def first_cause(faults: list[FaultRecord]) -> FaultRecord | None:
     """The fault that caused the others.
 
-    Echoes of another fault come last; before them, except in a hang, exceptions that an interrupt
-    has overtaken, which the program may have handled. Of the hung ranks (`SOFT_TIMEOUT`), the one
-    that the others waited for stands for all (`hung_ranks`). Otherwise the store's order decides:
-    the order in which they were reported.
+    Echoes of another fault come last, in a hang after the hung ranks; before them, except in a
+    hang, exceptions that an interrupt has overtaken, which the program may have handled. Of the
+    hung ranks (`SOFT_TIMEOUT`), the one that the others waited for stands for all (`hung_ranks`).
+    Otherwise the store's order decides: the order in which they were reported.
     """
     others = [fault for fault in faults if fault.interruption != HUNG]
 
@@ -131,7 +134,7 @@ def first_cause(faults: list[FaultRecord]) -> FaultRecord | None:
     def order(fault: FaultRecord) -> tuple[bool, bool, int, bool]:
         hung = fault.interruption == HUNG
         last = fault.consequence or (fault.overtaken and in_a_hang)
-        return last, fault.overtaken, _SEVERITY.get(fault.interruption, 2), hung
+        return last, fault.overtaken, _SEVERITY.get(fault.interruption, 2), hung != last
 
     return min((*others, *hung_ranks(faults)[:1]), key=order, default=None)
 

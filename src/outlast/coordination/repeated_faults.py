@@ -31,6 +31,7 @@ import datetime
 import re
 
 from outlast.coordination.records import FaultRecord, ends
+from outlast.events.hung_ranks import without_collectives
 from outlast.events.restart_causes import (
     JOINED,
     RestartCount,
@@ -200,7 +201,7 @@ def signature_of(fault: FaultRecord) -> str:
         at = f"step {fault.step}" if fault.step else f"ping {fault.pings}"
         known = fault.step or fault.pings
         return f"{fault.interruption} of rank {fault.rank} at {at}" if known else ""
-    text = f"{fault.interruption} {_NUMBER.sub('#', fault.cause)}"
+    text = f"{fault.interruption} {_NUMBER.sub('#', without_collectives(fault.cause))}"
     return f"{text[:_SIGNATURE_CHARS]} at {fault.where}"
 
 

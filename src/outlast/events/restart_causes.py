@@ -1,15 +1,12 @@
-"""The causes of restarts: which of several hung ranks the others waited for, and the words of the
-wrapper's log, the launcher's last lines, the report and `top`: "3 restarts: 2 x KeyError at
-train.py:16 (rank 0), 1 x died (rank 3)".
+"""The causes of restarts in words, for the wrapper's log, the launcher's last lines, the report and
+`top`: "3 restarts: 2 x KeyError at train.py:16 (rank 0), 1 x died (rank 3)".
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
 
 JOINED, HOST_LOST, DIED = "new ranks joined", "host lost", "died"
 HUNG = "SOFT_TIMEOUT"
@@ -103,58 +100,3 @@ def _on(ranks: tuple[int, ...]) -> str:
     named = [str(rank) for rank in ranks[:_RANKS]]
     more = [f"{len(ranks) - _RANKS} more"] if len(ranks) > _RANKS else []
     return f" (rank{'' if len(ranks) == 1 else 's'} {', '.join([*named, *more])})"
-
-
-class HungFault(Protocol):
-    """The fields of a fault that describe a hung rank. `collectives` is -1 if unknown."""
-
-    @property
-    def member(self) -> int: ...
-    @property
-    def interruption(self) -> str: ...
-    @property
-    def consequence(self) -> bool: ...
-    @property
-    def own_report(self) -> bool: ...
-    @property
-    def pings(self) -> int: ...
-    @property
-    def collectives(self) -> int: ...
-
-
-T = TypeVar("T", bound=HungFault)
-
-
-def hung_ranks(faults: Sequence[T]) -> list[T]:
-    """The hung ranks among `faults`, one fault each, the likely cause first.
-
-    When one rank hangs, the others soon stop as well, in a collective that waits for that rank.
-    Since a soft timeout adapts to each rank's pace, the timeout of a waiting rank may well expire
-    first. Therefore every rank that stopped reports its own state, which replaces its monitor's
-    report, in whichever order they arrived. The reports together show the cause:
-
-    * a rank found inside torch, where it waits for other ranks, waits for one of the rest; so does
-      a rank woken up by the end of a connection: it is marked as a consequence;
-    * among the rest, a rank that has started more collectives than another waits for that other
-      rank (for a result that its device is to produce, for example): it is marked too;
-    * among those left, the rank with the fewest pings is the furthest behind.
-    """
-    reported: dict[int, T] = {}
-    echoed: set[int] = set()
-    for fault in faults:
-        known = reported.get(fault.member)
-        if fault.interruption != HUNG:
-            echoed |= {fault.member} if fault.consequence else set()
-        elif known is None or fault.own_report or not known.own_report:
-            reported[fault.member] = fault
-    waiting = echoed | {member for member, fault in reported.items() if fault.consequence}
-    counts = {
-        member: fault.collectives
-        for member, fault in reported.items()
-        if member not in waiting and fault.collectives >= 0
-    }
-    waiting |= {member for member, count in counts.items() if count > min(counts.values())}
-    for member in waiting & reported.keys():
-        waiter: Any = reported[member]
-        reported[member] = dataclasses.replace(waiter, consequence=True)
-    return sorted(reported.values(), key=lambda fault: (fault.consequence, fault.pings))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
+from typing import Any
 
 from outlast.events.event import Event
 
@@ -16,8 +17,8 @@ class Fault(Event, kind="fault"):
     if the fault looks like the consequence of another one (a peer's closed connection), and
     `overtaken` if a restart interrupted the function before the exception had left it. `where` is
     the user's line that raised the exception, as `train.py:42 in step`. For a hung rank,
-    `own_report` is true if the rank itself reports it, `pings` and `collectives` give its progress
-    (see `restart_causes.hung_ranks`), and `idle` is how long it had made none, in seconds.
+    `own_report` is true if the rank itself reports it, `pings`, `collectives` and `groups` give its
+    progress (see `hung_ranks`), and `idle` is how long it had made none, in seconds.
     """
 
     interruption: str = ""
@@ -28,6 +29,7 @@ class Fault(Event, kind="fault"):
     own_report: bool = False
     pings: int = 0
     collectives: int = -1
+    groups: dict[str, dict[str, Any]] = field(default_factory=dict, hash=False)
     idle: float = 0.0
     where: str = ""
 

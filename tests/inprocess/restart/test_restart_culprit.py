@@ -39,3 +39,42 @@ def test_the_culprit_of_a_hang_is_named_though_its_victims_time_out_first(
         assert (restart.cause.rank, restart.cause.consequence) == (2, False)
         assert all(other.consequence for other in restart.others), restart.others
         assert restart.phases.detection is not None
+
+
+@pytest.mark.parametrize(
+    ("how", "named", "said"),
+    [
+        (
+            "behind",
+            [2],
+            [
+                "recv < ",
+                "; it has begun 1 of the collectives of the default group, and ranks 0, 3 wait in "
+                "number 2, all_reduce of float32 [3, 4]; it has begun 0 of the collectives of "
+                "group 'tp', and rank 1 waits in number 1, all_reduce of float32 [3, 4]\n",
+            ],
+        ),
+        pytest.param(
+            "mixed",
+            [0, 1, 2, 3],
+            [
+                "; collective 2 of the default group is ",
+                "broadcast of float32 [3, 4] on ranks 0, 1, 3",
+                "barrier on rank 2",
+            ],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_ranks_that_all_wait_in_torch(
+    ranks: Ranks, how: str, named: list[int], said: list[str]
+) -> None:
+    """Their collectives tell which one the others wait for, or that they differ."""
+    with ranks("culprit", "one_is_behind", how, nprocs=4) as job:
+        job.start_all()
+        assert job.wait_all() == dict.fromkeys(range(4), 0), errors(job)
+        texts = {rank: job.errors(rank) for rank in range(4)}
+    (found,) = [rank for rank, text in texts.items() if f"iteration 0: rank {rank} on " in text]
+    assert found in named, texts
+    for words in said:
+        assert words in texts[found], texts

@@ -32,6 +32,32 @@ def one_hangs_and_others_time_out(call: CallWrapper) -> int:
     return finish()
 
 
+@scenario
+@wrapped(**SHORT)
+def one_is_behind(call: CallWrapper) -> int:
+    """All ranks wait inside torch. Rank 2 waits for what rank 3 does not send; or it has begun
+    another operation than the rest.
+    """
+    join_group()
+    tp = dist.new_group([1, 2], group_desc="tp")
+    rank = dist.get_rank()
+    if call.iteration == 0:
+        call.ping()
+        mine = torch.ones(3, 4)
+        if sys.argv[2] == "mixed":
+            if rank == CULPRIT:
+                dist.barrier()
+            else:
+                dist.broadcast(mine, 2)
+        elif rank == CULPRIT:
+            dist.recv(mine, 3)
+        elif rank == 1:
+            dist.all_reduce(mine, group=tp)
+        else:
+            dist.all_reduce(mine)
+    return finish()
+
+
 def _wait(how: str, call: CallWrapper) -> None:
     if how == "collective":
         collective()

@@ -14,11 +14,12 @@ from typing import TypeVar
 
 import outlast.events.types as ev
 from outlast.events.event import Event
+from outlast.events.hung_ranks import hung_ranks
 from outlast.events.report.intervals import FOREVER, Interval
 from outlast.events.report.model import Cause, Party, Restart
 from outlast.events.report.recoveries import measure, rank_recovery
 from outlast.events.report.run import Process, Run, record
-from outlast.events.restart_causes import HANGS, HUNG, hung_ranks
+from outlast.events.restart_causes import HANGS, HUNG
 
 NO_PROGRESS = (*HANGS, "UNRESPONSIVE")
 _LEAVES = ("BASE_EXCEPTION", "TERMINATED")

@@ -32,7 +32,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any
@@ -182,13 +182,8 @@ class Interrupter:
         """The thread's stack frames, innermost first, as `file:line function`, without those of
         this package.
         """
-        frame = sys._current_frames().get(self.ident)
-        places: list[str] = []
-        for each in _stack(frame):
-            if not is_own(each):
-                file = "/".join(each.f_code.co_filename.split("/")[-2:])
-                places.append(f"{file}:{each.f_lineno} {each.f_code.co_name}")
-        return " < ".join(places[:4])
+        stack = _stack(sys._current_frames().get(self.ident))
+        return places_of((frame, frame.f_lineno) for frame in stack)
 
     def user_place(self) -> str:
         return user_place_of(sys._current_frames().get(self.ident))
@@ -276,6 +271,16 @@ def _waits(frame: FrameType | None) -> bool:
     accelerator = devices.current()
     own = () if accelerator is None else (accelerator.module.__name__,)  # such as torch.xpu
     return _is_in(frame, (*_WAITING, *own))
+
+
+def places_of(stack: Iterable[tuple[FrameType, int]]) -> str:
+    """The first frames of a stack, and their lines, as `Interrupter.where` has them."""
+    places: list[str] = []
+    for frame, line in stack:
+        if not is_own(frame):
+            file = "/".join(frame.f_code.co_filename.split("/")[-2:])
+            places.append(f"{file}:{line} {frame.f_code.co_name}")
+    return " < ".join(places[:4])
 
 
 _BOUNDARY: CodeType = Interrupter.run.__code__

@@ -12,7 +12,9 @@ import dataclasses
 import logging
 import queue
 import threading
-from collections.abc import Callable
+import time
+import traceback
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
@@ -24,7 +26,9 @@ from outlast.coordination.stores.store import KeyTimeout
 from outlast.events.emitter import Emitter
 from outlast.events.event import Event
 from outlast.events.types import AbortDone, InterruptSent, InterruptSwallowed, Seen
-from outlast.inprocess.interruption.interrupter import AtomicSection, Interrupter
+from outlast.inprocess.interruption.error_kinds import is_consequence
+from outlast.inprocess.interruption.flight_recorder import process_groups
+from outlast.inprocess.interruption.interrupter import AtomicSection, Interrupter, places_of
 from outlast.inprocess.monitor.shared_page import Activity, SharedPage
 from outlast.inprocess.store import Connection
 
@@ -47,20 +51,46 @@ class StackSample:
     declared: bool  # it was in a declared long phase
     pings: int
     collectives: int
+    groups: Mapping[str, str]  # the process groups: see `flight_recorder`, as for the times,
+    since_ns: int  # of the iteration,
+    until_ns: int  # and of this sample
 
 
-def sample_stack(interrupter: Interrupter, page: SharedPage, now: float) -> StackSample | None:
+def sample_stack(
+    interrupter: Interrupter, page: SharedPage, now: float, since_ns: int
+) -> StackSample | None:
     """Samples from another thread; `None` while the function's thread runs no user code."""
     if page.activity not in (Activity.USER, Activity.FUNCTION):
         return None
+    where, waits = interrupter.where(), interrupter.waits_for_others()
+    return _sample(where, waits, page, now, since_ns)
+
+
+def sample_of_error(
+    error: BaseException, page: SharedPage, now: float, since_ns: int
+) -> StackSample | None:
+    """The same where the abort of another rank has ended a wait, before this rank was sampled. To
+    raise the error was no progress.
+    """
+    if not is_consequence(error):
+        return None
+    frames = reversed(list(traceback.walk_tb(error.__traceback__)))
+    sample = _sample(places_of(frames), True, page, now, since_ns)
+    return dataclasses.replace(sample, idle=sample.unpinged)
+
+
+def _sample(where: str, waits: bool, page: SharedPage, now: float, since_ns: int) -> StackSample:
     return StackSample(
-        where=interrupter.where(),
-        waits_for_others=interrupter.waits_for_others(),
+        where=where,
+        waits_for_others=waits,
         idle=now - page.progress,
         unpinged=now - page.pinged,
         declared=page.long_limit != 0,
         pings=page.pings,
         collectives=_collectives(),
+        groups=process_groups(),
+        since_ns=since_ns,
+        until_ns=time.time_ns(),
     )
 
 
@@ -86,6 +116,7 @@ class IterationWatch:
         self.ending = threading.Event()  # this rank knows that the iteration ends in a restart
         self.left = threading.Event()  # the function's thread has left the function
         self.sample: StackSample | None = None  # of the end, if that thread was in user code
+        self.since_ns = time.time_ns()
         self.outcome: Future[bytes] = Future()  # a `StoreError` if the store is lost
 
     def wait(self, timeout: float | None) -> bytes:
@@ -169,7 +200,8 @@ class MonitorThread:
     def _end_iteration(self, watch: IterationWatch, reason: str) -> None:
         if not watch.left.is_set():
             now = self._emitter.clock.now()
-            watch.sample = sample_stack(self._interrupter, self._page, now)
+            sample = sample_stack(self._interrupter, self._page, now, watch.since_ns)
+            watch.sample = sample or watch.sample
         watch.ending.set()
         self._emitter.emit(Seen(reason=reason))
         # The hard timeout runs from here on, even in an `atomic()` in a long phase: the other ranks

@@ -14,6 +14,7 @@ from outlast.coordination.repeated_faults import signature_of
 from outlast.errors import NO_RESTART, RestartAbort, StoreError
 from outlast.events.emitter import Emitter
 from outlast.inprocess.attribution import Interruption
+from outlast.inprocess.interruption import flight_recorder
 from outlast.inprocess.interruption.error_kinds import (
     advice,
     is_consequence,
@@ -176,6 +177,7 @@ class RankFaults:
             consequence=sample.waits_for_others,
             pings=sample.pings,
             collectives=sample.collectives,
+            groups=flight_recorder.begun(sample.groups, sample.since_ns, sample.until_ns),
             idle=idle,
             own_report=True,
         )

@@ -39,7 +39,11 @@ from outlast.inprocess.environment import Launch, publish_rank
 from outlast.inprocess.health_check import check_device_context
 from outlast.inprocess.interruption.error_kinds import is_consequence, is_interrupt
 from outlast.inprocess.interruption.interrupter import AtomicSection
-from outlast.inprocess.interruption.monitor_thread import IterationWatch, MonitorThread
+from outlast.inprocess.interruption.monitor_thread import (
+    IterationWatch,
+    MonitorThread,
+    sample_of_error,
+)
 from outlast.inprocess.interruption.release import Releaser, TorchModes
 from outlast.inprocess.monitor.shared_page import Activity
 from outlast.inprocess.recovery.host_protocol import (
@@ -205,6 +209,8 @@ class RankHost(RankFaults):
                 end_stray_child(error)
             self.atomic_section.function_left()
             if error is not None:
+                sample = sample_of_error(error, page, self.clock.now(), watch.since_ns)
+                watch.sample = watch.sample or sample
                 self.torch_modes.restore()
                 count_restart()
         self.pings = page.pings

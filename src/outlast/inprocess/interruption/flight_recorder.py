@@ -1,0 +1,73 @@
+"""The collectives that this rank has begun, as torch's flight recorder has them: a ring of the last
+ones of all process groups, by default 2,000 (`TORCH_FR_BUFFER_SIZE`). Torch 2.13 keeps one for gloo
+too; where there is none, nothing is known.
+
+Only numbers are compared between ranks. Whether a collective is complete, a recorder learns late,
+or never; and of what was sent from rank to rank, gloo records nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_NAMED = 3
+_TYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64"}
+_TYPES |= {"Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8"}
+_DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+
+
+def process_groups() -> dict[str, str]:
+    """The process groups that this rank is in: how to call them, by name."""
+    if not dist.is_available():
+        return {}
+    found: dict[str, str] = {}
+    for group in list(dist.distributed_c10d._world.pg_map):
+        name, description = group.group_name, group.group_desc
+        called = name if description in ("", "undefined") else repr(description)
+        found[name] = "the default group" if description == "default_pg" else f"group {called}"
+    return found
+
+
+def begun(groups: Mapping[str, str], since_ns: int, until_ns: int) -> dict[str, dict[str, Any]]:
+    """What this rank has begun in each of these groups between two times (as `time.time_ns()`).
+
+    Returns:
+        By the name of the group, its `label` from `groups`; the `number` of the last collective,
+        counted from 1, or 0; its `call` (`all_reduce of float [3, 4]`); and whether it is the
+        `last` of all groups. Groups of which the recorder may have lost it are missing.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    entries = sorted(_entries(), key=lambda each: int(each["time_created_ns"]))
+    present = [e for e in entries if since_ns <= e["time_created_ns"] <= until_ns]
+    for entry in present:
+        name = entry["process_group"][0]
+        if name in groups and not entry["is_p2p"]:
+            for each in found.values():
+                each["last"] = False
+            number, call = entry["collective_seq_id"], _call(entry)
+            found[name] = {"label": groups[name], "number": number, "call": call, "last": True}
+    if entries and (len(present) < len(entries) or entries[0]["record_id"] == 0):
+        for name, label in groups.items():  # it has not lost any of this time
+            found.setdefault(name, {"label": label, "number": 0, "call": "", "last": False})
+    return found
+
+
+def _entries() -> Iterator[dict[str, Any]]:
+    for dump in _DUMPS:
+        if hasattr(torch._C._distributed_c10d, dump):
+            text = getattr(torch._C._distributed_c10d, dump)(True, False)
+            yield from json.loads(text).get("entries", ())
+
+
+def _call(entry: dict[str, Any]) -> str:
+    """`all_reduce of float32 [3, 4]`."""
+    operation = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
+    tensors = zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
+    shapes = [f"{_TYPES.get(kind, kind.lower())} {list(size)}" for kind, size in tensors]
+    more = f" and {len(shapes) - _NAMED} more" if len(shapes) > _NAMED else ""
+    return f"{operation} of {', '.join(shapes[:_NAMED])}{more}" if shapes else operation
