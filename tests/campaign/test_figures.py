@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from outlast.campaign.figures import Stage, believed_partial, fired_faults
+from outlast.campaign.figures import Stage, believed_partial, fired_faults, unexplained
 from outlast.campaign.plan import RoundPlan
 from outlast.campaign.results import CampaignResult, Fired, RoundResult, write_markdown
 from outlast.chaos import Kind, Phase, PlannedFault
@@ -70,6 +70,8 @@ def test_a_fault_has_the_times_of_the_restart_that_names_its_process(tmp_path: P
     assert hang.seen == pytest.approx(4.1)
     assert hang.back == pytest.approx(4.5)
     assert slow == Fired(kind="slow_disk", phase="writing", rank=0, step=3)
+    assert hang.named
+    assert unexplained(fired, [a_restart()]) == []
 
 
 def test_a_restart_without_a_named_process_is_that_of_the_last_fault(tmp_path: Path) -> None:
@@ -82,6 +84,11 @@ def test_a_restart_without_a_named_process_is_that_of_the_last_fault(tmp_path: P
     earlier, last = fired_faults(plan, fired, [a_restart()])
     assert earlier.back is None
     assert last.back == pytest.approx(0.6)
+    assert last.named is None  # the other one was not over
+    (fired / "planned-0").unlink()
+    assert fired_faults(plan, fired, [a_restart()])[0].named is False
+    (fired / "planned-1").unlink()
+    assert unexplained(fired, [a_restart()]) == ["rank 1: "]
 
 
 def restored(*before: Event) -> list[str]:
@@ -104,20 +111,22 @@ def test_a_checkpoint_that_may_have_been_committed_may_be_restored() -> None:
 
 def test_the_table_has_a_row_for_each_kind_and_the_totals(tmp_path: Path) -> None:
     fired = [
-        Fired(kind="hang_gil", seen=4.0, back=8.0, redone=3),
-        Fired(kind="hang_gil", seen=5.0, back=9.5, redone=2),
+        Fired(kind="hang_gil", seen=4.0, back=8.0, redone=3, named=True),
+        Fired(kind="hang_gil", seen=5.0, back=9.5, redone=2, named=False),
         Fired(kind="slow_disk"),
     ]
     one = RoundResult(plan=PLAN, fired=fired, wall_seconds=20.0, productive_seconds=5.0)
     one.problems["orphans"].append("a process")
+    one.unexplained.append("rank 1: no progress")
     result = CampaignResult(seed=1, ranks=2, rounds=(one,), seconds=60.0)
     text = result.markdown()
-    assert "| hang gil | 2 | 5.00 / 5.00 | 9.50 / 9.50 | 5 |" in text
-    assert "| slow disk | 1 | - | - | - |" in text
-    assert "| all | 3 | 5.00 / 5.00 | 9.50 / 9.50 | 5 |" in text
+    assert "| hang gil | 2 | 1 of 2 | 5.00 / 5.00 | 9.50 / 9.50 | 5 |" in text
+    assert "| slow disk | 1 | - | - | - | - |" in text
+    assert "| all | 3 | 1 of 2 | 5.00 / 5.00 | 9.50 / 9.50 | 5 |" in text
     assert "| time | 1.0 min (20.0 s each) |" in text
     assert "| goodput | 25% |" in text
     assert "| orphans | 1 |" in text
+    assert "| restarts without a fault | 1 |" in text
 
     page = tmp_path / "page.md"
     page.write_text("A page without markers.\n")

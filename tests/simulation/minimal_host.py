@@ -35,13 +35,18 @@ class MinimalHost:
     def progress(self) -> dict[str, int]:
         return {"step": 0, "pings": 0, "least": 0}
 
-    def fault(self, iteration: int, interruption: Interruption, cause: str) -> FaultRecord:
+    def fault(
+        self,
+        iteration: int,
+        cause: str,
+        interruption: Interruption = Interruption.EXCEPTION,
+    ) -> FaultRecord:
         return FaultRecord(
             iteration, self.member, self.preferred_rank, "no host", 0, interruption.value, cause
         )
 
     def fault_of(self, iteration: int, error: BaseException) -> FaultRecord:
-        return self.fault(iteration, Interruption.BASE_EXCEPTION, repr(error))
+        return self.fault(iteration, repr(error), Interruption.BASE_EXCEPTION)
 
     def timing(self, name: str) -> AbstractContextManager[object]:
         return nullcontext()

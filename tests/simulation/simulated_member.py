@@ -11,7 +11,6 @@ from outlast.coordination.ops import Link, Op, request
 from outlast.coordination.records import FaultRecord
 from outlast.coordination.repeated_faults import RepeatedFaults
 from outlast.errors import RankDiscarded, RestartAbort, RestartError
-from outlast.inprocess.attribution import Interruption
 from outlast.inprocess.recovery.host_protocol import (
     AssignedRank,
     GrowPolicy,
@@ -104,7 +103,7 @@ class SimulatedMember(MinimalHost):
     async def initialize(self, iteration: int, store: str) -> FaultRecord | None:
         self.maybe_leave("initialize")
         if self.budget.spend("faults", 0.05):
-            return self.fault(iteration, Interruption.EXCEPTION, "initialize")
+            return self.fault(iteration, "initialize")
         if self.assigned is not None and not self.assigned.active:
             self.invariants.returned(iteration, self.member)  # a reserve does not call the function
         return None
@@ -116,10 +115,10 @@ class SimulatedMember(MinimalHost):
         if isinstance(outcome, BaseException):
             raise self.give(outcome)
         if outcome == "raise":
-            return Raised(self.fault(iteration, Interruption.EXCEPTION, "function"))
+            return Raised(self.fault(iteration, "function"))
         if outcome == "interrupt":
             if self.budget.spend("faults", 0.2):
-                fault = self.fault(iteration, Interruption.EXCEPTION, "in a finally")
+                fault = self.fault(iteration, "in a finally")
                 return Raised(dataclasses.replace(fault, overtaken=True))
             return Interrupted()
         if self.machine.record.stop is not None:  # as `Job` does, after its last save

@@ -134,7 +134,8 @@ class Campaign:
         folders = [self._new(self._folder / places[name]) for name in names]
 
         def run(folder: Path, name: str) -> None:
-            if wrong := self._run_one(plan, folder, name, None).wrong():
+            result = self._run_one(plan, folder, name, None)
+            if wrong := [*result.wrong(), *(f"a restart: {why}" for why in result.unexplained)]:
                 raise CampaignError(f"the undisturbed run in {folder} failed: {'; '.join(wrong)}")
 
         tasks = (functools.partial(run, *each) for each in zip(folders, names, strict=True))

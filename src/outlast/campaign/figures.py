@@ -7,7 +7,7 @@ those of one clock.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,7 @@ def fired_faults(plan: RoundPlan, records: Path, stages: Sequence[Stage]) -> lis
         for at, restart in restarts
         if (index := _cause_of(at, restart, fired)) is not None
     }
+    alone = _alone(fired, caused)
     found = []
     for index, record in enumerate(fired):
         fault = plan.faults[int(record["key"].removeprefix("planned-"))]
@@ -79,9 +80,53 @@ def fired_faults(plan: RoundPlan, records: Path, stages: Sequence[Stage]) -> lis
                 seen=_after(since, restart.phases.detection),
                 back=_after(since, restart.phases.total),
                 redone=restart.redone_steps,
+                named=_names(restart, record) if index in alone else None,
             )
         found.append(one)
     return found
+
+
+def _alone(
+    fired: Sequence[dict[str, Any]], caused: Mapping[int, tuple[float, Restart]]
+) -> set[int]:
+    """The faults that have caused a restart by themselves: while each was not seen yet, no other
+    fault was, and the job had recovered from those before.
+    """
+
+    def over(index: int) -> float:
+        if index not in caused:
+            return float(fired[index]["time"]) + _LONGEST_S
+        at, restart = caused[index]
+        return at + (_LONGEST_S if restart.phases.total is None else restart.phases.total)
+
+    felt = [i for i, record in enumerate(fired) if record["kind"] not in _WITHOUT_RESTART]
+    return {
+        index
+        for index, (at, _) in caused.items()
+        if all(
+            other == index
+            or float(fired[other]["time"]) > at
+            or over(other) < float(fired[index]["time"])
+            for other in felt
+        )
+    }
+
+
+def _names(restart: Restart, record: dict[str, Any]) -> bool:
+    """Whether the first cause that was told is the process in which the fault was."""
+    return restart.cause is not None and restart.cause.pid == record["pid"]
+
+
+def unexplained(records: Path, stages: Sequence[Stage]) -> list[str]:
+    """The restarts for which there was no fault: the rank and the cause that they name."""
+    fired = MarkerDirectory(records).records()
+    return [
+        f"rank {restart.cause.rank}: {restart.cause.message}"
+        for stage in stages
+        for restart in stage.report.restarts
+        if restart.cause is not None
+        and _cause_of(stage.origin + restart.at, restart, fired) is None
+    ]
 
 
 def _cause_of(at: float, restart: Restart, fired: Sequence[dict[str, Any]]) -> int | None:

@@ -36,7 +36,10 @@ PROBLEMS = ("differences", "orphans", "leaks", "leftovers", "believed")
 
 _BEGIN, _END = "<!-- campaign: begin -->", "<!-- campaign: end -->"
 _OF_FAILURES = ("shortened", "repeated", "folder")
-_NOTE = "Seen, back: median and maximum, in seconds from the fault."
+_NOTE = (
+    "Named: restarts whose first cause is the process of the fault, of those that one fault alone "
+    "has caused. Seen, back: median and maximum, in seconds from the fault."
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +54,9 @@ class Fired:
     seen: float | None = None
     back: float | None = None  # seconds until the last survivor was in the training function again
     redone: int | None = None  # how many steps were trained again; `None` if it is not known
+    # whether the restart names the process of the fault; `None` without a restart, or if another
+    # fault was there at the same time
+    named: bool | None = None
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -62,6 +68,7 @@ class RoundResult:
     fired: list[Fired] = field(default_factory=list)
     # what was wrong, by kind, in words
     problems: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in PROBLEMS})
+    unexplained: list[str] = field(default_factory=list)  # restarts that no fault has caused
     exit_codes: list[int] = field(default_factory=list)  # of its launchers, in order
     # of the job, as its report says
     wall_seconds: float = 0.0
@@ -118,6 +125,7 @@ class CampaignResult:
             "rounds": str(len(self.rounds)),
             "time": f"{self.seconds / 60:.1f} min{rate}",
             "goodput": "unknown" if self.goodput is None else f"{self.goodput:.0%}",
+            "restarts without a fault": str(sum(len(one.unexplained) for one in self.rounds)),
             **{kind: str(sum(len(one.problems[kind]) for one in self.rounds)) for kind in PROBLEMS},
         }
 
@@ -126,16 +134,19 @@ class CampaignResult:
         for fault in self.fired:
             kinds[fault.kind].append(fault)
         lines = [
-            "| kind | count | seen within | back within | steps redone |",
-            "|---|--:|--:|--:|--:|",
+            "| kind | count | named | seen within | back within | steps redone |",
+            "|---|--:|--:|--:|--:|--:|",
         ]
         for kind, faults in [*sorted(kinds.items()), ("all", self.fired)]:
             redone = [one.redone for one in faults if one.redone is not None]
             seen = _spread(one.seen for one in faults)
             back = _spread(one.back for one in faults)
             name = kind.replace("_", " ")
+            judged = [one.named for one in faults if one.named is not None]
+            named = f"{sum(judged)} of {len(judged)}" if judged else "-"
             lines.append(
-                f"| {name} | {len(faults)} | {seen} | {back} | {sum(redone) if redone else '-'} |"
+                f"| {name} | {len(faults)} | {named} | {seen} | {back} "
+                f"| {sum(redone) if redone else '-'} |"
             )
         return "\n".join([*lines, "", f"({_NOTE})", ""])
 

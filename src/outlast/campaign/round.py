@@ -118,6 +118,8 @@ class Round:
         except EventLogError as error:
             problems["differences"].append(f"its events cannot be read: {error}")
         inside = figures.fired_faults(plan, folder / "fired", stages)
+        if not plan.launcher:  # those are on hosts or of jobs, and have no records
+            result.unexplained = figures.unexplained(folder / "fired", stages)
         result.fired = [*inside, *result.fired]
         # Processes on different hosts have the same IDs, so they cannot be told apart.
         if program.own and not plan.hosts:

@@ -60,7 +60,8 @@ def hung_ranks(faults: Sequence[T]) -> list[T]:
       a rank woken up by the end of a connection: it is marked as a consequence;
     * among the rest, a rank that has started more collectives than another waits for that other
       rank (for a result that its device is to produce, for example): it is marked too;
-    * among those left, the rank with the fewest pings is the furthest behind.
+    * among those left, a rank that reports nothing itself is stopped, or keeps the GIL; otherwise
+      the rank with the fewest pings is the furthest behind.
 
     To the cause of a rank that others wait for is added in which collective they do.
     """
@@ -89,10 +90,11 @@ def hung_ranks(faults: Sequence[T]) -> list[T]:
             changed, cause=cause, consequence=fault.consequence or member in waiting
         )
 
-    def order(fault: T) -> tuple[bool, bool, int]:
+    def order(fault: T) -> tuple[bool, bool, bool, int]:
         # Of ranks that all wait, it is one that others wait for.
         is_end = fault.member in awaited - leads
-        return fault.consequence, fault.consequence and not is_end, fault.pings
+        not_it = fault.consequence and not is_end
+        return fault.consequence, not_it, fault.own_report, fault.pings
 
     found = sorted(reported.values(), key=order)
     if found and (mixed := _mixed(found)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
@@ -94,14 +95,22 @@ class CallWrapper:
         page = self._page
         before, outer = page.soft_limit, page.long_limit
         page.long_limit = limit_s
-        page.progress = page.pinged = self._clock.now()
+        self._note_phase()
         try:
             yield
         finally:
             page.long_limit = outer
             page.soft_limit = before
-            page.progress = page.pinged = self._clock.now()
+            self._note_phase()
             self._last_ping = None
+
+    def _note_phase(self) -> None:
+        """A phase begins or ends. One that cleans up after an exception tells nothing of how far
+        the function has come: its rank may have hung (`sample_of_error`).
+        """
+        self._page.progress = now = self._clock.now()
+        if sys.exc_info()[1] is None:
+            self._page.pinged = now
 
 
 class Observer(Protocol):

@@ -6,7 +6,7 @@ import functools
 import os
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from types import FrameType
 
 from outlast.system.error_text import printable
@@ -39,9 +39,10 @@ def user_place_of(frame: FrameType | None) -> str:
     )
 
 
-def is_own(frame: FrameType) -> bool:
-    """Whether it is a frame of this package."""
-    return frame.f_code.co_filename.startswith(_OWN)
+def is_own(frame: FrameType, but: Collection[str] = ()) -> bool:
+    """Whether it is a frame of this package, `but` not of these folders."""
+    file = frame.f_code.co_filename
+    return file.startswith(_OWN) and file.removeprefix(_OWN).partition(os.sep)[0] not in but
 
 
 def in_standard_library(frame: FrameType) -> bool:

@@ -16,6 +16,7 @@ from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link, drive, perform_on
 from outlast.coordination.records import FaultRecord
 from outlast.coordination.stores.torch_store import TorchStore
+from outlast.events.report import build, load
 from procs import Job
 
 Ranks = Callable[..., Job]
@@ -42,8 +43,11 @@ def test_the_main_process_of_rank_0_is_killed(ranks: Ranks) -> None:
         assert_never_together(job)
 
 
-def test_a_monitor_process_is_killed_and_replaced(ranks: Ranks) -> None:
-    with ranks("lost", "killed_by_the_test", nprocs=2) as job:
+def test_a_monitor_process_is_killed_and_replaced(ranks: Ranks, tmp_path: Path) -> None:
+    logs = tmp_path / "events"
+    logs.mkdir()
+    env = {"OUTLAST_EVENTS_DIR": str(logs)}
+    with ranks("lost", "killed_by_the_test", nprocs=2, env=env) as job:
         job.start_all()
         monitors = _ready(job)
         os.kill(monitors[1], signal.SIGKILL)
@@ -53,6 +57,12 @@ def test_a_monitor_process_is_killed_and_replaced(ranks: Ranks) -> None:
         assert after != monitors[1]
         assert events(job, 0, "ready")[1]["monitor"] == monitors[0]
         assert "its monitor process" in job.errors(1)
+    (restart,) = build(load(logs)).restarts
+    assert restart.cause is not None
+    assert (restart.cause.rank, restart.cause.message) == (
+        1,
+        f"its monitor process {monitors[1]} ended",
+    )
 
 
 @pytest.mark.parametrize("nprocs", [pytest.param(2, marks=pytest.mark.slow), 3])

@@ -200,8 +200,13 @@ class Interrupter:
         return in_own_code(frame) or any(f.f_code.co_name == _FINALIZER for f in _stack(frame))
 
     def waits_for_others(self) -> bool:
-        """Whether the innermost Python frame of the thread is where torch waits for other ranks."""
-        return _waits(sys._current_frames().get(self.ident))
+        """Whether the innermost Python frame of the thread is where torch waits for other ranks, or
+        outside Python's library is one of this package, which waits for nothing else for long.
+        """
+        innermost = frame = sys._current_frames().get(self.ident)
+        while frame is not None and in_standard_library(frame):
+            frame = frame.f_back
+        return _waits(innermost) or (frame is not None and is_own(frame, but=_OF_USERS))
 
     def blocked_in(self) -> Blocked:
         """Where the thread is, which runs no Python code at the moment."""
@@ -283,6 +288,8 @@ def places_of(stack: Iterable[tuple[FrameType, int]]) -> str:
     return " < ".join(places[:4])
 
 
+_OF_USERS = ("chaos", "campaign")
+"""Planned faults, and the training that they disturb, are as the user's code."""
 _BOUNDARY: CodeType = Interrupter.run.__code__
 
 

@@ -12,7 +12,6 @@ from outlast.coordination.decision import Decision, Rules, ViewRecord
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link
 from outlast.coordination.records import FaultRecord
-from outlast.inprocess.attribution import Interruption
 
 
 class RecoveryState(enum.Enum):
@@ -124,8 +123,8 @@ class Host(Protocol):
         not known.
         """
 
-    def fault(self, iteration: int, interruption: Interruption, cause: str) -> FaultRecord:
-        """A fault of this member that has no exception."""
+    def fault(self, iteration: int, cause: str) -> FaultRecord:
+        """A fault of this member that has no exception. Its event is written."""
 
     def fault_of(self, iteration: int, error: BaseException) -> FaultRecord:
         """A fault of this member from the exception that ends it."""

@@ -57,7 +57,10 @@ class RankFaults:
         self.torch_log = QuietTorchLog()  # silent while connections are expected to fail
         self._shown = ""
 
-    def fault(self, iteration: int, interruption: Interruption, cause: str) -> FaultRecord:
+    def fault(self, iteration: int, cause: str) -> FaultRecord:
+        return self._noted(self._fault(iteration, Interruption.EXCEPTION, cause))
+
+    def _fault(self, iteration: int, interruption: Interruption, cause: str) -> FaultRecord:
         return FaultRecord(
             iteration=iteration,
             member=self.page.member,
@@ -173,7 +176,7 @@ class RankFaults:
             duration = f"for {idle:.3f} s, when another rank's soft timeout ended the iteration"
         cause = f"no progress {duration}; it was at {sample.where or 'an unknown place'}"
         record = dataclasses.replace(
-            self.fault(iteration, hung, cause),
+            self._fault(iteration, hung, cause),
             consequence=sample.waits_for_others,
             pings=sample.pings,
             collectives=sample.collectives,
@@ -193,7 +196,7 @@ class RankFaults:
     ) -> FaultRecord:
         cause = f"{where}{first_line(error, with_type=True)}{advice(error)}"
         return dataclasses.replace(
-            self.fault(iteration, interruption, cause),
+            self._fault(iteration, interruption, cause),
             traceback=user_traceback(error, _TRACEBACK_CHARS),
             consequence=is_consequence(error),
             where=user_place(error),

@@ -28,7 +28,6 @@ from outlast.errors import StoreError
 from outlast.events.emitter import Emitter, JsonlSink, NullSink, Sink
 from outlast.events.restart_causes import describe_restarts
 from outlast.events.types import Completed, Lost
-from outlast.inprocess.attribution import Interruption
 from outlast.inprocess.call_wrapper import CallWrapper
 from outlast.inprocess.environment import exported, is_host_server, read_launch
 from outlast.inprocess.interruption.interrupter import AtomicSection, Interrupter
@@ -160,7 +159,7 @@ class _Session:
             host.notice.running()
 
             def report_lost_monitor(cause: str) -> None:
-                fault = host.fault(self.page.iteration, Interruption.EXCEPTION, cause)
+                fault = host.fault(self.page.iteration, cause)
                 # The monitor thread also notices a lost store, and tells the function's thread.
                 with contextlib.suppress(StoreError):
                     drive(machine.membership.report_fault(fault), perform)

@@ -58,7 +58,6 @@ from outlast.errors import (
     StoreError,
     UnrecoverableFault,
 )
-from outlast.inprocess.attribution import Interruption
 from outlast.inprocess.recovery.host_protocol import (
     AssignedRank,
     GrowPolicy,
@@ -196,7 +195,7 @@ class Machine:
                 if not idle and waited < limits.computing:
                     continue  # one of them is at work: an evaluation on rank 0, for example
                 cause = f"the other ranks did not return within {waited} s"
-                fault = self.host.fault(k, Interruption.EXCEPTION, cause)
+                fault = self.host.fault(k, cause)
                 await self.membership.report_fault(fault)
                 return RecoveryState.SETTLE
         if how == COMPLETED:
