@@ -15,7 +15,7 @@ _MIXED = "; collective "
 
 class HungFault(Protocol):
     """The fields of a fault that describe a hung rank. `collectives` is -1 if unknown; `groups` are
-    those of `inprocess.interruption.flight_recorder`, by name.
+    those of `inprocess.interruption.flight_recorder`.
     """
 
     @property

@@ -38,21 +38,23 @@ def begun(groups: Mapping[str, str], since_ns: int, until_ns: int) -> dict[str, 
 
     Returns:
         By the name of the group, its `label` from `groups`; the `number` of the last collective,
-        counted from 1, or 0; its `call` (`all_reduce of float [3, 4]`); and whether it is the
+        counted from 1, or 0; its `call` (`all_reduce of float32 [3, 4]`); and whether it is the
         `last` of all groups. Groups of which the recorder may have lost it are missing.
     """
     found: dict[str, dict[str, Any]] = {}
+    if not groups:
+        return found
     entries = sorted(_entries(), key=lambda each: int(each["time_created_ns"]))
-    present = [e for e in entries if since_ns <= e["time_created_ns"] <= until_ns]
-    for entry in present:
+    for entry in entries:
         name = entry["process_group"][0]
-        if name in groups and not entry["is_p2p"]:
+        is_present = since_ns <= entry["time_created_ns"] <= until_ns
+        if is_present and name in groups and not entry["is_p2p"]:
             for each in found.values():
                 each["last"] = False
             number, call = entry["collective_seq_id"], _call(entry)
             found[name] = {"label": groups[name], "number": number, "call": call, "last": True}
-    if entries and (len(present) < len(entries) or entries[0]["record_id"] == 0):
-        for name, label in groups.items():  # it has not lost any of this time
+    if entries and (entries[0]["time_created_ns"] < since_ns or entries[0]["record_id"] == 0):
+        for name, label in groups.items():  # the recorder has lost none of this time
             found.setdefault(name, {"label": label, "number": 0, "call": "", "last": False})
     return found
 
