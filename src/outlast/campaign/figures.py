@@ -113,19 +113,24 @@ def _alone(
 
 
 def _names(restart: Restart, record: dict[str, Any]) -> bool:
-    """Whether the first cause that was told is the process in which the fault was."""
-    return restart.cause is not None and restart.cause.pid == record["pid"]
+    """Whether the first cause that was told is the process in which the fault was, or tells of its
+    rank: a failed save is an error on all ranks.
+    """
+    cause = restart.cause
+    return cause is not None and (
+        cause.pid == record["pid"] or f" failed on rank {record['rank']} on " in cause.message
+    )
 
 
 def unexplained(records: Path, stages: Sequence[Stage]) -> list[str]:
-    """The restarts for which there was no fault: the rank and the cause that they name."""
-    fired = MarkerDirectory(records).records()
+    """The restarts before which there was no fault: the rank and the cause that they name."""
+    times = [float(record["time"]) for record in MarkerDirectory(records).records()]
     return [
         f"rank {restart.cause.rank}: {restart.cause.message}"
         for stage in stages
         for restart in stage.report.restarts
         if restart.cause is not None
-        and _cause_of(stage.origin + restart.at, restart, fired) is None
+        and not any(-_BEFORE_S <= stage.origin + restart.at - time <= _LONGEST_S for time in times)
     ]
 
 
