@@ -24,7 +24,6 @@ from outlast.coordination.decision import Decision, ViewRecord, decode_record, e
 from outlast.coordination.ops import Link, Op, request
 from outlast.coordination.replicated.operations import Operation, Result
 from outlast.coordination.replicated.table import Table
-from outlast.inprocess.attribution import Interruption
 from outlast.inprocess.recovery import waits
 from outlast.inprocess.recovery.host_protocol import AssignedRank, Interrupted, Raised, Returned
 from outlast.inprocess.recovery.state_machine import Machine
@@ -281,7 +280,7 @@ class _Job:
         self.leader.worker.busy = 0.0
         begun, inside, self.inside = self.time.now, self.inside, []
         failed = max(inside, key=lambda task: task.rank)
-        fault = failed.member.fault(0, Interruption.EXCEPTION, "planned")
+        fault = failed.member.fault(0, "planned")
         for task in inside:
             if task is not failed:
                 task.interrupt_at("c/over/0")

@@ -14,7 +14,6 @@ from outlast.coordination.decision import ViewRecord
 from outlast.coordination.ops import Link, drive, perform_on
 from outlast.coordination.records import FaultRecord
 from outlast.coordination.stores.store import Store
-from outlast.inprocess.attribution import Interruption
 from outlast.inprocess.recovery.host_protocol import (
     AssignedRank,
     GrowPolicy,
@@ -116,6 +115,6 @@ class Member(MinimalHost):
         if self.preferred_rank == iteration % self.size:
             self._all_in(iteration)  # returns once the others wait, as in a collective
             self.failed[iteration] = time.monotonic()
-            return Raised(self.fault(iteration, Interruption.EXCEPTION, "planned"))
+            return Raised(self.fault(iteration, "planned"))
         await Link("job/").wait_for(f"over/{iteration}", PATIENCE_S)
         return Interrupted()
