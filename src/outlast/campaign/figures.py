@@ -62,7 +62,7 @@ def fired_faults(plan: RoundPlan, records: Path, stages: Sequence[Stage]) -> lis
     ]
     caused = {
         index: (at, restart)
-        for at, restart in restarts
+        for at, restart in reversed(restarts)  # of several, the first one counts
         if (index := _cause_of(at, restart, fired)) is not None
     }
     alone = _alone(fired, caused)
