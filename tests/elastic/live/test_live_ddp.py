@@ -80,6 +80,23 @@ def test_a_second_fault_during_the_transfer_loses_nothing(
 
 
 @SLOW
+@pytest.mark.parametrize("who", [0, 1])
+def test_memory_that_is_lost_before_the_transfer_keeps_nobody_waiting(
+    ranks: Ranks, tmp_path: Path, reference: Run, who: int
+) -> None:
+    """A rank takes its part in the transfer from what it has offered."""
+    faulty = run(
+        ranks,
+        tmp_path / "c",
+        fault(0, "done 7", "mark done"),
+        fault(1, "torn 7", "await done, raise"),
+        fault(who, "chosen", "lose", iteration=1),
+    )
+    assert faulty.restored() == {0: (7, LIVE), 1: (7, REPLICA)}
+    check_same(faulty, reference, (1, 7))
+
+
+@SLOW
 @pytest.mark.parametrize("at", ["begin", "restored", "forward 8"])
 def test_a_second_fault_soon_after_loses_nothing(
     ranks: Ranks, tmp_path: Path, reference: Run, at: str

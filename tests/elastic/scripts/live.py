@@ -3,7 +3,8 @@
 The plan is JSON; its `faults` are those of `planned_faults`. The points of step N: `forward N`;
 `computed N` (the gradients are there); `torn N` (the optimizer has changed one parameter);
 `stepped N` (before `job.step`); `done N`. Others: `end E` (of an epoch), `begin`, `restored`, and
-`transfer` (between two parcels).
+`chosen` (the ranks have
+agreed on the state that they continue from), and `transfer` (between two parcels).
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 import outlast
-from outlast import inprocess
+from outlast import chaos, inprocess
 from outlast.elastic import ElasticLoader
 from outlast.elastic.job.live import transfer
+from outlast.elastic.job.restoring import Restoring
 from outlast.inprocess import Compose
 from outlast.inprocess.rank_assignment import AwaitReplacements, ShiftRanks
 
@@ -52,7 +54,8 @@ def swap() -> None:
         parameter.data.mul_(0.5)  # not counted
 
 
-reach = PlannedFaults(PLAN, {"write": write, "swap": swap}).reach
+ACTIONS = {"write": write, "swap": swap, "lose": lambda: chaos.fire("lost_shared_memory")}
+reach = PlannedFaults(PLAN, ACTIONS).reach
 
 
 class Momentum(torch.optim.Optimizer):
@@ -104,6 +107,14 @@ def received() -> None:
     transfer._PARCEL_BYTES = 512
     gathered = transfer._gathered
     parcels = []
+
+    load = Restoring._load_from_ranks
+
+    def chosen(restoring: Restoring, choice: Any) -> Any:
+        reach("chosen", JOB[1])
+        return load(restoring, choice)
+
+    Restoring._load_from_ranks = chosen
 
     def counted(views: Any, parcel: Any) -> Any:
         parcels.append(parcel)

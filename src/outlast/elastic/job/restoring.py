@@ -60,6 +60,10 @@ class Restoring:
         self._recorder: Recorder | None = None
         self._before: Recorder | str = ""  # that of the last iteration, or why there is none
         self._offered: Frozen | None = None
+        self._own: dict[Record, bytes] = {}
+        """What this rank has offered of single ranks. Read once: the memory may be lost before the
+        transfer, and the others would wait for this rank's part in it.
+        """
         if call is not None:
             self._before = _recorders_of(call).get(self._kept.url, "")
             if isinstance(self._before, Recorder):
@@ -135,7 +139,7 @@ class Restoring:
         self._keep("")
 
     def _keep(self, recorder: Recorder | str) -> None:
-        self._before = ""
+        self._before, self._own = "", {}
         if self._call is not None:
             recorders = _recorders_of(self._call)
             before = recorders.get(self._kept.url)
@@ -163,14 +167,14 @@ class Restoring:
         return msgspec.convert(found, Choice, str_keys=True)
 
     def _offer(self, call: RunningCall) -> Offer:
-        records, before = list(self._records()), self._before
+        self._own, before = self._records(), self._before
         frozen = self._offered = None if isinstance(before, str) else before.frozen
         return Offer(
-            records=records,
+            records=list(self._own),
             signature=signature(plain_state_dict(self._training.module, keep_vars=True)),
             resizable=not any(part.is_of_rank for part in self._training.parts.values()),
             came_back=call.fault_came_back,
-            branches=max((int(each.branch.partition("-")[0]) for each in records), default=0),
+            branches=max((int(each.branch.partition("-")[0]) for each in self._own), default=0),
             held=None if frozen is None else frozen.held,
             why=before if isinstance(before, str) else before.why,
         )
@@ -240,10 +244,9 @@ class Restoring:
 
     def _own_state(self, choice: Choice, exchange: Exchange) -> tuple[bytes | None, bool]:
         """This rank's own state, and whether this process or its predecessor has noted it."""
-        records = self._records()
         moved = exchange.move(
             [
-                (holder, rank, records[record] if holder == self._rank else None)
+                (holder, rank, self._own[record] if holder == self._rank else None)
                 for rank, (holder, record) in enumerate(choice.own)
                 if record is not None and holder != rank
             ]
@@ -251,7 +254,7 @@ class Restoring:
         if moved is not None:
             return moved, False
         _, mine = choice.own[self._rank]
-        return (None, False) if mine is None else (records[mine], True)
+        return (None, False) if mine is None else (self._own[mine], True)
 
     def _load_checkpoint(self, step: int | None) -> int | None:
         backup = self._training.backup()
