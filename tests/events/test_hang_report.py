@@ -115,11 +115,14 @@ def test_two_ranks_may_wait_for_each_other() -> None:
 
 
 def test_operations_that_differ_are_said() -> None:
-    barrier = group(7, call="barrier")
+    barrier = group(7, call="barrier at b.py:2 in f")
     said = [in_torch(0, tp=group(7)), in_torch(1, tp=barrier), in_torch(2, tp=group(7))]
     assert hung_ranks(said)[0].cause.endswith(
         "; collective 7 of group 'tp' is all_reduce of float32 [3] on ranks 0, 2, "
-        "and barrier on rank 1"
+        "and barrier at b.py:2 in f on rank 1"
     )
+    elsewhere = group(7, call=f"{group(7)['call']} at b.py:2 in f")
+    same = [in_torch(0, tp=group(7)), in_torch(1, tp=elsewhere)]
+    assert "; collective" not in hung_ranks(same)[0].cause
     gathers = [in_torch(n, tp=group(7, call=f"all_gather of int64 [{n}]")) for n in range(2)]
     assert "is all_gather" not in hung_ranks(gathers)[0].cause

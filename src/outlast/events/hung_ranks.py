@@ -151,8 +151,8 @@ def _mixed(hung: Iterable[HungFault]) -> str:
             calls.setdefault(key, {}).setdefault(call, []).append(fault.rank)
     texts = []
     for (_, number, label), ranks in sorted(calls.items()):
-        names = {call if call.startswith("all_reduce") else call.split()[0] for call in ranks}
-        if len(names) > 1:
+        plain = [call.partition(" at ")[0] for call in ranks]  # without the lines
+        if len({call if call.startswith("all_reduce") else call.split()[0] for call in plain}) > 1:
             each = [f"{call} on {_ranks(on)}" for call, on in ranks.items()]
             texts.append(f"{_MIXED}{number} of {label} is {', and '.join(each)}")
     return "".join(texts)

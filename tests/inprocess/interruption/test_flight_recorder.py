@@ -27,20 +27,21 @@ def entry(record: int, time: int, group: str = "0", number: int = 1, **more: Any
 
 def begun(monkeypatch: pytest.MonkeyPatch, *entries: dict[str, Any]) -> dict[str, dict[str, Any]]:
     monkeypatch.setattr(flight_recorder, "_entries", lambda: iter(entries))
-    return flight_recorder.begun(GROUPS, 10, 20)
+    return flight_recorder.begun(GROUPS, 10, 20, "train.py:7 in step")
 
 
 def test_the_last_of_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = entry(4, 14, is_p2p=True, number=9)
     found = begun(monkeypatch, entry(0, 11), entry(3, 13, number=2), entry(1, 12, "1"), sent)
+    call = "all_gather of float32 [2], bfloat16 [3, 4], int64 [] and 1 more"
     assert found == {
         "0": {
             "label": "the default group",
             "number": 2,
-            "call": "all_gather of float32 [2], bfloat16 [3, 4], int64 [] and 1 more",
+            "call": f"{call} at train.py:7 in step",
             "last": True,
         },
-        "1": found["0"] | {"label": "group 'tp'", "number": 1, "last": False},
+        "1": found["0"] | {"label": "group 'tp'", "number": 1, "call": call, "last": False},
     }
 
 

@@ -50,8 +50,9 @@ def test_the_culprit_of_a_hang_is_named_though_its_victims_time_out_first(
             [
                 "recv < ",
                 "; it has begun 1 of the collectives of the default group, and ranks 0, 3 wait in "
-                "number 2, all_reduce of float32 [3, 4]; it has begun 0 of the collectives of "
-                "group 'tp', and rank 1 waits in number 1, all_reduce of float32 [3, 4]\n",
+                "number 2, all_reduce of float32 [3, 4] at culprit.py:",
+                "; it has begun 0 of the collectives of group 'tp', and rank 1 waits in number 1, "
+                "all_reduce of float32 [3, 4] at culprit.py:",
             ],
         ),
         pytest.param(
@@ -59,8 +60,9 @@ def test_the_culprit_of_a_hang_is_named_though_its_victims_time_out_first(
             [0, 1, 2, 3],
             [
                 "; collective 2 of the default group is ",
-                "broadcast of float32 [3, 4] on ranks 0, 1, 3",
-                "barrier on rank 2",
+                "broadcast of float32 [3, 4] at culprit.py:",
+                " in one_is_behind on ranks 0, 1, 3",
+                " in one_is_behind on rank 2",
             ],
             marks=pytest.mark.slow,
         ),

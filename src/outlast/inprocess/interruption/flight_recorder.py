@@ -33,13 +33,17 @@ def process_groups() -> dict[str, str]:
     return found
 
 
-def begun(groups: Mapping[str, str], since_ns: int, until_ns: int) -> dict[str, dict[str, Any]]:
-    """What this rank has begun in each of these groups between two times (as `time.time_ns()`).
+def begun(
+    groups: Mapping[str, str], since_ns: int, until_ns: int, line: str
+) -> dict[str, dict[str, Any]]:
+    """What this rank has begun in each of these groups between two times (as `time.time_ns()`). It
+    is at this `line` of the user.
 
     Returns:
         By the name of the group, its `label` from `groups`; the `number` of the last collective,
-        counted from 1, or 0; its `call` (`all_reduce of float32 [3, 4]`); and whether it is the
-        `last` of all groups. Groups of which the recorder may have lost it are missing.
+        counted from 1, or 0; its `call` (`all_reduce of float32 [3, 4]`, with the line if it is the
+        last); and whether it is the `last` of all groups. Groups of which the recorder may have
+        lost it are missing.
     """
     found: dict[str, dict[str, Any]] = {}
     if not groups:
@@ -53,6 +57,9 @@ def begun(groups: Mapping[str, str], since_ns: int, until_ns: int) -> dict[str, 
                 each["last"] = False
             number, call = entry["collective_seq_id"], _call(entry)
             found[name] = {"label": groups[name], "number": number, "call": call, "last": True}
+    for each in found.values():
+        if each["last"] and line:
+            each["call"] += f" at {line}"
     if entries and (entries[0]["time_created_ns"] < since_ns or entries[0]["record_id"] == 0):
         for name, label in groups.items():  # the recorder has lost none of this time
             found.setdefault(name, {"label": label, "number": 0, "call": "", "last": False})

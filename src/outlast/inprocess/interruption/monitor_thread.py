@@ -31,6 +31,7 @@ from outlast.inprocess.interruption.flight_recorder import process_groups
 from outlast.inprocess.interruption.interrupter import AtomicSection, Interrupter, places_of
 from outlast.inprocess.monitor.shared_page import Activity, SharedPage
 from outlast.inprocess.store import Connection
+from outlast.system.user_frames import user_place
 
 log = logging.getLogger("outlast.inprocess")
 
@@ -45,6 +46,7 @@ class StackSample:
     """
 
     where: str  # the innermost frames
+    line: str  # the user's innermost line
     waits_for_others: bool  # it was in torch code where a rank waits for others
     idle: float  # seconds since the last progress,
     unpinged: float  # and since the last ping, step, or entry into the function
@@ -62,8 +64,8 @@ def sample_stack(
     """Samples from another thread; `None` while the function's thread runs no user code."""
     if page.activity not in (Activity.USER, Activity.FUNCTION):
         return None
-    where, waits = interrupter.where(), interrupter.waits_for_others()
-    return _sample(where, waits, page, now, since_ns)
+    places = interrupter.where(), interrupter.user_place()
+    return _sample(places, interrupter.waits_for_others(), page, now, since_ns)
 
 
 def sample_of_error(
@@ -75,13 +77,17 @@ def sample_of_error(
     if not is_consequence(error):
         return None
     frames = reversed(list(traceback.walk_tb(error.__traceback__)))
-    sample = _sample(places_of(frames), True, page, now, since_ns)
+    sample = _sample((places_of(frames), user_place(error)), True, page, now, since_ns)
     return dataclasses.replace(sample, idle=sample.unpinged)
 
 
-def _sample(where: str, waits: bool, page: SharedPage, now: float, since_ns: int) -> StackSample:
+def _sample(
+    places: tuple[str, str], waits: bool, page: SharedPage, now: float, since_ns: int
+) -> StackSample:
+    where, line = places
     return StackSample(
         where=where,
+        line=line,
         waits_for_others=waits,
         idle=now - page.progress,
         unpinged=now - page.pinged,

@@ -180,7 +180,9 @@ class RankFaults:
             consequence=sample.waits_for_others,
             pings=sample.pings,
             collectives=sample.collectives,
-            groups=flight_recorder.begun(sample.groups, sample.since_ns, sample.until_ns),
+            groups=flight_recorder.begun(
+                sample.groups, sample.since_ns, sample.until_ns, sample.line
+            ),
             idle=idle,
             own_report=True,
         )
