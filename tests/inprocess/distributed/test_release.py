@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from outlast.inprocess.interruption import gloo
+from outlast.inprocess.interruption import gloo, release
 from outlast.inprocess.interruption.release import Releaser
 
 
@@ -89,3 +90,23 @@ def test_without_groups_there_is_nothing_to_do(releaser: Releaser) -> None:
     releaser.release()
     releaser.join()
     assert_nothing_is_left()
+
+
+def test_a_group_that_the_function_destroys_is_kept_until_the_release(releaser: Releaser) -> None:
+    before, destroy = descriptors(), dist.destroy_process_group
+    with releaser.keeping_destroyed():
+        make_groups()
+        dist.destroy_process_group()
+        assert not dist.is_initialized()
+        assert gloo.pair_sockets() or descriptors() > before
+        for _ in range(release._MOST_KEPT):  # only so many are kept
+            make_groups()
+            dist.destroy_process_group()
+        releaser.release()
+        releaser.join()
+    assert dist.destroy_process_group is dist.distributed_c10d.destroy_process_group is destroy
+    for thread in threading.enumerate():
+        if thread.name == "outlast-release":
+            thread.join()
+    assert_nothing_is_left()
+    assert descriptors() == before

@@ -93,6 +93,14 @@ def test_a_call_leaves_no_group_and_no_store_behind(ranks: Ranks, nprocs: int) -
             assert results == [[nprocs, 1], nprocs, nprocs, [nprocs, 1]]
 
 
+@pytest.mark.slow
+def test_a_function_destroys_its_groups(ranks: Ranks) -> None:
+    """Without the references that are kept, it soon waits for a thread that waits for the GIL."""
+    with ranks("misuse", "destroys_its_groups", nprocs=3) as job:
+        job.start_all()
+        assert job.wait_all() == dict.fromkeys(range(3), 0), errors(job)
+
+
 def test_one_process_without_a_launcher(ranks: Ranks) -> None:
     with ranks("misuse", "alone", nprocs=1) as job:
         job.start_all()

@@ -295,5 +295,23 @@ def _import(stop: threading.Event) -> None:
         importlib.reload(colorsys)
 
 
+@scenario
+def destroys_its_groups() -> None:
+    """Each call ends with an orderly destruction, and has a model that refers to the group."""
+
+    @Wrapper(soft_timeout=seconds(20), hard_timeout=seconds(25))
+    def train() -> None:
+        dist.init_process_group("gloo")
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+        for _ in range(10):
+            model(torch.ones(2, 4)).sum().backward()
+        dist.all_gather_object([None] * dist.get_world_size(), {"a": rank()})
+        dist.barrier()
+        dist.destroy_process_group()
+
+    for _ in range(30):
+        train()
+
+
 if __name__ == "__main__":
     main()

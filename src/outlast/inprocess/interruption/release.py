@@ -1,12 +1,16 @@
 """What is done after the function was left: process groups are released, and the rest that an
 interrupt leaves behind is put in order.
 
-Calling `destroy_process_group()` is not enough, for three reasons:
+Calling `destroy_process_group()` is not enough, for four reasons:
 
 * A gloo worker thread may still be blocked (`gloo.py`). Its group's destructor would wait for
   that thread and, if a DDP module holds the last reference to the group, would hold the GIL while
   waiting. Therefore references to the groups are kept from the abort on, and their threads are
   woken before anything is destroyed.
+* After an orderly `destroy_process_group()` of the function, a DDP module may hold the last
+  reference too, and is destroyed with the function's frame. A worker thread that has just ended a
+  collective needs the GIL to drop its tensors: the two wait for each other for ever (torch 2.13).
+  So references are kept then, too.
 * gloo's event loops wake up only every 10 ms, and the destructor waits for them. No rank needs to
   wait for the destructor: a separate thread drops the references. torch's destructor of a group
   runs without the GIL.
@@ -17,6 +21,7 @@ Calling `destroy_process_group()` is not enough, for three reasons:
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import gc
@@ -25,7 +30,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import resource_sharer
 from pathlib import Path
 from types import TracebackType
@@ -42,6 +47,8 @@ log = logging.getLogger("outlast.inprocess")
 
 _LOADER = "_MultiProcessingDataLoaderIter.__del__"
 _SHARER = resource_sharer.__file__
+_MOST_KEPT = 64
+"""References to groups that the function has destroyed, until the end of the iteration."""
 _DRAIN_S = 5.0
 """How long worker threads may take to leave their waits before the release continues."""
 
@@ -59,6 +66,32 @@ class Releaser:
         if dist.is_available():
             self._held.extend(list(dist.distributed_c10d._world.pg_map))
 
+    @contextlib.contextmanager
+    def keeping_destroyed(self) -> Iterator[None]:
+        """In this block, `destroy_process_group` leaves a group to `release`: see the module."""
+        if not dist.is_available():
+            yield
+            return
+        modules: list[Any] = [dist, dist.distributed_c10d]
+        destroy = dist.destroy_process_group
+
+        @functools.wraps(destroy)
+        def keeping(*args: Any, **kwargs: Any) -> None:
+            if len(self._held) > _MOST_KEPT:  # the function makes many, one after another
+                old, self._held = self._held, []
+                threading.Thread(target=old.clear, name="outlast-release", daemon=True).start()
+            self._held += dist.distributed_c10d._world.pg_map
+            destroy(*args, **kwargs)
+
+        for module in modules:
+            module.destroy_process_group = keeping
+        try:
+            yield
+        finally:
+            for module in modules:
+                if module.destroy_process_group is keeping:
+                    module.destroy_process_group = destroy
+
     def release(self) -> None:
         """Destroys all groups. Their descriptors and threads go away a moment later (`join`)."""
         self.join()
@@ -70,7 +103,8 @@ class Releaser:
             _drain()
         if dist.is_initialized():
             try:
-                dist.destroy_process_group()
+                destroy = dist.destroy_process_group
+                getattr(destroy, "__wrapped__", destroy)()
             except Exception:
                 log.exception("a process group could not be destroyed; the restart continues")
         _forget_groups()

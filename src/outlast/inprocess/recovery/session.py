@@ -137,6 +137,7 @@ class _Session:
             stack.callback(host.iteration_store.close)
             # After the monitor thread, which runs the abort, has ended.
             stack.callback(lambda: host.releaser.end())
+            stack.enter_context(host.releaser.keeping_destroyed())
             self.endpoint = monitor.endpoint
             store = self._connect()
             stack.callback(store.close)
