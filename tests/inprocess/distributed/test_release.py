@@ -92,16 +92,19 @@ def test_without_groups_there_is_nothing_to_do(releaser: Releaser) -> None:
     assert_nothing_is_left()
 
 
-def test_a_group_that_the_function_destroys_is_kept_until_the_release(releaser: Releaser) -> None:
+def test_a_destroyed_group_is_kept_while_a_module_has_it(releaser: Releaser) -> None:
     before, destroy = descriptors(), dist.destroy_process_group
     with releaser.keeping_destroyed():
         make_groups()
         dist.destroy_process_group()
-        assert not dist.is_initialized()
-        assert gloo.pair_sockets() or descriptors() > before
-        for _ in range(release._MOST_KEPT):  # only so many are kept
+        assert descriptors() == before  # nobody has it
+        for _ in range(release._MOST_KEPT + 2):  # only so many are kept
             make_groups()
+            of_module = dist.group.WORLD
             dist.destroy_process_group()
+            assert not dist.is_initialized()
+            del of_module
+            assert descriptors() > before
         releaser.release()
         releaser.join()
     assert dist.destroy_process_group is dist.distributed_c10d.destroy_process_group is destroy
@@ -110,3 +113,13 @@ def test_a_group_that_the_function_destroys_is_kept_until_the_release(releaser: 
             thread.join()
     assert_nothing_is_left()
     assert descriptors() == before
+
+
+def test_a_group_that_is_left_is_not_kept(releaser: Releaser) -> None:
+    with releaser.keeping_destroyed():
+        make_groups()
+        dist.destroy_process_group(dist.new_group([0]))
+        assert dist.group.WORLD not in releaser._held
+        releaser._held.clear()
+        dist.destroy_process_group()
+        assert not releaser._held

@@ -10,7 +10,8 @@ Calling `destroy_process_group()` is not enough, for four reasons:
 * After an orderly `destroy_process_group()` of the function, a DDP module may hold the last
   reference too, and is destroyed with the function's frame. A worker thread that has just ended a
   collective needs the GIL to drop its tensors: the two wait for each other for ever (torch 2.13).
-  So references are kept then, too.
+  So references are kept then, too. A group that no module has is destroyed at once: other ranks
+  may wait for its connections to close.
 * gloo's event loops wake up only every 10 ms, and the destructor waits for them. No rank needs to
   wait for the destructor: a separate thread drops the references. torch's destructor of a group
   runs without the GIL.
@@ -49,6 +50,7 @@ _LOADER = "_MultiProcessingDataLoaderIter.__del__"
 _SHARER = resource_sharer.__file__
 _MOST_KEPT = 64
 """References to groups that the function has destroyed, until the end of the iteration."""
+_OWN_REFERENCES = 2  # the variable, and the argument of `getrefcount`
 _DRAIN_S = 5.0
 """How long worker threads may take to leave their waits before the release continues."""
 
@@ -68,7 +70,7 @@ class Releaser:
 
     @contextlib.contextmanager
     def keeping_destroyed(self) -> Iterator[None]:
-        """In this block, `destroy_process_group` leaves a group to `release`: see the module."""
+        """In this block, `destroy_process_group` leaves a group that a module has to `release`."""
         if not dist.is_available():
             yield
             return
@@ -80,8 +82,13 @@ class Releaser:
             if len(self._held) > _MOST_KEPT:  # the function makes many, one after another
                 old, self._held = self._held, []
                 threading.Thread(target=old.clear, name="outlast-release", daemon=True).start()
-            self._held += dist.distributed_c10d._world.pg_map
+            groups = list(dist.distributed_c10d._world.pg_map)
             destroy(*args, **kwargs)
+            while groups:
+                group = groups.pop()  # the only reference, unless a module has it
+                left = group in dist.distributed_c10d._world.pg_map
+                if not left and sys.getrefcount(group) > _OWN_REFERENCES:
+                    self._held.append(group)
 
         for module in modules:
             module.destroy_process_group = keeping
