@@ -38,7 +38,8 @@ def test_a_fault_before_the_first_optimizer_costs_no_step(
     ranks: Ranks, tmp_path: Path, reference: Run, do: str
 ) -> None:
     """The generator has left gradients in the discriminator; zero_grad has discarded them."""
-    faulty = run(ranks, tmp_path / "c", *later(1, 6, "d zeroed 7", do), script="gan")
+    both_have = fault(0, "d zeroed 7", "mark zeroed"), fault(1, "d zeroed 7", f"await zeroed, {do}")
+    faulty = run(ranks, tmp_path / "c", *both_have, script="gan")
     assert faulty.restored() == {0: (6, LIVE), 1: (6, LIVE if do == "raise" else REPLICA)}
     check_same(faulty, reference)
 
