@@ -56,8 +56,8 @@ def hung_ranks(faults: Sequence[T]) -> list[T]:
 
     * a rank that has begun a collective last that another rank of the group has not begun waits for
       that other rank. Two ranks may wait for each other, in collectives of different groups;
-    * a rank found inside torch, where it waits for other ranks, waits for one of the rest; so does
-      a rank woken up by the end of a connection: it is marked as a consequence;
+    * a rank found where it waits for other ranks, inside torch or this package, waits for one of
+      the rest; so does a rank woken up by the end of a connection: it is marked as a consequence;
     * among the rest, a rank that has started more collectives than another waits for that other
       rank (for a result that its device is to produce, for example): it is marked too;
     * among those left, a rank that reports nothing itself is stopped, or keeps the GIL; otherwise

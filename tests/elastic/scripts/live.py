@@ -2,9 +2,9 @@
 
 The plan is JSON; its `faults` are those of `planned_faults`. The points of step N: `forward N`;
 `computed N` (the gradients are there); `torn N` (the optimizer has changed one parameter);
-`stepped N` (before `job.step`); `done N`. Others: `end E` (of an epoch), `begin`, `restored`, and
-`chosen` (the ranks have
-agreed on the state that they continue from), and `transfer` (between two parcels).
+`stepped N` (before `job.step`); `done N`. Others: `end E` (of an epoch), `begin`, `restored`,
+`chosen` (the ranks have agreed on the state from which they continue), and `transfer` (between two
+parcels).
 """
 
 from __future__ import annotations

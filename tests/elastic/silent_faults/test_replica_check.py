@@ -156,8 +156,7 @@ def test_a_flip_from_before_an_unrelated_fault_is_undone(ranks: Ranks, tmp_path:
     run = Run(ranks, tmp_path / "flip", 2, **plan, flip=0, flip_at=5, fail_after=7)
     assert set(run.codes.values()) == set(undisturbed.codes.values()) == {0}, run.errors
     assert len([line for line in run.of("entered") if line["iteration"] == 2]) == 2
-    # A rank may have restored step 7 when it is interrupted because the other one has compared it.
-    assert {line["step"] for line in run.of("restored") if line["iteration"] > 1} == {0}
+    assert {line["step"] for line in run.of("restored") if line["iteration"] > 0} == {0}
     assert [(each.step, each.clean_step) for each in run.mismatches] == [(7, 0)]
     assert run.weights == undisturbed.weights
 

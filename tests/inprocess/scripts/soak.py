@@ -63,7 +63,7 @@ def many_restarts() -> None:
             dist.barrier()
             held = _held(earlier)
             say("held", iteration=call.iteration, **held)
-            earlier = earlier or held["native_threads"]
+            earlier = held["native_threads"]
             dist.barrier()
         if call.iteration < restarts:
             if rank() == call.iteration % 2:

@@ -47,7 +47,7 @@ class StackSample:
 
     where: str  # the innermost frames
     line: str  # the user's innermost line
-    waits_for_others: bool  # it was in torch code where a rank waits for others
+    waits_for_others: bool  # in torch code where a rank waits, or in this package
     idle: float  # seconds since the last progress,
     unpinged: float  # and since the last ping, step, or entry into the function
     declared: bool  # it was in a declared long phase
@@ -207,7 +207,7 @@ class MonitorThread:
         if not watch.left.is_set():
             now = self._emitter.clock.now()
             sample = sample_stack(self._interrupter, self._page, now, watch.since_ns)
-            watch.sample = sample or watch.sample
+            watch.sample = watch.sample or sample  # the function may be left by now
         watch.ending.set()
         self._emitter.emit(Seen(reason=reason))
         # The hard timeout runs from here on, even in an `atomic()` in a long phase: the other ranks
