@@ -248,8 +248,9 @@ class Cluster:
 
         Args:
             first: the first step to look at, of those that were recorded.
-            frozen: a host that was stopped. Its worker may finish the step whose data it had
-                received before, in the moment until it is killed; that step reaches no other rank.
+            frozen: a host that was stopped, or cut off without a launcher. Its worker may finish
+                the step whose data had left the other ranks before (TCP sends it again when the
+                network heals), in the moment until it ends; that step reaches no other rank.
         """
         said = [m[1] for p in self.started if (m := re.search(r"weights (\w+)", p.output))]
         assert set(said) == {weights}, f"{said}, not {weights}\n{self.output()}"

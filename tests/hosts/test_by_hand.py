@@ -26,4 +26,4 @@ def test_a_host_that_is_cut_off_is_left_behind_and_leaves_when_the_network_heals
     assert cluster.wait(ranks[2]) == [1]
     cluster.go()
     assert cluster.wait(*ranks[:2]) == [0, 0]
-    cluster.check(weights)
+    cluster.check(weights, frozen="h3")  # no launcher ends its rank while it is cut off
