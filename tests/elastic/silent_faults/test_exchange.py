@@ -37,11 +37,22 @@ def test_work_that_training_waits_for_is_done_after_the_loss_of_the_store(
         exchange.publish(lambda: "a record")
         exchange.run(hashed.set)
         assert hashed.wait(NET_S)
-        assert exchange.lost
+        assert isinstance(exchange.error, StoreError)
         assert exchange.all_results(NET_S) == []
     finally:
         exchange.close()
     assert "replicas: no longer checked: the store is lost" in caplog.text
+
+
+def test_a_restore_does_not_go_on_with_what_the_loss_of_the_store_left_unchecked() -> None:
+    """The abort after another rank's `ReplicasDiffer` ends this rank's connections before this
+    rank has read the result, and before it is interrupted.
+    """
+    ledger = CallLedger(LostStore(), "test", 1, 2)
+    with RunningReplicaCheck(ReplicaCheck(), nn.Linear(1, 1), ledger, Emitter(None), 7) as check:
+        with pytest.raises(StoreError, match="the store is lost"):
+            check.compare_now(NET_S, required=True)
+        check.compare_now(NET_S)  # at the end of a job, another rank may have taken it along
 
 
 def test_checks_do_not_read_records_from_before_an_earlier_restore_of_the_same_step() -> None:

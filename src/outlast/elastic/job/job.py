@@ -252,7 +252,8 @@ class Job:
         clean = self._training.counters.clean_step
         self._checks.start(self.module, self.checkpointer, self._ledger, self.steps, clean)
         if self._restoring.from_survivors:
-            self._checks.compare_now(self.checkpointer.kept.timeout_s)  # before DDP copies a flip
+            timeout_s = self.checkpointer.kept.timeout_s
+            self._checks.compare_now(timeout_s, required=True)  # before DDP copies a flip
         self._schedule.start(self.steps)
         self._step_events.begin(self.steps)
         self._stop.begin(self.steps, self._ending.save_for_stop)

@@ -49,7 +49,7 @@ class Exchange:
         self._open: list[int] = []  # rounds in which this rank has published; its thread's own
         self._unread = 0  # the same, as the training thread counts them
         self._poked = False
-        self._lost = False
+        self.error: Exception | None = None  # why the exchange has ended: most often, a lost store
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"outlast-{name}", daemon=True)
         self._thread.start()
@@ -62,11 +62,6 @@ class Exchange:
         """Publishes the record that `record`, called in the background, returns."""
         self._unread += 1
         self._work.put(lambda: self._publish(record))
-
-    @property
-    def lost(self) -> bool:
-        """Whether the exchange has ended, because the store was lost or by an error in it."""
-        return self._lost
 
     def run(self, work: Callable[[], None]) -> None:
         """Calls `work` in the background, after all that was given before; also if the exchange has
@@ -82,7 +77,7 @@ class Exchange:
         while self._results:
             found.append(self._results.popleft())
         self._unread -= len(found)
-        if self._unread and not self._poked and not self._lost:
+        if self._unread and not self._poked and self.error is None:
             self._poked = True
             self._work.put(self._look)
         return found
@@ -97,7 +92,7 @@ class Exchange:
         while True:
             self._arrived.clear()  # before the look: what arrives after it sets the event again
             found += self.results()
-            if not self._unread or self._lost:
+            if not self._unread or self.error:
                 return found
             if not self._arrived.wait(max(0.0, end - time.monotonic())):
                 text = "%s: no result within %g s: this state was not checked"
@@ -117,17 +112,17 @@ class Exchange:
             except StoreError as e:
                 # The job itself needs the store too: what ends here alone is a check. At the end of
                 # a job, another rank may have taken the store along.
-                self._lost = True
+                self.error = e
                 level = logging.DEBUG if self._closing else logging.WARNING
                 log.log(level, "%s: no longer checked: %s", self._name, e)
                 self._arrived.set()
-            except Exception:
-                self._lost = True
+            except Exception as e:
+                self.error = e
                 log.exception("%s: no longer checked", self._name)
                 self._arrived.set()
 
     def _publish(self, record: Callable[[], str]) -> None:
-        if self._lost:
+        if self.error:
             return
         content = record().encode()
         index, self._next = self._next, self._next + 1
@@ -137,7 +132,7 @@ class Exchange:
 
     def _look(self) -> None:
         self._poked = False
-        while self._open and not self._lost:
+        while self._open and self.error is None:
             result = self._result(self._open[0])
             if result is None:
                 return
@@ -148,7 +143,7 @@ class Exchange:
     def _await_open(self, end: float) -> None:
         """Waits until `end` for the results of the open rounds."""
         wait = self._ledger.await_conclusion if self.rank else self._ledger.await_verdict
-        while self._open and not self._lost:
+        while self._open and self.error is None:
             try:
                 wait(self._open[0], max(0.0, end - time.monotonic()))
             except KeyTimeout:

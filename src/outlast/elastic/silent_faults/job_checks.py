@@ -133,14 +133,15 @@ class JobChecks:
         for check in self._running:
             check.step(step)
 
-    def compare_now(self, timeout_s: float) -> None:
+    def compare_now(self, timeout_s: float, *, required: bool = False) -> None:
         """Looks at all parameters, compares the replicas, and waits for the result at most
-        `timeout_s` seconds; raises what the checks raise. Call it on all ranks after the same step.
+        `timeout_s` seconds; raises what the checks raise, and if it is `required`, the loss of the
+        store. Call it on all ranks after the same step.
         """
         if self._finite is not None:
             self._finite.check_all()
         if self._running and self._replicas is not None:
-            self._replicas.compare_now(timeout_s)
+            self._replicas.compare_now(timeout_s, required=required)
 
     def close(self) -> None:
         """Ends the checks."""

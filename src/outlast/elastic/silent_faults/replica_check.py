@@ -182,7 +182,7 @@ class RunningReplicaCheck:
             return
         self._settle()
         self._publish_if_complete()
-        begins = self._step % self._check.every == 0 and not self._exchange.lost
+        begins = self._step % self._check.every == 0 and self._exchange.error is None
         if not self._in_cycle and begins:
             self._in_cycle, self._slice, self._first = True, 0, self._step
         if self._in_cycle and self._slice < len(self._layout.slices):
@@ -191,13 +191,19 @@ class RunningReplicaCheck:
         for text in self._exchange.results():
             self._act_on(Result.decode(text))
 
-    def compare_now(self, timeout_s: float) -> None:
+    def compare_now(self, timeout_s: float, *, required: bool = False) -> None:
         """Compares all parameters as they are now, and waits for the result: before a state is
         saved as the last one, or copied to other ranks. Call it on all ranks after the same step.
         After `timeout_s` seconds without a result, it only says so in the log.
 
+        Args:
+            required: whether the loss of the store is an error. Another rank that has the result
+                may have raised it already; the abort that follows ends this rank's connections
+                before it interrupts this thread, which would go on with a state that differs.
+
         Raises:
             RankExcluded, ReplicasDiffer: as `step`.
+            StoreError: if it is `required`, and the store was lost.
         """
         if self._alone:
             return
@@ -211,6 +217,8 @@ class RunningReplicaCheck:
         self._in_cycle = False
         for text in self._exchange.all_results(timeout_s):
             self._act_on(Result.decode(text))
+        if required and self._exchange.error is not None:
+            raise self._exchange.error
 
     def close(self) -> None:
         """Ends the check; what was not compared yet is not."""
@@ -291,7 +299,7 @@ class RunningReplicaCheck:
         constant = self._buffers.unwritten()
         of_buffers = {n: d for n, d in self._buffer_digests.items() if n in constant}
         layout, first, known = self._layout, self._first, self.known_clean_step
-        if self._exchange.rank == 0 and not self._exchange.lost:
+        if self._exchange.rank == 0 and self._exchange.error is None:
             self._unjudged.append(first)
 
         def record() -> str:
