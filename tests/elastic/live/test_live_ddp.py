@@ -63,9 +63,10 @@ def test_a_fault_after_the_gradients_were_exchanged(
 
 
 @SLOW
+@pytest.mark.parametrize("over", ["memory", "group"])
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_second_fault_during_the_transfer_loses_nothing(
-    ranks: Ranks, tmp_path: Path, reference: Run, who: int
+    ranks: Ranks, tmp_path: Path, reference: Run, who: int, over: str
 ) -> None:
     faulty = run(
         ranks,
@@ -73,6 +74,7 @@ def test_a_second_fault_during_the_transfer_loses_nothing(
         fault(0, "done 7", "mark done"),
         fault(1, "torn 7", "await done, raise"),
         fault(who, "transfer", "raise another", iteration=1),
+        over=over,
     )
     assert faulty.restored() == {}
     assert faulty.restored(2) == {0: (7, LIVE), 1: (7, REPLICA)}

@@ -4,7 +4,7 @@ The plan is JSON; its `faults` are those of `planned_faults`. The points of step
 `computed N` (the gradients are there); `torn N` (the optimizer has changed one parameter);
 `stepped N` (before `job.step`); `done N`. Others: `end E` (of an epoch), `begin`, `restored`,
 `chosen` (the ranks have agreed on the state from which they continue), and `transfer` (between two
-parcels).
+parcels, or two reads of another process's memory). With `"over": "group"`, no memory is read.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from torch.utils.data import TensorDataset
 import outlast
 from outlast import chaos, inprocess
 from outlast.elastic import ElasticLoader
-from outlast.elastic.job.live import transfer
+from outlast.elastic.job.live import same_host, transfer
 from outlast.elastic.job.restoring import Restoring
 from outlast.inprocess import Compose
 from outlast.inprocess.rank_assignment import AwaitReplacements, ShiftRanks
 
-PLAN: dict[str, Any] = {"epochs": 2, "every": 4, "kind": "ddp", "kept": False}
+PLAN: dict[str, Any] = {"epochs": 2, "every": 4, "kind": "ddp", "kept": False, "over": "memory"}
 PLAN.update({"job": {}, "faults": []})
 PLAN.update(json.loads(sys.argv[1]))
 BUILT: list[tuple[nn.Module, Any, torch.optim.Optimizer]] = []
@@ -103,7 +103,24 @@ def content(values: Any) -> str:
 
 
 def received() -> None:
-    """A point between two parcels of a transfer; parcels are small here."""
+    """A point in a transfer; parcels are small here."""
+    if PLAN["over"] == "group":
+        same_host.reader = transfer.reader = lambda: [0, 0]
+    lend, read_memory = transfer.lent, same_host.OwnersMemory._read
+    pieces = []
+
+    def lent(*args: Any) -> Any:
+        if PLAN["over"] == "memory":
+            reach("transfer", JOB[1])
+        return lend(*args)
+
+    def read(memory: Any, *piece: int) -> None:
+        pieces.append(piece)
+        if len(pieces) == 3:  # the first is the token
+            reach("transfer", JOB[1])
+        read_memory(memory, *piece)
+
+    transfer.lent, same_host.OwnersMemory._read = lent, read  # type: ignore[method-assign]
     transfer._PARCEL_BYTES = 512
     gathered = transfer._gathered
     parcels = []

@@ -5,11 +5,14 @@ from several ranks at once, if there are more ranks that have the state than ran
 there are fewer, it is sent in rounds: a rank that has received it sends it on in the next round, so
 that a state that one rank has reaches N ranks in log2(N) rounds.
 
-The sender's checksums follow the parcels, and the receiver compares them with its own.
+Over the group, the sender's checksums follow the parcels, and the receiver compares them with its
+own. On one host, the receiver reads the sender's memory instead (`same_host`): a copy like any
+other, which needs no checksum.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -22,6 +25,9 @@ import xxhash
 from outlast.coordination.collectives import device_of
 from outlast.elastic.job.encoding import load_shapes
 from outlast.elastic.job.live.frozen import Frozen
+from outlast.elastic.job.live.same_host import OwnersMemory, lent, reader
+
+log = logging.getLogger("outlast.elastic")
 
 _PARCEL_BYTES = 8 << 20
 _MOST_SOURCES = 4  # of one receiver: its network is busy then
@@ -126,6 +132,10 @@ class Exchange:
         if place == 0:
             self._send_bytes(header, to)
         views = [_bytes_of(leaf) for leaf in leaves]
+        with lent(views, self._receive_tensor(2, torch.int64, to).tolist()) as told:
+            self._send_tensor(torch.tensor([*told, *[0] * (len(views) + 4 - len(told))]), to)
+            if self._receive_tensor(1, torch.int64, to).item():
+                return
         checksums: list[int] = []
         sending: deque[tuple[torch.Tensor, Any]] = deque()  # at most two
         for parcel in _own_parcels(load_shapes(header), place, len(senders)):
@@ -147,8 +157,11 @@ class Exchange:
         leaves = [torch.empty(shape, dtype=getattr(torch, name)) for name, shape in shapes]
         views = [_bytes_of(leaf) for leaf in leaves]
         lanes = [
-            (rank, list(_own_parcels(shapes, place, len(senders))))
+            (rank, parcels)
             for place, rank in enumerate(senders)
+            if not self._read_memory(
+                rank, views, parcels := list(_own_parcels(shapes, place, len(senders)))
+            )
         ]
         checksums: dict[int, list[int]] = {rank: [] for rank in senders}
         arriving: deque[tuple[int, list[Piece], torch.Tensor, Any]] = deque()
@@ -159,7 +172,7 @@ class Exchange:
             _scatter(views, parcel, into)
             checksums[rank].append(_checksum(into))
 
-        for number in range(max(len(parcels) for _, parcels in lanes)):
+        for number in range(max((len(parcels) for _, parcels in lanes), default=0)):
             # The next parcel of each sender arrives while this one is checked.
             for rank, parcels in lanes:
                 if number < len(parcels):
@@ -176,6 +189,27 @@ class Exchange:
             if sent.tolist() != [*checksums[rank], 0]:
                 damaged.append(rank)
         return (header, leaves), damaged
+
+    def _read_memory(
+        self, sender: int, views: Sequence[torch.Tensor], parcels: Sequence[Sequence[Piece]]
+    ) -> bool:
+        """Reads the parcels from the sender's memory, if it is on this host."""
+        self._send_tensor(torch.tensor(reader()), sender)
+        told = self._receive_tensor(len(views) + 4, torch.int64, sender).tolist()
+        try:
+            memory = OwnersMemory(told)
+            memory.read(
+                [
+                    (views[number].data_ptr() + at, memory.addresses[number] + at, end - at)
+                    for parcel in parcels
+                    for number, at, end in parcel
+                ]
+            )
+        except OSError as e:
+            log.debug("the memory of rank %d is not read: %s", sender, e)
+            memory = None
+        self._send_tensor(torch.tensor([int(memory is not None)]), sender)
+        return memory is not None
 
     def _global(self, rank: int) -> int:
         return rank if self._group is None else dist.get_global_rank(self._group, rank)
