@@ -2,15 +2,18 @@
 
 It is an anonymous file in memory (`memfd_create`): one process creates it and sends the descriptor
 to another. It has no name in any file system, so nothing is left behind when the last process that
-holds it ends; and it outlives the process that created it, as long as another one holds it.
+holds it ends; and it outlives the process that created it, as long as another one holds it. Other
+processes of the user, on the same host, may also open it through `/proc` (`MemoryName`).
 """
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import mmap
 import os
 import threading
+from pathlib import Path
 
 PAGE_BYTES = mmap.PAGESIZE
 
@@ -28,6 +31,38 @@ move.restype = None
 def page_up(size_bytes: int) -> int:
     """The next multiple of the page size."""
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def running_kernel() -> str:
+    """Another one on each host, and after each start of a host; an `OSError` if it is not known."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryName:
+    """Names shared memory to the other processes of the host, as long as process `pid` holds it."""
+
+    kernel: str
+    pid: int
+    descriptor: int
+    inode: int
+
+    def open(self) -> int:
+        """A descriptor to read it; an `OSError` if it is not there, or not for this process.
+
+        In another container, `pid` may be another process. Of one running kernel, the number of
+        the file (`inode`) tells.
+        """
+        if self.kernel != running_kernel():
+            raise OSError("the memory is on another host")
+        path = f"/proc/{self.pid}/fd/{self.descriptor}"
+        found = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        if (is_memory := os.readlink(path).startswith("/memfd:")) and (
+            os.fstat(found).st_ino == self.inode
+        ):
+            return found
+        os.close(found)
+        raise OSError(f"{path} is {'other' if is_memory else 'no'} memory")
 
 
 class SharedMemory:
@@ -49,6 +84,11 @@ class SharedMemory:
         anchor = ctypes.c_char.from_buffer(self._map)
         self.address = ctypes.addressof(anchor)
         del anchor
+
+    @property
+    def name(self) -> MemoryName:
+        inode = os.fstat(self.descriptor).st_ino
+        return MemoryName(running_kernel(), os.getpid(), self.descriptor, inode)
 
     @property
     def intact(self) -> bool:

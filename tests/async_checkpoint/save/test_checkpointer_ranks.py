@@ -113,6 +113,10 @@ def test_a_checkpoint_that_one_rank_finds_damaged_is_skipped_by_all(
         assert said(job, rank, "returned", "value") == [1]
 
 
+def test_one_rank_may_not_read_the_memory_of_another(ranks: Ranks, tmp_path: Path) -> None:
+    run(ranks, "one_cannot_open_memory", tmp_path)
+
+
 def test_a_rank_without_memory_for_received_data_does_not_block_the_others(
     ranks: Ranks, tmp_path: Path
 ) -> None:

@@ -25,6 +25,7 @@ from outlast.async_checkpoint.writer.main import Writer
 from outlast.chaos.storage import flip_byte
 from outlast.coordination.call_ledger import CallLedger
 from outlast.errors import CheckpointError, CheckpointReadError
+from outlast.system.shared_memory import MemoryName
 
 HOST = socket.gethostname()
 
@@ -277,6 +278,36 @@ def one_has_no_room(path: str, plan: str) -> None:
         assert checkpointer.restore(found) == 1
         assert same(found, state_of(1))
     leave_group()
+
+
+@scenario
+def one_cannot_open_memory(path: str, plan: str) -> None:
+    """Tensors are sent only if one rank may not read the memory of another."""
+    join_group()
+    pack = MemorySnapshot.pack
+    with Checkpointer(path) as checkpointer:
+        saves(checkpointer, 1, state_of(1))
+        for refused in (False, True):
+            packed: list[str] = []
+
+            def watched(memory: Any, names: set[str], packed: list[str] = packed) -> Any:
+                packed += names
+                return pack(memory, names)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(MemorySnapshot, "pack", watched)
+                if refused and RANK == 1:
+                    patch.setattr(MemoryName, "open", _refused)
+                found = blank()
+                assert checkpointer.restore(found) == 1
+            assert checkpointer.kept.restored_from == "memory"
+            assert same(found, state_of(1))
+            assert ("model.weight" in packed) == refused, packed
+    leave_group()
+
+
+def _refused(*_: object) -> int:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 @scenario

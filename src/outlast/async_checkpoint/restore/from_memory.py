@@ -1,15 +1,20 @@
 """Restores from snapshots that are still in memory.
 
 Each rank's memory holds the parts that the rank saves. With shards, it loads the same parts. Parts
-that ranks share (under DDP, all of them) are divided among the ranks, and the parts that a rank
-lacks are broadcast: verified before they are sent, and again on arrival.
+that ranks share (under DDP, all of them) are divided among the ranks. If all ranks are on one host,
+each reads the tensors that it lacks from the memory of the ranks that have them. Otherwise what a
+rank lacks is broadcast: verified before it is sent, and again on arrival.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import json
+import logging
 import math
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +27,7 @@ from outlast.async_checkpoint.restore.verified_read import (
     Piece,
     Source,
     address_of,
+    borrowed_source,
     memory_source,
     read_verified,
 )
@@ -39,6 +45,9 @@ from outlast.coordination.agreement import Agreement
 from outlast.coordination.call_ledger import CallFailure
 from outlast.coordination.collectives import device_of
 from outlast.errors import CheckpointError
+from outlast.system.shared_memory import MemoryName, SharedMemory
+
+log = logging.getLogger("outlast.checkpoint")
 
 _SENT_BYTES = 64 << 20  # in one collective
 _SENT = "sent"  # the name of what another rank has packed
@@ -49,16 +58,18 @@ ItemsOf = Callable[[dict[str, Any]], list[Item]]
 class MemorySnapshot:
     """This rank's part of a snapshot that all ranks have, as described by its writer."""
 
-    def __init__(self, snapshot: Mapping[str, Any], view: memoryview, values: bytes) -> None:
+    def __init__(self, snapshot: Mapping[str, Any], memory: SharedMemory, values: bytes) -> None:
         self._where = f"the snapshot of step {snapshot['step']} in memory"
         self._snapshot = snapshot
-        self._view = view
+        self._memory = memory
         self._values = values
 
     @functools.cached_property
     def description(self) -> dict[str, Any]:
         """What the other ranks need to know about this rank's part."""
         parts = {name: self._snapshot[name] for name in ("places", "layout", "files", "values")}
+        with contextlib.suppress(OSError):  # without its name, it is sent
+            parts["memory"] = dataclasses.astuple(self._memory.name)
         try:
             return {**parts, "index": json.loads(self._snapshot["index"])}
         except (ValueError, TypeError, RecursionError) as e:
@@ -66,7 +77,8 @@ class MemorySnapshot:
 
     @functools.cached_property
     def source(self) -> Source:
-        views = {name: self._view[at : at + size] for name, at, size in self._snapshot["layout"]}
+        view = self._memory.view
+        views = {name: view[at : at + size] for name, at, size in self._snapshot["layout"]}
         if self._snapshot["values"]:
             views[self._snapshot["values"]] = memoryview(bytearray(self._values))
         return memory_source(self._where, _contents_of(self.description), views)
@@ -97,6 +109,30 @@ class MemorySnapshot:
         whole = _merged([own, *others]) if others else own
         fill_empty(state_dict, whole)
         return whole, _lacking(items_of(state_dict), own, {*whole.tensors, *whole.values})
+
+    def borrow(
+        self, descriptions: Sequence[Mapping[str, Any]], lacking: Collection[str], rank: int
+    ) -> list[Source] | None:
+        """The sources of the tensors that this rank lacks, in the memory of other ranks; `None` if
+        they have to be sent.
+        """
+        found = []
+        for owner, each in enumerate(descriptions):
+            contents = _contents_of(each)
+            tensors = _only(contents.tensors, lacking)
+            if owner == rank or not tensors:
+                continue
+            try:
+                memory = MemoryName(*each["memory"])
+                os.close(memory.open())
+            except (KeyError, TypeError, OSError) as e:
+                log.debug("the memory of rank %d is not read: %s", owner, e)
+                return None
+            where = f"{self._where} of rank {owner}"
+            places = {name: (at, size) for name, at, size in each["layout"]}
+            needed = Contents(contents.files, tensors, {})
+            found.append(borrowed_source(where, needed, memory, places))
+        return found
 
     def pack(self, names: Collection[str]) -> tuple[memoryview, Contents]:
         """What this rank has under these names, verified and contiguous; and its description.
@@ -184,9 +220,19 @@ def content_in_memory(
     if isinstance(found, CallFailure):
         return found
     whole, lacking = found
-    wanted = ranks.gather(lacking, lambda lists: sorted(set().union(*lists)))
+    borrowed = memory.borrow(described, lacking, ranks.rank)
+
+    def together(parts: list[Any]) -> Any:
+        names: set[str] = set()
+        return [all(can for can, _ in parts), sorted(names.union(*(each for _, each in parts)))]
+
+    on_one_host, wanted = ranks.gather([borrowed is not None, lacking], together)
+    sources = [memory.source]
+    if on_one_host:
+        sources += borrowed or []
+        wanted = [name for name in wanted if name not in whole.tensors]
     if not wanted:
-        return Content(whole, [memory.source])
+        return Content(whole, sources)
 
     packed = ranks.attempt(lambda: memory.pack(set(wanted)))
     if isinstance(packed, CallFailure):
@@ -196,7 +242,7 @@ def content_in_memory(
     parts = ranks.attempt(lambda: memory.receive_buffers(content, descriptions, ranks.rank))
     if isinstance(parts, CallFailure):
         return parts
-    return Content(whole, [memory.source, *memory.exchange(parts, set(lacking), group)])
+    return Content(whole, [*sources, *memory.exchange(parts, set(lacking) & set(wanted), group)])
 
 
 def _send(content: torch.Tensor, owner: int, group: Any) -> None:

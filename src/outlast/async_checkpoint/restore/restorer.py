@@ -321,7 +321,7 @@ class Restorer:
         buffers = (*self._session.pool.buffers, *self._session.pool.handed_over)
         (buffer,) = (each for each in buffers if each.number == snapshot["buffer"])
         assert buffer.memory is not None
-        return MemorySnapshot(snapshot, buffer.memory.view, buffer.values)
+        return MemorySnapshot(snapshot, buffer.memory, buffer.values)
 
     def _compare(self, content: Content, request: _Request) -> tuple[list[Item], list[str]]:
         present = self._items(request.state_dict)

@@ -26,7 +26,7 @@ from outlast.async_checkpoint.storage.protocol import FileReader, Storage
 from outlast.async_checkpoint.storage.system_errors import Reopened
 from outlast.errors import CheckpointError
 from outlast.system.parallel import in_threads
-from outlast.system.shared_memory import memory_at, move
+from outlast.system.shared_memory import MemoryName, memory_at, move
 
 # Fits into a core's own cache: what was copied is still there when it is hashed.
 _CACHED_BYTES = 384 << 10
@@ -68,6 +68,42 @@ def memory_source(where: str, contents: Contents, views: Mapping[str, memoryview
         return _MemoryReader(views[name])
 
     return Source(where, contents, CHUNK_BYTES, open_view)
+
+
+def borrowed_source(
+    where: str, contents: Contents, memory: MemoryName, places: Mapping[str, tuple[int, int]]
+) -> Source:
+    """A snapshot in the memory of another process of this host; `places` are the first byte and the
+    size of each file. It is read like a file: a process that shortens its memory ends no reader.
+    """
+
+    def open_part(name: str) -> FileReader:
+        if name not in places:
+            raise CheckpointError(f"{where}/{name} is missing")
+        return _BorrowedReader(memory, *places[name])
+
+    return Source(where, contents, CHUNK_BYTES, open_part)
+
+
+class _BorrowedReader:
+    at_once = _CACHED_BYTES
+
+    def __init__(self, memory: MemoryName, begin: int, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self._begin, self._descriptor = begin, memory.open()
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        done, most = 0, min(len(buffer), self.size_bytes - offset)
+        while done < most:
+            at = self._begin + offset + done
+            count = os.preadv(self._descriptor, [buffer[done:most]], at)
+            if not count:
+                break
+            done += count
+        return done
+
+    def close(self) -> None:
+        os.close(self._descriptor)
 
 
 class _MemoryReader:
