@@ -51,7 +51,7 @@ def reader() -> list[int]:
         kernel = running_kernel()
     except OSError:
         return [0, 0]
-    return [os.getpid(), xxhash.xxh3_64_intdigest(kernel) >> 1]
+    return [os.getpid(), xxhash.xxh3_64_intdigest(kernel.encode()) >> 1]
 
 
 @contextlib.contextmanager
