@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+import torch
 from torch.utils._pytree import tree_leaves
 
 from outlast.async_checkpoint import Checkpointer
@@ -190,10 +191,18 @@ class Restoring:
         notify("restoring")
         state: dict[str, Any] | None = None
         received_bytes = 0
+        # Another error in the exchange is raised: other ranks wait in it for this one.
+        exchange = Exchange(self._group, self._rank)
         try:
-            state, received_bytes = self._collect(choice)
-        except (TransferFailed, ValueError, TypeError, KeyError) as e:
+            here, trusted = self._own_state(choice, exchange)
+            found = exchange.run(choice.sources, self._offered)
+        except TransferFailed as e:
             log.warning("the state of the surviving ranks cannot be used: %s", e)
+        else:
+            try:
+                state, received_bytes = self._joined(found, here, trusted)
+            except (ValueError, TypeError, KeyError) as e:
+                log.warning("the state of the surviving ranks cannot be used: %s", e)
         failed = first_rank(state is None, self._rank, self._group)
         if state is None or failed is not None:
             return f"the state of step {choice.step} could not be collected: see rank {failed}"
@@ -215,11 +224,13 @@ class Restoring:
             )
         return choice
 
-    def _collect(self, choice: Choice) -> tuple[dict[str, Any], int]:
-        """The state to load, and how many bytes of it this rank has received."""
-        frozen, exchange = self._offered, Exchange(self._group, self._rank)
-        here, trusted = self._own_state(choice, exchange)
-        found = exchange.run(choice.sources, frozen)
+    def _joined(
+        self, found: tuple[bytes, list[torch.Tensor]] | None, here: bytes | None, trusted: bool
+    ) -> tuple[dict[str, Any], int]:
+        """The state to load, of what was received and this rank's own state; and how many bytes of
+        it this rank has received.
+        """
+        frozen = self._offered
         if found is not None:
             header, leaves = found
             skeleton, sent = load_state(header, [Leaf])
