@@ -20,6 +20,7 @@ user code derives from `BaseException`, so that `except Exception` does not catc
         +-- EventLogError                an event log cannot be read
         +-- ReplicasDiffer               replicas differ, and no majority says which is wrong
         +-- NonFinite                    the loss or a parameter is not a finite number
+        |   +-- SkipBatches              the job goes back, and leaves out the batches since
         +-- AsyncCallError               a background call failed on some rank
         +-- CheckpointError              a checkpoint cannot be written, found or verified
             +-- CheckpointMismatch       a valid checkpoint does not fit the state to restore
@@ -74,6 +75,7 @@ __all__ = [
     "RestartAbort",
     "RestartError",
     "SaveCancelled",
+    "SkipBatches",
     "StoreError",
     "UnrecoverableFault",
 ]
@@ -171,6 +173,15 @@ class NonFinite(OutlastError):
     """
 
     permanent = True
+
+
+class SkipBatches(NonFinite):
+    """With `FiniteCheck(on_non_finite="skip")`: the job restarts, goes back to the newest
+    checkpoint whose parameters are finite, and leaves out the batches since; names both. A program
+    that is not restarted by `inprocess.Wrapper` or a launcher does so when it is started again.
+    """
+
+    permanent = False
 
 
 class AsyncCallError(OutlastError):

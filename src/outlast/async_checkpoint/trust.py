@@ -18,31 +18,45 @@ from outlast.errors import CheckpointError
 if TYPE_CHECKING:
     from outlast.async_checkpoint.checkpointer import Checkpointer
 
-__all__ = ["Trusted", "limit_trust", "newest_finite", "remove_distrusted", "trusted"]
+__all__ = [
+    "Trusted",
+    "limit_trust",
+    "newest_finite",
+    "remove_distrusted",
+    "skip_on_record",
+    "trusted",
+]
 
 _FOLDER, _FILE = "trust", "limit.json"
+_NON_FINITE = "values of the parameters became infinite or NaN"
 
 
-def limit_trust(checkpointer: Checkpointer, step: int, why: str) -> None:
+def limit_trust(
+    checkpointer: Checkpointer, step: int, why: str, skip: dict[str, Any] | None = None
+) -> None:
     """Records, durably, that checkpoints of later steps than `step` are wrong. Any thread of one
-    rank may call this.
+    rank may call this. `skip`, of plain JSON values, says what is left out after the restore.
 
     Raises:
         OSError: if it cannot be written.
     """
     storage = checkpointer._session.storage
-    storage.put_record(_FOLDER, _FILE, json.dumps({"step": step, "why": why}).encode())
+    if skip is not None and (before := _limit(checkpointer)[0]) is not None:
+        step = min(step, before)  # replicas that differ may have been found, too
+    record = {"step": step, "why": why} | ({} if skip is None else {"skip": skip})
+    storage.put_record(_FOLDER, _FILE, json.dumps(record).encode())
 
 
 @dataclasses.dataclass(frozen=True)
 class Trusted:
     """Up to which step checkpoints can be trusted, the newest one of these, and what has happened
-    after it.
+    after it. `skip` is as given to `limit_trust`.
     """
 
     limit: int
     step: int
     fault: str
+    skip: dict[str, Any] | None = None
 
 
 def trusted(checkpointer: Checkpointer) -> Trusted | None:
@@ -54,9 +68,10 @@ def trusted(checkpointer: Checkpointer) -> Trusted | None:
     """
 
     def look(_: list[Any]) -> list[Any] | None:
-        limit = _limit(checkpointer)
+        limit, skip = _limit(checkpointer)
         if limit is not None:
-            return [limit, _newest(checkpointer, limit), "the replicas differed"]
+            fault = "the replicas differed" if skip is None else _NON_FINITE
+            return [limit, _newest(checkpointer, limit), fault, skip]
         known = checkpointer.checkpoints()
         if not known or known[-1].finite is not False:
             return None
@@ -65,7 +80,7 @@ def trusted(checkpointer: Checkpointer) -> Trusted | None:
         ]
         if not usable:
             return None
-        return [usable[-1], usable[-1], "values of the parameters became infinite or NaN"]
+        return [usable[-1], usable[-1], _NON_FINITE]
 
     found = checkpointer._restorer.ranks.gather(None, look)
     return None if found is None else Trusted(*found)
@@ -76,13 +91,28 @@ def newest_finite(checkpointer: Checkpointer) -> int | None:
     return max((info.step for info in checkpointer.checkpoints() if info.finite), default=None)
 
 
-def _limit(checkpointer: Checkpointer) -> int | None:
+def skip_on_record(checkpointer: Checkpointer) -> dict[str, Any] | None:
+    """What the last `limit_trust` says that no restore has followed; `None` if there is none."""
+    return _limit(checkpointer)[1]
+
+
+def _limit(checkpointer: Checkpointer) -> tuple[int | None, dict[str, Any] | None]:
     storage = checkpointer._session.storage
     try:
-        return int(json.loads(storage.get(_FOLDER, _FILE))["step"])
+        record = json.loads(storage.get(_FOLDER, _FILE))
+        skip = record.get("skip")
+        return int(record["step"]), None if skip is None else dict(skip)
     except FileNotFoundError:
-        return None
-    except (OSError, ArithmeticError, KeyError, RecursionError, TypeError, ValueError) as e:
+        return None, None
+    except (
+        OSError,
+        ArithmeticError,
+        AttributeError,
+        KeyError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as e:
         where = f"{storage.where}/{_FOLDER}/{_FILE}"
         raise CheckpointError(
             f"{where}, which limits what can be restored, cannot be read: {e}"

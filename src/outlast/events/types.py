@@ -363,3 +363,14 @@ class NonFiniteFound(Event, kind="non_finite_found"):
     first_host: str = ""
     origin: str = ""
     parameters: list[str] = field(default_factory=list)
+
+
+class BatchesSkipped(Event, kind="batches_skipped"):
+    """Values were not finite after step `found`: training goes back to `step`, and leaves out the
+    batches between; rank 0 writes it. `samples` of all ranks (-1: unknown); done `times` in a row.
+    """
+
+    step: int = -1
+    found: int = -1
+    samples: int = -1
+    times: int = 0

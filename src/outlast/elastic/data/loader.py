@@ -98,6 +98,7 @@ class ElasticLoader:
             was created.
         holds_epoch: whether an epoch of which all batches are trained on lasts until `begin_epoch`:
             iterating then yields nothing. `Job.epochs` sets it.
+        left_out: an epoch and a position in it: what is before that is not yielded. `Job` sets it.
     """
 
     def __init__(
@@ -139,6 +140,7 @@ class ElasticLoader:
         self.part = 0
         self.trained = 0
         self.holds_epoch = False
+        self.left_out: tuple[int, int] | None = None
         self._dataset = dataset
         self._options = options
         self._handed_out = 0
@@ -176,6 +178,8 @@ class ElasticLoader:
         self.done()
         self._iteration += 1
         iteration = self._iteration
+        if self._is_left_out():
+            return
         fetched: deque[tuple[Share, int]] = deque()
         options = {"generator": self._generator(), **self._options}
         for data in DataLoader(self._dataset, batch_sampler=self._parts(fetched), **options):
@@ -191,6 +195,22 @@ class ElasticLoader:
             yield data
             if iteration == self._iteration:
                 self.done()
+
+    def _is_left_out(self) -> bool:
+        """Goes to the position up to which samples are left out. Returns whether the epoch is over
+        before that.
+        """
+        sampler, to = self.sampler, self.left_out
+        if to is None or (sampler.epoch, sampler.position) >= to:
+            return False
+        if sampler.epoch == to[0] and to[1] < sampler.epoch_length:
+            sampler.position = to[1]
+            return False
+        if self.holds_epoch:
+            sampler.position = sampler.epoch_length
+        else:
+            sampler.advance(sampler.epoch_length - sampler.position)
+        return True
 
     def _parts(self, fetched: deque[tuple[Share, int]]) -> Iterator[Any]:
         """The batch sampler of torch's loader: yields the indices of each part in turn."""

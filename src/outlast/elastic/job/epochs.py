@@ -10,7 +10,8 @@ the epoch's end runs again, on the state of the last step, with the same random 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from outlast.elastic import random_generators as generators
@@ -34,6 +35,7 @@ class Epochs(Part):
     Attributes:
         steps: the number of steps of the job.
         by_framework: whether a framework repeats what follows a step after a fault.
+        left_out: by epoch, how many of the first batches of each pass are left out.
     """
 
     def __init__(
@@ -47,6 +49,8 @@ class Epochs(Part):
         self._number: int | None = None  # until it is known that the program counts with it
         self._first_step: int | None = None  # the number of steps when the epoch began
         self._passes: list[Pass] = []
+        self._done: dict[int, tuple[int, ...]] = {}  # as `batches_done`, of the epochs before
+        self.left_out: dict[int, tuple[int, ...]] = {}
         self._calls = 0  # of `batches` in this epoch, since it was yielded
         self._inner = 0  # passes within another one
         self._restored: generators.Generators | None = None
@@ -64,6 +68,7 @@ class Epochs(Part):
     @number.setter
     def number(self, number: int) -> None:
         self._left = 0
+        self.left_out = {}
         self._begin(as_int("epoch", number, at_least=0), None)
 
     def loop(self, end: int) -> Iterator[int]:
@@ -122,6 +127,7 @@ class Epochs(Part):
         self._first_step = first_step
 
     def _begin(self, number: int, first_step: int | None) -> None:
+        self._done = self.batches_done()
         self._number, self._first_step = number, first_step
         self._passes, self._calls, self._inner, self._restored = [], 0, 0, None
         if self._own is not None:
@@ -151,6 +157,8 @@ class Epochs(Part):
         if number == len(self._passes):
             self._passes.append(Pass(length, has_position))
         found = self._passes[number]
+        if not found.has_position:
+            found.left_out = _at(self.left_out.get(self.number, ()), number)
         if not found.has_position and not found.is_over and found.length != length:
             raise ValueError(
                 f"epoch {self.number} was saved after {found.done} batches of a loader with "
@@ -187,6 +195,23 @@ class Epochs(Part):
         for each in self._passes:
             if each.is_open:
                 each.done = each.taken
+
+    @property
+    def counts_batches(self) -> bool:
+        """Whether steps were made on the batches of a loader that has no position of its own."""
+        return any(each.done and not each.has_position for each in self._passes)
+
+    def batches_done(self) -> dict[int, tuple[int, ...]]:
+        """By epoch, how many batches of each pass are done or left out, since the state that was
+        restored; 0 for a loader with a position of its own.
+        """
+        done = tuple(
+            0 if each.has_position else max(each.done, each.left_out) for each in self._passes
+        )
+        found = {**self.left_out, **self._done}
+        left_out = zip_longest(done, found.get(self.number, ()), fillvalue=0)
+        merged = tuple(max(pair) for pair in left_out)
+        return found | ({self.number: merged} if merged else {})
 
     def finish(self) -> None:
         """The program has ended without an error: an epoch whose end it has left is over."""
@@ -260,7 +285,7 @@ class Epochs(Part):
                 )
         self.steps, self._number, self._first_step, self._left = steps, number, first_step, left
         self._passes, self._calls, self._inner, self._restored = passes, 0, 0, None
-        self._is_loaded = True
+        self._is_loaded, self._done = True, {}
         if self._own is not None and number is not None:
             self._own.resume_epoch(number)
 
@@ -303,3 +328,7 @@ class Epochs(Part):
     def _warn(self, message: str, *values: object) -> None:
         if self._rank == 0:
             log.warning(message, *values)
+
+
+def _at(counts: Sequence[int], number: int) -> int:
+    return counts[number] if number < len(counts) else 0

@@ -143,6 +143,8 @@ class Job:
             model, optimizer, loader, self.states, self.rank, world_size, random=random
         )
         self.module = self._training.module
+        self._skipped = self._training.skipped
+        self._skipped.most = self._checks.max_skips
         self._ledger = connect_ledger("job", self._group)
         self._parameters = SameParameters(self._training, self._ledger, self.checkpointer)
         self._restoring = Restoring(
@@ -240,6 +242,8 @@ class Job:
         # With a step, from a checkpoint: survivors have a state from after a silent fault.
         found = self._restoring.restore(trusted.step)
         self._may_save = True
+        if trusted.skip is not None:
+            self._skipped.leave_out(trusted.skip, self.checkpointer.emitter, self.rank)
         if found is None:
             check_equal_models(self.module, self._ledger, self._group)
             with long_phase(self.checkpointer.kept.timeout_s or None):
@@ -250,7 +254,7 @@ class Job:
             self._saves.restored()
         trusted.finish(self.save)
         clean = self._training.counters.clean_step
-        self._checks.start(self.module, self.checkpointer, self._ledger, self.steps, clean)
+        self._start_checks(clean)
         if self._restoring.from_survivors:
             timeout_s = self.checkpointer.kept.timeout_s
             self._checks.compare_now(timeout_s, required=True)  # before DDP copies a flip
@@ -303,14 +307,17 @@ class Job:
             loss: the loss of this rank, a number or a tensor, for `FiniteCheck`.
 
         Raises:
-            NonFinite: if the loss or a parameter is infinite or NaN: see `FiniteCheck`.
-            ValueError: at the first step, if there are checkpoints and `restore` was not called. In
-                a loop over `batches` within another one.
+            NonFinite: if the loss or a parameter is infinite or NaN: see `FiniteCheck`. With
+                `"skip"`, a `SkipBatches`.
+            ValueError: at the first step, if there are checkpoints and `restore` was not called; or
+                if batches may have to be left out, and the job does not know them. In a loop over
+                `batches` within another one.
             SystemExit: after the last save, if the job was told to stop.
             CheckpointError: if an earlier save failed.
         """
         self._check_restored()
         self._training.stepped(samples)
+        self._skipped.check_known()
         self._step_events.completed(self.steps)
         self._training.counters.clean_step = self._checks.clean_step(self.steps)
         self._restoring.completed()
@@ -370,6 +377,7 @@ class Job:
             if kind is None:
                 self._training.epochs.finish()
                 self._ending.complete(self.steps)
+                self._skipped.say_at_end(self.rank)
             else:
                 self._ending.fail(kind)
         finally:
@@ -380,5 +388,9 @@ class Job:
             return
         check_nothing_to_restore(self.checkpointer, self._ledger, self._path, self.steps)
         self._parameters.check()
-        self._checks.start(self.module, self.checkpointer, self._ledger, self.steps)
+        self._start_checks()
         self._may_save = True
+
+    def _start_checks(self, clean: int | None = None) -> None:
+        go_back = partial(self._skipped.go_back, self.checkpointer)
+        self._checks.start(self.module, self.checkpointer, self._ledger, self.steps, go_back, clean)

@@ -50,6 +50,7 @@ class Pass:
         is_over: whether the loop has come to its end, or has left it.
         taken: how many batches it has yielded.
         is_open: whether the loop is in it.
+        left_out: how many of its first batches are left out, whether they are done or not.
         worker_seed: a number of this pass, for the seeds of a loader's workers; `None` if torch
             seeds them.
     """
@@ -61,6 +62,7 @@ class Pass:
     is_exhausted: bool = False
     taken: int = 0
     is_open: bool = False
+    left_out: int = 0
     worker_seed: int | None = None
     _has_ended: bool = False
     _noted: Noted | None = None
@@ -110,6 +112,7 @@ class Pass:
         """
         self.worker_seed = worker_seed
         self.is_open, is_over = True, self.is_over
+        self.taken = max(self.taken, self.left_out)
         try:
             for batch in self._left_of(loader, present):
                 if is_over:
@@ -130,14 +133,15 @@ class Pass:
         if not self.done:
             if self.has_position:
                 return iter(loader)
-            self._noted, self._dropped, self._ends, self._present = None, 0, False, {}
+            self._noted, self._dropped = None, self.left_out
+            self._ends, self._present = False, {}
             return self._resumed(loader)
         present = generators.capture() if present is None else present
         if self.has_position or self._noted is None:  # without: by another number of ranks
             found = iter(loader if self.has_position else ())
             _set(present)
             return found
-        self._dropped, self._ends = None if self.is_complete else self.done, self.is_over
+        self._dropped, self._ends = None if self.is_complete else self.taken, self.is_over
         self._present = present
         return self._resumed(loader)
 
@@ -181,7 +185,7 @@ class Pass:
         """The rest of an iteration of `source`, which may draw from the generators `own`."""
         if self._noted is None:
             self._noted = _note(own)
-            return iter(source)
+            return islice(source, self._dropped, None)
         _set(self._noted, own)
         iterator = iter(source)
         for _ in islice(iterator, self._dropped):

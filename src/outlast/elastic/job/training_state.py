@@ -32,6 +32,7 @@ from outlast.elastic.job.parts import (
     StreamPart,
     ThirdPartyLoader,
 )
+from outlast.elastic.job.skipped import SkippedBatches
 from outlast.elastic.wrapped_modules import (
     consistent_ddp,
     load_plain,
@@ -39,7 +40,15 @@ from outlast.elastic.wrapped_modules import (
 )
 
 _HAS_MOMENTS = "has_moments"  # part of the checkpoint's format
-_OPTIONAL = ("random.", "states.", "parts.", "epochs.", "buckets.", "loader.global_batch_size")
+_OPTIONAL = (
+    "random.",
+    "states.",
+    "parts.",
+    "epochs.",
+    "skipped.",
+    "buckets.",
+    "loader.global_batch_size",
+)
 
 
 class TrainingState:
@@ -95,7 +104,8 @@ class TrainingState:
         }
         if states:
             self.parts["states"] = NamedParts(self._attached)
-        self.parts["epochs"], self.parts["buckets"] = self.epochs, self.buckets
+        self.skipped = SkippedBatches(loader, self.epochs, self.counters)
+        self.parts |= {"epochs": self.epochs, "skipped": self.skipped, "buckets": self.buckets}
         if self.consistent_ddp is not None:
             self.parts["parts"] = ConsistentParts(self.consistent_ddp)
         if random:

@@ -1,4 +1,5 @@
-"""`FiniteCheck`: ends a job whose parameters or loss are no longer finite numbers.
+"""`FiniteCheck`: ends a job whose parameters or loss are no longer finite numbers, or has it go
+back and leave out the batches that led there.
 
 A flipped bit of high value, or a learning rate that is too high, makes the loss NaN; from then on
 all that the job computes is lost, and it would go on to its end without an error. The parameters
@@ -30,7 +31,7 @@ import socket
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -40,6 +41,7 @@ from outlast.async_checkpoint.finite import is_finite, total
 from outlast.coordination.call_ledger import CallLedger, connect_ledger
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.elastic.silent_faults.digests import flat_bytes
+from outlast.elastic.silent_faults.finding import Finding, describe
 from outlast.elastic.silent_faults.layout import element_slices, local_tensor
 from outlast.errors import NonFinite, StoreError
 from outlast.events.emitter import Emitter, Sink
@@ -55,7 +57,6 @@ log = logging.getLogger("outlast.elastic")
 _GRADIENT_ELEMENTS = 1 << 16
 _HUGE = 1e15
 _OTHERS_S = 5.0
-_NAMED = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,19 +66,28 @@ class FiniteCheck:
     Attributes:
         every: all parameters are looked at within so many steps.
         on_non_finite: `"stop"`: every rank that finds some raises `NonFinite`, which no restart
-            follows, and `Job.restore` passes over checkpoints with such parameters. `"report"`: the
+            follows, and `Job.restore` passes over checkpoints with such parameters. `"skip"`: every
+            rank that finds some raises `SkipBatches`; after the restart, `Job.restore` loads the
+            newest checkpoint with finite parameters, and the batches from there to the finding are
+            left out. It needs a `Job`, and an `ElasticLoader` or `Job.batches`. `"report"`: the
             event and the message in the log, once. `"ignore"`: nothing is looked at, and retention
             does not know which checkpoints are finite.
+        max_skips: with `"skip"`, how often in a row batches are left out: without having made a
+            later step than the one of the finding before. After that, the job ends with
+            `NonFinite`.
     """
 
     every: int = 100
     on_non_finite: str = "stop"
+    max_skips: int = 2
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "every", as_int("every", self.every, at_least=1))
-        if self.on_non_finite not in ("stop", "report", "ignore"):
+        object.__setattr__(self, "max_skips", as_int("max_skips", self.max_skips, at_least=1))
+        if self.on_non_finite not in ("stop", "skip", "report", "ignore"):
             raise ValueError(
-                f"on_non_finite must be 'stop', 'report' or 'ignore', not {self.on_non_finite!r}"
+                "on_non_finite must be 'stop', 'skip', 'report' or 'ignore', not "
+                f"{self.on_non_finite!r}"
             )
 
     def start(
@@ -93,7 +103,10 @@ class FiniteCheck:
 
         Raises:
             NonFinite: with `"stop"`, if a parameter is not finite now.
+            ValueError: with `"skip"`, for which a `Job` has to know the batches.
         """
+        if self.on_non_finite == "skip":
+            raise ValueError("on_non_finite='skip' needs a Job: pass the check to Job(checks=...)")
         ledger = connect_ledger("finite", group)
         emitter = Emitter(events)
         emitter.place(rank=ledger.rank)
@@ -114,28 +127,6 @@ def parameters_to_check(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Finding:
-    """What one rank has found: `values` that are not finite after `step`, and were after `since`.
-    `rank` and `host` of it. Of several, the first in the order of `order` counts.
-    """
-
-    step: int
-    since: int
-    rank: int
-    host: str
-    origin: str  # "loss", "gradients" or "parameters"
-    names: list[str]
-    loss: str = ""
-    ranks: int = 1  # how many have found the same
-    huge: str = ""
-
-    @property
-    def order(self) -> tuple[int, int, int]:
-        """A loss is computed before the gradients, and these before the parameters."""
-        return self.step, ("loss", "gradients", "parameters").index(self.origin), self.rank
-
-
-@dataclasses.dataclass(frozen=True)
 class _Look:
     """The sums of a slice after `step`, on their way from the device until `ready`."""
 
@@ -149,6 +140,7 @@ class RunningFiniteCheck:
     """The check of one rank. Close it, or use it in a `with` block.
 
     `newest_finite` returns the step of the newest checkpoint that training can continue from.
+    `go_back`, for `"skip"`, is called with this step and what was found: it raises `NonFinite`.
     """
 
     def __init__(
@@ -159,12 +151,15 @@ class RunningFiniteCheck:
         emitter: Emitter,
         step: int,
         newest_finite: Callable[[], int | None] = lambda: None,
+        go_back: Callable[[CallLedger, int, str], NoReturn] | None = None,
     ) -> None:
         self._check = check
         self._parameters = parameters
         self._ledger = ledger
         self._emitter = emitter
         self._newest_finite = newest_finite
+        self._go_back = go_back if check.on_non_finite == "skip" else None
+        self._ends_job = check.on_non_finite in ("stop", "skip")
         self._step = step
         self._reported: set[str] = set()
         self._slices = element_slices(list(parameters.values()), check.every)
@@ -193,7 +188,7 @@ class RunningFiniteCheck:
         rank's loss.
 
         Raises:
-            NonFinite: with `"stop"`, if a parameter or a loss is not finite.
+            NonFinite: with `"stop"` or `"skip"`, if a parameter or a loss is not finite.
         """
         self._step = self._step + 1 if step is None else step
         if self._off:
@@ -324,8 +319,8 @@ class RunningFiniteCheck:
 
     def _report(self, origin: str, step: int, since: int, names: list[str], loss: str = "") -> None:
         rank, host = self._ledger.rank, socket.gethostname()
-        finding = _Finding(step, since, rank, host, origin, names, loss, huge=self._huge())
-        if self._check.on_non_finite == "stop":
+        finding = Finding(step, since, rank, host, origin, names, loss, huge=self._huge())
+        if self._ends_job:
             finding = self._first_of_all(finding)
         text = describe(finding)
         found = NonFiniteFound(
@@ -339,15 +334,17 @@ class RunningFiniteCheck:
         self._reported.add("loss" if finding.origin == "loss" else "parameters")
         if finding.rank == self._ledger.rank:
             self._emitter.emit(found)
-        if self._check.on_non_finite != "stop":
+        if not self._ends_job:
             log.error("%s", text)
             return
         newest = self._newest_finite()
         if newest is not None:
             text += f"; the newest checkpoint with finite parameters is that of step {newest}"
+            if self._go_back is not None and newest < self._step:
+                self._go_back(self._ledger, newest, text)
         raise NonFinite(text)
 
-    def _first_of_all(self, finding: _Finding) -> _Finding:
+    def _first_of_all(self, finding: Finding) -> Finding:
         """The first of the findings of all ranks that have one."""
         ledger = self._ledger
         try:
@@ -360,7 +357,7 @@ class RunningFiniteCheck:
         except StoreError as e:
             log.debug("what other ranks have found is not known: %s", e)
             return finding
-        found = [_Finding(**json.loads(part)) for part in parts]
+        found = [Finding(**json.loads(part)) for part in parts]
         first = min([*found, finding], key=lambda each: each.order)
         names = next((each.names for each in [first, *found] if each.names), [])
         same = sum(each.order[:2] == first.order[:2] for each in found)
@@ -377,28 +374,3 @@ def _on_its_way(step: int, number: int, sums: list[torch.Tensor]) -> _Look:
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return flat_bytes(tensor).view(tensor.dtype)
-
-
-def describe(finding: _Finding) -> str:
-    """A finding in a sentence."""
-    huge = f"; its {finding.huge}" if finding.huge else ""
-    return _found(finding) + huge
-
-
-def _found(finding: _Finding) -> str:
-    where = f"rank {finding.rank} on {finding.host}"
-    names = ", ".join(finding.names[:_NAMED])
-    if len(finding.names) > _NAMED:
-        names += f" and {len(finding.names) - _NAMED} more"
-    if finding.origin == "loss":
-        more = f", and so are values of {names}" if names else ""
-        return f"after step {finding.step}: the loss of {where} is {finding.loss}{more}"
-    if finding.origin == "gradients":
-        return (
-            f"after step {finding.step}: values of {names} are not finite, first in the gradients "
-            f"of {where}"
-        )
-    if finding.ranks > 1:  # it came with the gradients, which all ranks have averaged
-        where += f" and {finding.ranks - 1} more"
-    since = "" if finding.since >= finding.step - 1 else f"; they were after step {finding.since}"
-    return f"after step {finding.step}: values of {names} on {where} are not finite{since}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 from torch import nn
@@ -81,6 +81,12 @@ class JobChecks:
             return kept
         return _KeepsVerified(kept, self._clean_steps)
 
+    @property
+    def max_skips(self) -> int | None:
+        """As `FiniteCheck.max_skips`; `None` if no batches are left out."""
+        (check,) = (each for each in self._checks if isinstance(each, FiniteCheck))
+        return check.max_skips if check.on_non_finite == "skip" else None
+
     def must_be_finite(self, module: nn.Module) -> Collection[str]:
         """The names of the parameters that must be finite in a checkpoint of a job."""
         return [f"model.{plain_name(name)}" for name in self._finite_parameters(module)]
@@ -97,11 +103,12 @@ class JobChecks:
         checkpointer: Checkpointer,
         ledger: CallLedger,
         step: int,
+        go_back: Callable[[CallLedger, int, str], NoReturn],
         clean_step: int | None = None,
     ) -> None:
-        """Starts the checks, or starts them anew, after `step` steps. After an earlier one,
-        `clean_step`, the replicas were equal, as far as this rank knows; by default, now. Call it
-        on all ranks at the same point.
+        """Starts the checks, or starts them anew, after `step` steps; for `go_back`, see
+        `RunningFiniteCheck`. After an earlier step, `clean_step`, the replicas were equal, as far
+        as this rank knows; by default, now. Call it on all ranks at the same point.
         """
         self.close()
         # Records of the checks before a restore, of the same step too, must not be taken for these.
@@ -112,7 +119,9 @@ class JobChecks:
                 own = ledger.child(f"finite/{step}/{self._starts}")
                 parameters = self._finite_parameters(module)
                 newest = partial(_newest_finite, checkpointer)
-                self._finite = RunningFiniteCheck(check, parameters, own, emitter, step, newest)
+                self._finite = RunningFiniteCheck(
+                    check, parameters, own, emitter, step, newest, go_back
+                )
                 continue
             if isinstance(check, StragglerCheck):
                 own = ledger.child(f"stragglers/{step}/{self._starts}")
@@ -175,6 +184,7 @@ class TrustedRestore:
     Attributes:
         step: the step to restore: `step`, if given; `None` for the newest, if all checkpoints can
             be trusted.
+        skip: which batches to leave out after that: see `elastic.job.skipped`.
 
     Raises:
         CheckpointError: if there is no checkpoint that can be trusted.
@@ -184,6 +194,7 @@ class TrustedRestore:
         self._checkpointer = checkpointer
         self._found = trusted(checkpointer) if step is None else None
         self.step = step if self._found is None else self._found.step
+        self.skip = None if self._found is None else self._found.skip
 
     def finish(self, save: Callable[[], SaveHandle]) -> None:
         """Makes the restored state the newest one, in memory too, and deletes the later ones. A

@@ -26,6 +26,7 @@ from outlast.events.report.report import (
     InjectedFault,
     Mismatch,
     Report,
+    Skip,
     Stop,
     Straggler,
 )
@@ -122,6 +123,7 @@ def build(events: Iterable[Event]) -> Report:
         stragglers=tuple(
             record(Straggler, e, rank=e.straggler) for e in run.all(ev.StragglerFound)
         ),
+        skips=tuple(record(Skip, e) for e in run.all(ev.BatchesSkipped)),
     )
 
 

@@ -89,6 +89,16 @@ class Straggler(Record):
     at: float
 
 
+class Skip(Record):
+    """Batches that were left out: see `outlast.events.types.BatchesSkipped`."""
+
+    step: int
+    found: int
+    samples: int
+    host: str
+    at: float
+
+
 class Save(Record):
     """One save: `at` is when `save` was called; `seconds` until the commit or the failure, whose
     `cause` is empty if it was committed.
@@ -215,6 +225,7 @@ class Report(Record):
             job still runs, or its launchers were killed.
         timeline: what each rank did when, by host.
         mismatches, stragglers: faults that raised no error.
+        skips: the batches that were left out after values that were not finite.
     """
 
     schema: int = SCHEMA
@@ -253,3 +264,4 @@ class Report(Record):
     timeline: tuple[HostTimeline, ...]
     mismatches: tuple[Mismatch, ...]
     stragglers: tuple[Straggler, ...]
+    skips: tuple[Skip, ...]
