@@ -10,7 +10,8 @@ the ranks have different data; `finite` are the arguments of `FiniteCheck`. `rep
 `stragglers` are the arguments of the checks; `steps` how many to train at least. With `await`,
 training goes on until every rank was told of something; with `raises`, until the first iteration
 ends with an exception. With `fail_after`, rank 0 raises an exception once, when all ranks have
-completed that step. With `shards`, the model is sharded over so many ranks, and replicated.
+completed that step. With `shards`, the model is sharded over so many ranks, and replicated; with
+`layers`, each layer by itself.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ PLAN: dict[str, Any] = {
     "raises": False,
     "fail_after": 0,
     "shards": 0,
+    "layers": False,
     "job": {},
 }
 PLAN.update(json.loads(sys.argv[1]))
@@ -146,6 +148,9 @@ def train(call: inprocess.CallWrapper) -> str:
     if PLAN["shards"]:
         shape = (dist.get_world_size() // PLAN["shards"], PLAN["shards"])
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        if PLAN["layers"]:
+            for layer in (model.first, model.second):
+                fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "every": PLAN["every"]}

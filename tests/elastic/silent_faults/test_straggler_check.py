@@ -35,6 +35,13 @@ HOST = socket.gethostname()
             id="1.4 times as slow",
             marks=pytest.mark.slow,
         ),
+        # The other ranks wait in the middle of the forward pass, for the shards of the next layer.
+        pytest.param({"shards": 3, "layers": True}, id="sharded"),
+        pytest.param(
+            {"shards": 3, "layers": True, "slow_data": True, "logs": True},
+            id="sharded, with a collective",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_slow_rank_is_named(ranks: Ranks, tmp_path: Path, blocked: dict[str, Any]) -> None:
@@ -62,6 +69,29 @@ def test_the_slow_rank_is_named(ranks: Ranks, tmp_path: Path, blocked: dict[str,
     assert first.seconds > 1.3 * first.typical_seconds
     assert f"rank 1 on {HOST} is a straggler after step {first.step}" in errors[0]
     assert {line["of"] for line in told} == {0, 1, 2}
+
+
+@pytest.mark.slow
+def test_equal_ranks_of_a_sharded_model_are_not_slow(ranks: Ranks, tmp_path: Path) -> None:
+    """Each step takes 50 ms: longer than what a busy machine adds to most of them."""
+    logs = tmp_path / "events"
+    logs.mkdir()
+    plan = {
+        "path": str(tmp_path / "checkpoints"),
+        "every": None,
+        "steps": 80,
+        "base_s": 0.05,
+        "shards": 2,
+        "layers": True,
+        "stragglers": {"window": 10},
+    }
+    env = {"OUTLAST_EVENTS_DIR": str(logs)}
+    with ranks("silent_faults", json.dumps(plan), nprocs=4, env=env) as job:
+        job.start_all()
+        assert set(job.wait_all().values()) == {0}, [job.errors(rank) for rank in range(4)]
+        errors = [job.errors(rank) for rank in range(4)]
+    assert not [event for event in load(logs) if isinstance(event, StragglerFound)]
+    assert not any("stragglers cannot be found" in error for error in errors), errors
 
 
 def test_the_functions_that_are_timed_are_restored() -> None:

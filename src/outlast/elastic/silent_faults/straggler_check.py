@@ -10,9 +10,11 @@ is waited for other ranks in between, as in DDP's broadcast of the buffers, is n
 On a device, the two moments are events on the training stream, which are read when the window ends:
 nothing is synchronized.
 
-Where parameters are sharded (FSDP2), each layer waits for other ranks, and the hook of a shard is
-not called: there are no times, and the log says so once. Nor are there times of a step that does
-not use the parameter with the hook.
+Where parameters are sharded (FSDP2), each layer waits for other ranks to gather its parameters and
+to reduce its gradients, and no hook of a shard is called. On the CPU, torch waits for all of these
+collectives in `Work.wait`: the own time then ends when the last wait of the step begins, that of
+the gradients. On a device, which waits in streams of FSDP's own, there are no times, and the log
+says so once. Nor are there times of a step that does not use the parameter with the hook.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from outlast.coordination.call_ledger import CallLedger, connect_ledger
 from outlast.elastic.silent_faults.exchange import Exchange
@@ -120,6 +123,8 @@ class RunningStragglerCheck:
         self._now: Callable[[], Any] = (
             time.perf_counter if device is None else partial(_device_moment, device)
         )
+        # Only on the CPU are all waits of FSDP seen.
+        self._is_sharded = device is None and any(isinstance(p, DTensor) for p in parameters)
         self._waits = None if self._alone else Waits(self._now)
         self._last_of_backward = _LastGradient(
             () if self._alone else parameters, self._now, self._waits
@@ -134,6 +139,8 @@ class RunningStragglerCheck:
         if self._alone:
             return
         last = self._last_of_backward.take()
+        if self._is_sharded and self._waits is not None and self._last_of_backward.is_silent:
+            last = self._waits.before_last()
         if self._began is not None and last is not None:
             self._steps.append(_OwnTime(self._began, *last))
         if self._step % self._check.window == 0:
@@ -165,7 +172,7 @@ class RunningStragglerCheck:
             self._told_of_no_times = True
             log.warning(
                 "stragglers cannot be found: no gradient was computed by the backward pass of this "
-                "rank in the steps up to %d (parameters sharded by FSDP?)",
+                "rank in the steps up to %d (parameters sharded by FSDP on a device?)",
                 at,
             )
         host = socket.gethostname()
@@ -224,6 +231,11 @@ class _LastGradient:
         self._last: torch.Tensor | None = None
         self._left = self._LEARNING_STEPS
         self._hooks = [p.register_post_accumulate_grad_hook(self._learn) for p in parameters]
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether no hook has been called."""
+        return self._last is None and self._left == self._LEARNING_STEPS
 
     def take(self) -> tuple[Any, list[Moments]] | None:
         """The moment in the step that has ended, and the waits before it; `None` if there was none,

@@ -63,6 +63,13 @@ class Waits:
         """The waits since `clear`."""
         return list(self._found)
 
+    def before_last(self) -> tuple[Any, list[Moments]] | None:
+        """When the last wait since `clear` began, and the waits before it."""
+        if not self._found:
+            return None
+        *before, (begun, _) = self._found
+        return begun, before
+
     def clear(self) -> None:
         """Begins anew."""
         self._found.clear()
