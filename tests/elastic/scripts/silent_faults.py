@@ -5,13 +5,13 @@ step `flip_at`; `slow` the rank whose forward pass takes longer by `slow_s`, or 
 `slow_data`; `base_s` is what the forward pass of every rank takes. `batch_norm` adds that layer;
 `logs` makes the ranks average the loss after each step. `high` is the bit to flip; with `loss`,
 each step has its loss; with `buffer`, it is a constant buffer that is flipped, and DDP does not
-broadcast the buffers; with `own_data`,
-the ranks have different data; `finite` are the arguments of `FiniteCheck`. `replicas` and
-`stragglers` are the arguments of the checks; `steps` how many to train at least. With `await`,
-training goes on until every rank was told of something; with `raises`, until the first iteration
-ends with an exception. With `fail_after`, rank 0 raises an exception once, when all ranks have
-completed that step. With `shards`, the model is sharded over so many ranks, and replicated; with
-`layers`, each layer by itself.
+broadcast the buffers; with `own_data`, the ranks have different data; with `gradient`, a bit of a
+gradient is flipped instead, "before" or "after" the all-reduce; `finite` are the arguments of
+`FiniteCheck`. `replicas` and `stragglers` are the arguments of the checks; `steps` how many to
+train at least. With `await`, training goes on until every rank was told of something; with
+`raises`, until the first iteration ends with an exception. With `fail_after`, rank 0 raises an
+exception once, when all ranks have completed that step. With `shards`, the model is sharded over so
+many ranks, and replicated; with `layers`, each layer by itself.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ PLAN: dict[str, Any] = {
     "loss": False,
     "buffer": False,
     "own_data": False,
+    "gradient": "",
     "min_ranks": None,
     "await": False,
     "raises": False,
@@ -174,10 +175,20 @@ def train(call: inprocess.CallWrapper) -> str:
             if PLAN["slow"] == RANK and PLAN["slow_data"]:
                 time.sleep(PLAN["slow_s"])
             loss = parallel(inputs).square().sum()
+            weight = model.first.weight
+            wrong = PLAN["gradient"] if job.steps + 1 == PLAN["flip_at"] else ""
+            wrong = wrong if PLAN["flip"] == RANK else ""
+            # The hook of a tensor is called before that of DDP, which reduces the gradient.
+            hook = weight.register_hook(flip_bit) if wrong == "before" else None
             loss.backward()
+            if hook is not None:
+                hook.remove()
+            if wrong == "after":
+                flip_bit(weight.grad)
             optimizer.step()
             optimizer.zero_grad()
-            if job.steps + 1 == PLAN["flip_at"] and PLAN["flip"] == RANK and once("flipped"):
+            is_due = job.steps + 1 == PLAN["flip_at"] and PLAN["flip"] == RANK
+            if is_due and not PLAN["gradient"] and once("flipped"):
                 flip_bit(model.scale if PLAN["buffer"] else model.first.weight)
                 say("flipped", step=job.steps + 1)
             job.step(samples=8, loss=loss if PLAN["loss"] else None)

@@ -109,6 +109,24 @@ def test_batch_norm_raises_no_alarm(ranks: Ranks, tmp_path: Path, broadcast: boo
 
 
 @pytest.mark.slow
+def test_a_gradient_that_is_wrong_before_the_all_reduce_is_not_found(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """The boundary of the check: all replicas apply the same wrong sum. After it, it is found."""
+    plan: dict[str, Any] = {"steps": 24, "every": None, "replicas": {"every": 4}, "flip_at": 6}
+    right = Run(ranks, tmp_path / "right", 3, **plan)
+    before = Run(ranks, tmp_path / "before", 3, **plan, flip=1, gradient="before")
+    assert set(before.codes.values()) == {0}, before.errors
+    assert before.mismatches == []
+    assert before.weights != right.weights  # one value for all ranks: see `weights`
+    after = Run(ranks, tmp_path / "after", 3, **TOLD, flip=1, gradient="after")
+    assert set(after.codes.values()) == {0}, after.errors
+    first = after.mismatches[0]
+    assert (first.ranks, first.step, first.clean_step) == ([1], 8, 4)
+    assert first.parameters == ["first.weight"]
+
+
+@pytest.mark.slow
 def test_two_replicas_have_no_majority(ranks: Ranks, tmp_path: Path) -> None:
     run = Run(ranks, tmp_path, 2, flip=1, **TOLD)
     assert set(run.codes.values()) == {0}, run.errors

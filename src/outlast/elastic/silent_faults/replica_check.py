@@ -21,6 +21,10 @@ counts as a write.
 
 Not hashed: the state of the optimizer, which is twice as large and shows in the parameters after
 its next step.
+
+Not to be seen from parameters: a wrong gradient before the all-reduce. It becomes part of the sum
+that all replicas apply, so they stay equal, with another model than without the fault. After the
+all-reduce, a wrong gradient makes its replica differ.
 """
 
 from __future__ import annotations
