@@ -14,6 +14,7 @@ from outlast.events.report import build, render_report
 from outlast.events.report.sentences import cause_text, describe
 from outlast.events.types import (
     BarrierPassed,
+    BatchesSkipped,
     Fault,
     HostJoined,
     HostLost,
@@ -346,3 +347,12 @@ def test_a_straggler_is_one_sentence() -> None:
         "Straggler: rank 3 on b, found after step 300: 150.0 ms for its own part of a step; the "
         "other ranks took 100.0 ms."
     ]
+
+
+def test_batches_that_were_left_out_are_one_sentence() -> None:
+    found = BatchesSkipped(host="a", time=5.0, step=6, found=8, samples=16, times=1)
+    (text,) = [t for t in describe("ending", build([found])) if t.startswith("Values")]
+    assert text == (
+        "Values were not finite after step 8: training went back to step 6, and left out the "
+        "batches of 2 steps (16 samples)."
+    )

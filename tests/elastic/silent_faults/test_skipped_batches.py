@@ -118,7 +118,6 @@ LAST = ([11], [9, 10, 11], ["10 to 12 (time 1"])  # training is then complete
     ("kind", "case"),
     [
         ("elastic", TWICE),
-        ("loop", OVER_AN_END),
         ("plain", OVER_AN_END),
         *[
             pytest.param(kind, case, marks=pytest.mark.slow)
@@ -183,7 +182,9 @@ def test_it_needs_to_know_the_batches(tmp_path: Path) -> None:
         FiniteCheck(max_skips=0)
 
 
-@pytest.mark.parametrize("skip", [{"found": "x"}, {"epochs": [1]}])
+@pytest.mark.parametrize(
+    "skip", [pytest.param({"found": "x"}, marks=pytest.mark.slow), {"epochs": [1]}]
+)
 def test_a_forged_record_is_named(tmp_path: Path, skip: dict[str, Any]) -> None:
     job = Training(tmp_path, "elastic", [4])
     with pytest.raises(SkipBatches):

@@ -141,7 +141,8 @@ class Pass:
             found = iter(loader if self.has_position else ())
             _set(present)
             return found
-        self._dropped, self._ends = None if self.is_complete else self.taken, self.is_over
+        dropped = max(self.done, self.left_out)
+        self._dropped, self._ends = None if self.is_complete else dropped, self.is_over
         self._present = present
         return self._resumed(loader)
 
