@@ -49,10 +49,12 @@ def one_hangs(call: CallWrapper) -> int:
 
 @scenario
 def holds_the_gil() -> int:
-    """Rank 1 is blocked in native code, and no thread of it can run Python code."""
+    """Rank 1 is blocked in native code, and no thread of it can run Python code. Half of the soft
+    timeout is for py-spy, which reads the symbols of all libraries.
+    """
 
     @wrapped(
-        **SHORT | {"soft_timeout": seconds(6), "hard_timeout": seconds(12)},
+        **SHORT | {"soft_timeout": seconds(14), "hard_timeout": seconds(16)},
         monitor_process_logfile=sys.argv[2] + "/monitor{rank}.log",
     )
     def train(call: CallWrapper) -> int:
