@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import resource
 import time
@@ -9,12 +10,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from benchmarks.checkpoint.saves import in_ranks
+import outlast
+from benchmarks.checkpoint.saves import disk_folder, in_ranks
 from outlast.elastic import ElasticLoader, ElasticSampler
 
-__all__ = ["loading", "position"]
+__all__ = ["loading", "position", "skipping"]
 
 
 def position(length: int, rounds: int) -> dict[str, Any]:
@@ -107,6 +110,68 @@ def _loading(samples: int, batch: int, rounds: int) -> dict[str, list[float]]:
                         took / (samples // batch)
                     )
     return seconds
+
+
+class _Stream(IterableDataset[torch.Tensor]):
+    """The same images, which can only be read from the beginning."""
+
+    def __init__(self, data: _Data) -> None:
+        self._data, self._length = data, len(data)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (self._data[i] for i in range(self._length))
+
+
+def skipping(batches: int, batch: int, rounds: int) -> dict[str, Any]:
+    """Seconds until the first batch after a restore within an epoch, after `batches` batches."""
+    print("elastic: skipping what is done", flush=True)
+    found: dict[str, Any] = in_ranks(
+        "elastic-skipping", 1, lambda _: _skipping(batches, batch, rounds)
+    )[0]
+    return {"batches": batches, "batch": batch, "seconds": found}
+
+
+def _skipping(batches: int, batch: int, rounds: int) -> dict[str, list[float]]:
+    data = _Data(2 * batches * batch)
+    ways: dict[str, Callable[[], Any]] = {
+        "ElasticLoader": lambda: ElasticLoader(data, global_batch_size=batch),
+        "DataLoader": lambda: DataLoader(data, batch, shuffle=True),
+        "DataLoader, IterableDataset": lambda: DataLoader(_Stream(data), batch),
+    }
+    seconds: dict[str, list[float]] = {}
+    with disk_folder() as folder:
+        for way, make in ways.items():
+            path = str(folder / way)
+            _to_first_batch(path, make(), batches)
+            seconds[way] = [_to_first_batch(path, make(), 0) for _ in range(rounds)]
+    return seconds
+
+
+def _to_first_batch(path: str, loader: Any, stop: int) -> float:
+    """Continues a job; returns the seconds from the restored state to the first batch. With `stop`,
+    the job trains on this number of batches, and saves.
+    """
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = loader if isinstance(loader, ElasticLoader) else None
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": own}
+    took = 0.0
+    with contextlib.suppress(_Enough), outlast.Job(path, **parts, every=None, signals=()) as job:
+        job.restore()
+        for _ in job.epochs(1):
+            began = time.perf_counter()
+            for number, _ in enumerate(job.batches(loader), 1):
+                took = took or time.perf_counter() - began
+                if number == stop:
+                    job.step()
+                    job.save().wait()
+                if number >= stop:
+                    raise _Enough
+    return took
+
+
+class _Enough(Exception):
+    """Leaves a job within an epoch, as a fault does."""
 
 
 def _through(make: Callable[[int], Iterator[Any]], workers: int) -> None:

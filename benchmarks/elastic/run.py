@@ -21,6 +21,7 @@ def run(quick: bool) -> dict[str, Any]:
         return {
             "position": data.position(10**8, 1),
             "loader": data.loading(2_000, 64, 1),
+            "skipping": data.skipping(20, 64, 1),
             "state": state.measure(QUICK, 1),
             "registry": registry.measure(QUICK, 1),
             "resharding": resharding.measure(QUICK, ((2, 1), (1, 2)), 1),
@@ -29,6 +30,7 @@ def run(quick: bool) -> dict[str, Any]:
     return {
         "position": data.position(10**8, 200),
         "loader": data.loading(16_000, 64, 9),
+        "skipping": data.skipping(2_000, 64, 5),
         "state": state.measure(SHARE, 5),
         "registry": registry.measure(SHARE, 5),
         "resharding": resharding.measure(SHARE, ((4, 2), (2, 4)), 5),

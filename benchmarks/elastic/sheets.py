@@ -15,8 +15,9 @@ def sheets(data: dict[str, Any]) -> list[Sheet]:
     return [
         _position(data["position"]),
         _loader(data["loader"]),
+        # Older stored results lack these measurements.
+        *([_skipping(data["skipping"])] if "skipping" in data else []),
         _state(data["state"]),
-        # Older stored results lack this measurement.
         *([_registry(data["registry"])] if "registry" in data else []),
         _resharding(data["resharding"]),
         _consistent(data["consistent"]),
@@ -77,6 +78,20 @@ def _loader(found: dict[str, Any]) -> Sheet:
         rows,
         "Samples of 12 KiB in memory, so that only the loader takes time; with 4 parts, a batch "
         "takes four calls of the collate function.",
+    )
+
+
+def _skipping(found: dict[str, Any]) -> Sheet:
+    rows = [
+        (way, ms(_of(values)), f"{_of(values) / found['batches'] * 1e6:,.1f}")
+        for way, values in found["seconds"].items()
+    ]
+    return Sheet(
+        f"A restore after {found['batches']:,} batches of an epoch",
+        ("loader", "first batch, ms", "µs for each batch that is done"),
+        rows,
+        f"{found['batch']} samples of 12 KiB in a batch, in memory. An `IterableDataset` is read "
+        "again from the beginning: that takes what its samples take to load.",
     )
 
 

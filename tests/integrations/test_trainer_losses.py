@@ -24,3 +24,19 @@ def test_another_number_of_processes_is_refused_with_what_to_do() -> None:
         CheckpointMismatch, match=r"saved by 2 processes, and there are 3 now.*begin"
     ):
         Losses(trainer(3)).load_state_dict({**before, "sum": 1.0})
+
+
+def test_another_number_of_processes_with_as_many_samples_in_a_step() -> None:
+    """Trainer logs the mean of the losses, and the sum of the operations."""
+    pytest.importorskip("transformers", reason="make test-ports")
+    from outlast.integrations.transformers.progress import Losses
+
+    now = Losses(trainer(4))
+    now.step_samples = 24
+    before = {"world_size": 2, "step_samples": 24, "total": 8.0, "logged": 3}
+    found = now.resized([{**before, "sum": each, "flos": 10.0} for each in (1.0, 2.0)])
+    assert found == {**before, "sum": 1.5, "flos": 5.0}
+    now.load_state_dict(found)
+    now.step_samples = 48
+    with pytest.raises(CheckpointMismatch, match="with 24 and 48 samples in a step"):
+        now.load_state_dict(found)

@@ -10,9 +10,23 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from outlast.elastic.job.passes import Pass, length_of
+from outlast.elastic import random_generators
+from outlast.elastic.job.passes import Pass, length_of, set_epoch
 from outlast.elastic.random_generators import mix64
 from outlast.errors import CheckpointMismatch
+
+__all__ = ["LoaderPosition", "has_no_state", "set_epoch", "start_workers"]
+
+
+def start_workers(loader: Any) -> None:
+    """Starts persistent workers that do not run yet, without a change of the generators: they draw
+    their seeds in the first epoch of a process, which may not be that of the training.
+    """
+    base = getattr(loader, "base_dataloader", loader)
+    if getattr(base, "persistent_workers", False) and getattr(base, "_iterator", None) is None:
+        before = random_generators.capture()
+        iter(base)
+        random_generators.set_all(before)
 
 
 class LoaderPosition:

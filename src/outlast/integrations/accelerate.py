@@ -6,6 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import torch.distributed as dist
+from torch.utils.data import BatchSampler, SequentialSampler
+
 import outlast
 from outlast.async_checkpoint import SaveHandle
 from outlast.elastic import ElasticLoader
@@ -14,12 +17,13 @@ from outlast.integrations.common import check_all_ranks, not_installed
 
 try:
     from accelerate import Accelerator
+    from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, SeedableRandomSampler
     from accelerate.state import AcceleratorState, GradientState
     from accelerate.utils import DistributedType
 except ImportError as e:
     raise not_installed("accelerate", "transformers") from e
 
-__all__ = ["make_job", "reset_state"]
+__all__ = ["declare_order", "make_job", "reset_state"]
 
 _SUPPORTED = ("NO", "MULTI_CPU", "MULTI_GPU")
 
@@ -80,6 +84,14 @@ def make_job(
             "hooks of save_state or load_state are registered, and would not be called: use "
             "accelerator.register_for_checkpointing, or states="
         )
+    for each in accelerator._dataloaders:
+        declare_order(each)
+        if each is loader and not each.use_stateful_dataloader:
+            raise ValueError(
+                "the prepared loader has no state of its own. Leave loader= out, and iterate it "
+                "with job.batches(loader); or prepare it with "
+                "DataLoaderConfiguration(use_stateful_dataloader=True)"
+            )
     if isinstance(loader, ElasticLoader):
         for scheduler in accelerator._schedulers:
             scheduler.split_batches = True
@@ -102,6 +114,31 @@ def make_job(
 
     accelerator.save_state, accelerator.load_state = save_state, load_state
     return job
+
+
+def declare_order(loader: Any) -> int:
+    """Declares to a `Job` that another number of processes continues with a prepared loader. It
+    does if its order depends on seed and epoch alone, with `SeedableRandomSampler` or without
+    shuffling: each batch of all processes is then the next part of that order.
+
+    Returns:
+        The number of samples of a batch of all processes; 0 for another order.
+    """
+    if type(loader) is not DataLoaderShard:
+        return 0
+    batches, processes = loader.batch_sampler, 1
+    if not isinstance(batches, BatchSamplerShard):
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            return 0
+    else:
+        processes = 1 if batches.split_batches else batches.num_processes
+        batches = batches.batch_sampler
+    orders = SeedableRandomSampler, SequentialSampler
+    if type(batches) is not BatchSampler or type(batches.sampler) not in orders:
+        return 0
+    found = int(batches.batch_size * processes)
+    loader.batch_sampler.resizable_batch = found
+    return found
 
 
 def _states_of(accelerator: Accelerator) -> dict[str, Any]:

@@ -99,6 +99,9 @@ LOADERS: dict[str, Any] = {
     "persistent": lambda data: DataLoader(
         Augmented(), BATCH, generator=own(), num_workers=2, persistent_workers=True
     ),
+    "iterable persistent": lambda data: DataLoader(
+        Stream(), BATCH, num_workers=1, persistent_workers=True
+    ),
     "single": lambda data: DataLoader(Augmented(), None, sampler=range(STEPS), num_workers=2),
     "elastic workers": lambda data: ElasticLoader(
         Augmented(), global_batch_size=BATCH, rank=0, replicas=1, num_workers=2
@@ -283,6 +286,36 @@ def test_another_number_of_ranks(tmp_path: Path) -> None:
         job._training.epochs._world_size = 2
         job.restore()
         assert [len(list(job.batches([1, 2]))) for _ in job.epochs(2)] == [0, 2]
+
+
+def test_another_number_of_ranks_continues_an_order_over_all_ranks(tmp_path: Path) -> None:
+    """With a `DistributedSampler`, as long as the batches of all ranks have as many samples."""
+    data: Any = list(range(24))
+    order = list(DistributedSampler(data, 1, 0, seed=3))
+
+    def taken(rank: int, size: int, batch: int, *, steps: int = 0) -> list[list[int]]:
+        loader = DataLoader(data, batch, sampler=DistributedSampler(data, size, rank, seed=3))
+        found: list[list[int]] = []
+        with pytest.raises(Killed), job_with(tmp_path) as job:
+            job._training.epochs._world_size = size
+            job.restore()
+            for _ in job.epochs(1):
+                for each in job.batches(loader):
+                    found.append(each.tolist())
+                    if len(found) == steps:
+                        job.step()
+                        job.checkpointer.wait()
+                        raise Killed
+            raise Killed
+        return found
+
+    assert taken(0, 2, 3, steps=1) == [order[:6:2]]
+    for size in (1, 2, 3):
+        shares = [taken(rank, size, 6 // size) for rank in range(size)]
+        left = [sorted(n for share in step for n in share) for step in zip(*shares, strict=True)]
+        assert left == [sorted(order[at : at + 6]) for at in (6, 12, 18)]
+    with pytest.raises(CheckpointMismatch, match=r"1 batches of 6 samples .* now they have 9"):
+        taken(0, 3, 3)
 
 
 def test_a_break_after_a_step_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -112,6 +112,20 @@ def test_a_resizable_loader_is_restored_at_another_world_size(
     assert [loaded(states_of(7, 7), rank, 3) for rank in range(3)] == [7, 7, 7]
 
 
+def test_the_loaded_state_is_kept_until_the_next_step() -> None:
+    """torchdata's loader begins an iteration when it is asked, before the program sets the epoch;
+    accelerate's says what it was before.
+    """
+    steps, source = 1, Buffering()
+    loader = ThirdPartyLoader(source, 0, 1, required=True, steps=lambda: steps)
+    loader.load(states_of(5), 1)
+    source.state = {"at": 0}
+    assert loader.save() == states_of(5)
+    assert loader.live(None, loader.own(), True) == states_of(5)
+    steps = 2
+    assert loader.save() == states_of(0)
+
+
 def test_before_the_first_step_any_world_size_is_accepted() -> None:
     assert [loaded(states_of(5, 6), rank, 3, steps=0) for rank in range(3)] == [5, 6, 5]
 

@@ -2,8 +2,8 @@
 
 A fault is {"rank": 0, "at": "step 3", "do": "mark x, SIGTERM"}: its actions are carried out in
 turn, once, or each time with `always`. `iteration` limits it to one iteration. The actions:
-`raise`, `raise another`, `stay`, `mark NAME`, `await NAME` (until another rank has marked it), the
-name of a signal, and those of the script.
+`raise`, `raise another`, `stay`, `mark NAME`, `await NAME` (until another rank has marked it),
+`known` (until the request to stop is in the store), the name of a signal, and those of the script.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from outlast.coordination.ops import drive
+from outlast.inprocess.running_call import running_call
+
 RANK = int(os.environ["RANK"])
 
 
@@ -27,6 +30,11 @@ def say(event: str, **fields: Any) -> None:
 def wait_until(condition: Callable[[], Any]) -> None:
     while not condition():
         time.sleep(0.002)
+
+
+def stop_is_known() -> bool:
+    call: Any = running_call()
+    return drive(call.membership.stop_request(), call.perform) is not None
 
 
 class PlannedFaults:
@@ -68,6 +76,8 @@ class PlannedFaults:
             (self._marks / what[5:]).touch()
         elif what.startswith("await "):
             wait_until((self._marks / what[6:]).exists)
+        elif what == "known":
+            wait_until(stop_is_known)
         elif what == "stay":
             time.sleep(1000)
         else:

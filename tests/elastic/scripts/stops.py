@@ -26,9 +26,8 @@ from torch.utils.data import TensorDataset
 import outlast
 from outlast import inprocess
 from outlast.async_checkpoint import Checkpointer
-from outlast.coordination.ops import drive
 from outlast.elastic import ElasticLoader
-from outlast.inprocess.running_call import RunningCall, running_call
+from outlast.inprocess.running_call import RunningCall
 
 PLAN: dict[str, Any] = {
     "epochs": 2,
@@ -41,19 +40,13 @@ PLAN: dict[str, Any] = {
 PLAN.update(json.loads(sys.argv[1]))
 
 
-def stop_is_known() -> bool:
-    call: Any = running_call()
-    return drive(call.membership.stop_request(), call.perform) is not None
-
-
 def hang() -> None:
     while True:
         with contextlib.suppress(BaseException):
             time.sleep(1000)
 
 
-# `known`: until the request to stop is in the store.
-reach = PlannedFaults(PLAN, {"known": lambda: wait_until(stop_is_known), "hang": hang}).reach
+reach = PlannedFaults(PLAN, {"hang": hang}).reach
 
 
 def be_late() -> None:

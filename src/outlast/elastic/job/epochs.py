@@ -18,7 +18,7 @@ from outlast.elastic import random_generators as generators
 from outlast.elastic.data.loader import ElasticLoader
 from outlast.elastic.data.stream import ShardedStream
 from outlast.elastic.job.parts import Part
-from outlast.elastic.job.passes import Pass, length_of, samplers_of
+from outlast.elastic.job.passes import Pass, global_batch, length_of, set_epoch
 from outlast.errors import CheckpointMismatch
 from outlast.system.arguments import as_int
 
@@ -140,9 +140,7 @@ class Epochs(Part):
             )
         has_position = any(each is loader for each in self._with_position)
         if not isinstance(loader, ElasticLoader | ShardedStream):
-            for each in samplers_of(loader):
-                if callable(getattr(each, "set_epoch", None)):
-                    each.set_epoch(self.number)
+            set_epoch(loader, self.number)
         elif not has_position:
             raise ValueError(
                 f"job.batches() was given a {type(loader).__name__} whose position the job "
@@ -156,7 +154,15 @@ class Epochs(Part):
         length = length_of(loader)
         if number == len(self._passes):
             self._passes.append(Pass(length, has_position))
-        found = self._passes[number]
+        found, batch = self._passes[number], global_batch(loader, self._world_size)
+        if found.is_resized and found.global_batch != batch:
+            raise CheckpointMismatch(
+                f"epoch {self.number} was saved by another number of ranks, after {found.done} "
+                f"batches of {found.global_batch} samples over all ranks, and now they have "
+                f"{batch or 'an order of their own'}: some samples would be repeated and others "
+                f"skipped. Let each rank have {found.global_batch} samples / {self._world_size}"
+            )
+        found.global_batch = batch
         if not found.has_position:
             found.left_out = _at(self.left_out.get(self.number, ()), number)
         if not found.has_position and not found.is_over and found.length != length:
@@ -267,13 +273,16 @@ class Epochs(Part):
             noted = state.get(str(self._rank), ()) if world_size == self._world_size else ()
             passes = [Pass.restored(each, *noted[i : i + 1]) for i, each in enumerate(saved)]
             for each in passes:
-                if world_size != self._world_size and not (each.has_position or each.is_complete):
+                each.is_resized = world_size != self._world_size and not (
+                    each.has_position or each.is_complete
+                )
+                if each.is_resized and not each.global_batch:
                     raise CheckpointMismatch(
                         f"step {steps} was saved by {world_size} ranks, after {each.done} of "
-                        f"{each.length} batches of epoch {number}, and there are "
+                        f"{each.length} batches (-1: unknown) of epoch {number}, and there are "
                         f"{self._world_size} ranks now: some samples would be repeated and others "
                         f"skipped. Continue with {world_size} ranks, or use "
-                        "outlast.elastic.ElasticLoader, which supports any number"
+                        "outlast.elastic.ElasticLoader or ShardedStream, which support any number"
                     )
             if at_end:
                 self._warn(

@@ -13,7 +13,7 @@ import logging
 import pickle
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -120,20 +120,40 @@ class ThirdPartyLoader(Part):
     middle of an epoch and its start. So each rank's state is saved as one value, and restored to
     that rank. At another world size only the loader itself can interpret the states (torchdata's
     count what one rank has consumed), so they are refused: samples would be repeated and skipped. A
-    loader whose state is a global position declares this with a true attribute `resizable`.
+    loader whose state is a global position declares this with a true attribute `resizable`. With a
+    method `resized`, it makes that position from the states of all ranks.
 
-    If `required`, a checkpoint without this state is an error.
+    Until the next step, its state is the one that was loaded. The loader is not asked: torchdata's
+    begins an iteration then, which draws random numbers, and takes the order from the sampler
+    before the program has set its epoch; accelerate's has its state of before.
+
+    If `required`, a checkpoint without this state is an error. `steps` returns those of the job.
     """
 
     is_of_rank = True
 
-    def __init__(self, source: Any, rank: int, world_size: int, *, required: bool) -> None:
+    def __init__(
+        self,
+        source: Any,
+        rank: int,
+        world_size: int,
+        *,
+        required: bool,
+        steps: Callable[[], int] | None = None,
+    ) -> None:
         super().__init__(source)
         self._rank, self._world_size, self._required = rank, world_size, required
+        self._steps = steps
+        self._loaded: tuple[int, Any] | None = None  # after which step, and the state
 
     def save(self) -> dict[str, Any]:
         """Keyed by rank, as a tuple, which a checkpoint stores as one value."""
-        return {str(self._rank): (self._source.state_dict(),)}
+        return {str(self._rank): (self._state(),)}
+
+    def _state(self) -> Any:
+        if self._loaded and self._steps and self._loaded[0] == self._steps():
+            return self._loaded[1]
+        return self._source.state_dict()
 
     def target(self, saved: Any) -> dict[str, Any]:
         return {}  # filled with the states of all ranks
@@ -156,13 +176,18 @@ class ThirdPartyLoader(Part):
                 f"skipped. Continue with {len(state)} ranks, or use outlast.elastic.ElasticLoader "
                 f"or ShardedStream, which support any number (or set {kind}.resizable if it does)"
             )
+        if resized and hasattr(self._source, "resized"):
+            own = (self._source.resized([state[str(rank)][0] for rank in range(len(state))]),)
+        self._loaded = (steps, own[0]) if steps else None
         self._source.load_state_dict(own[0])
+        if not steps:  # as before the first save, whose random numbers are restored next
+            self._source.state_dict()
 
     def roll_back(self, name: str, state: Any, steps: int) -> None:
         super().roll_back(name, state, 0)  # only this rank's state is there
 
     def own(self) -> bytes:
-        return pickle.dumps(self._source.state_dict())
+        return pickle.dumps(self._state())
 
     def live(self, shared: Any, own: Any, trusted: bool) -> dict[str, Any]:
         loaded = pickle.loads(own) if trusted else load_plain(own)

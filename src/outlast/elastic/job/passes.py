@@ -8,21 +8,26 @@ Other data, such as an `IterableDataset`, are read again up to there.
 
 The moment is that of the sampler's first draw, and not that of `iter(loader)`: workers that persist
 draw their seeds only in the first epoch of a process. So what workers draw to augment their samples
-follows from the state at that moment, too, and from the number of the batch (`Seeded`).
+follows from the state at that moment, too, and from the number of the batch (`Seeded`). Workers
+that read an `IterableDataset` draw its order from their seeds: they start anew with each pass.
+
+At another number of ranks, a pass continues if the order of the samples over all ranks is known,
+and each batch of all ranks together is the next part of it, of the same size (`global_batch`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import xxhash
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from outlast.elastic import random_generators as generators
 from outlast.elastic.data.loader import ElasticLoader
@@ -53,6 +58,8 @@ class Pass:
         left_out: how many of its first batches are left out, whether they are done or not.
         worker_seed: a number of this pass, for the seeds of a loader's workers; `None` if torch
             seeds them.
+        global_batch: as the function of this name, for the loader that it began with.
+        is_resized: whether it was saved within its batches by another number of ranks.
     """
 
     length: int
@@ -64,6 +71,8 @@ class Pass:
     is_open: bool = False
     left_out: int = 0
     worker_seed: int | None = None
+    global_batch: int = 0
+    is_resized: bool = False
     _has_ended: bool = False
     _noted: Noted | None = None
     # Of the present iteration: how many batches to drop (`None`: all), whether to yield nothing
@@ -75,16 +84,19 @@ class Pass:
     @classmethod
     def restored(cls, saved: Any, noted: Noted | None = None) -> Pass:
         """The pass of which `saved` and `noted` were saved."""
-        length, has_position, done, is_over, is_exhausted = saved
+        length, has_position, done, is_over, is_exhausted, *more = saved  # older ones have no more
         if not done:
             return cls(length, has_position)
         is_exhausted = is_exhausted or done == length
         is_over = is_over or is_exhausted
-        return cls(length, has_position, done, is_over, is_exhausted, taken=done, _noted=noted)
+        found = cls(length, has_position, done, is_over, is_exhausted, taken=done, _noted=noted)
+        found.global_batch = more[0] if more else 0
+        return found
 
-    def saved(self) -> tuple[int, bool, int, bool, bool]:
+    def saved(self) -> tuple[int, bool, int, bool, bool, int]:
         """What is the same on all ranks."""
-        return self.length, self.has_position, self.done, self.is_over, self.is_exhausted
+        position = self.length, self.has_position, self.done, self.is_over, self.is_exhausted
+        return *position, self.global_batch
 
     @property
     def noted(self) -> Noted | None:
@@ -137,8 +149,11 @@ class Pass:
             self._ends, self._present = False, {}
             return self._resumed(loader)
         present = generators.capture() if present is None else present
-        if self.has_position or self._noted is None:  # without: by another number of ranks
+        # Without noted generators: by another number of ranks.
+        if self.has_position or (self._noted is None and not self.is_resized):
             found = iter(loader if self.has_position else ())
+            if isinstance(found, Generator):  # accelerate's begins, and draws, with its first batch
+                found = chain(list(islice(found, 1)), found)
             _set(present)
             return found
         dropped = max(self.done, self.left_out)
@@ -149,30 +164,33 @@ class Pass:
     def _resumed(self, loader: Iterable[Any]) -> Iterator[Any]:
         found = [getattr(each, "generator", None) for each in samplers_of(loader)]
         own = list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
-        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        base = _base_of(loader)
+        if not isinstance(base, DataLoader) or isinstance(base.dataset, IterableDataset):
             if self._dropped:
                 kind = type(loader).__name__
                 log.info("reading the first %d batches of a %s again", self._dropped, kind)
-            yield from self._begin([] if self._ends else loader, own)
+            if not getattr(base, "persistent_workers", False):
+                yield from self._begin([] if self._ends else loader, own)
+                return
+            with _replaced(base, "persistent_workers", False):
+                batches = self._begin([] if self._ends else loader, own)
+                first = next(batches, _END)
+            if first is not _END:
+                yield first
+                yield from batches
             return
-        name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
-        given = getattr(loader, name)
-        sampler = _samplers.setdefault(loader, _Sampler(given))
+        name = "batch_sampler" if base.batch_sampler is not None else "sampler"
+        sampler = _samplers.setdefault(base, _Sampler(getattr(base, name)))
         seeds = None
-        if self.worker_seed is not None and generators.has_worker_processes(vars(loader)):
-            seeds = "torch" if loader.generator is None else f"{_OWN}0"  # as torch
+        if self.worker_seed is not None and generators.has_worker_processes(vars(base)):
+            seeds = "torch" if base.generator is None else f"{_OWN}0"  # as torch
         sampler.prepare(self, own, seeds)
-        if self._ends and not loader.persistent_workers:
+        if self._ends and not base.persistent_workers:
             yield from sampler
             return
-        # The iterator of a `DataLoader` takes its sampler when it is made; some subclasses make it
-        # when the first batch is asked for. torch's own check forbids to replace a sampler.
-        object.__setattr__(loader, name, sampler)
-        try:
+        with _replaced(base, name, sampler):
             batches = iter(loader)
             first = next(batches, _END)
-        finally:
-            object.__setattr__(loader, name, given)
         if not sampler.has_begun:
             raise ValueError(
                 "the persistent workers of this DataLoader were started outside of job.batches(), "
@@ -186,8 +204,8 @@ class Pass:
         """The rest of an iteration of `source`, which may draw from the generators `own`."""
         if self._noted is None:
             self._noted = _note(own)
-            return islice(source, self._dropped, None)
-        _set(self._noted, own)
+        else:
+            _set(self._noted, own)
         iterator = iter(source)
         for _ in islice(iterator, self._dropped):
             pass
@@ -222,17 +240,51 @@ def length_of(loader: Any) -> int:
         return _UNKNOWN
 
 
+def global_batch(loader: Any, world_size: int) -> int:
+    """The number of samples of a batch over all ranks, if the order of an epoch over all ranks
+    depends on seed and epoch alone, and the batches of all ranks are the next samples of it; else
+    0. A batch sampler of another library declares it with an attribute `resizable_batch`.
+    """
+    base = _base_of(loader)
+    sampler, batches = getattr(base, "sampler", None), getattr(base, "batch_sampler", None)
+    if type(batches) is BatchSampler and type(sampler) is DistributedSampler:
+        return batches.batch_size * world_size if sampler.num_replicas == world_size else 0
+    return int(getattr(batches, "resizable_batch", 0))
+
+
 def samplers_of(loader: Any) -> list[Any]:
     """The loader, and the objects in it that may determine the order of its batches."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    found = [
-        loader,
-        getattr(loader, "dataset", None),
-        getattr(loader, "sampler", None),
-        batch_sampler,
-        getattr(batch_sampler, "sampler", None),
-    ]
+    found, inner = [loader, getattr(loader, "dataset", None)], [loader]
+    for _ in range(4):  # accelerate puts samplers into samplers
+        names = "sampler", "batch_sampler"
+        inner = [getattr(each, name, None) for each in inner for name in names]
+        found += inner
     return list({id(each): each for each in found if each is not None}.values())
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Sets the epoch of all that may determine the order of the batches."""
+    for each in samplers_of(loader):
+        if callable(getattr(each, "set_epoch", None)):
+            each.set_epoch(epoch)
+
+
+def _base_of(loader: Any) -> Any:
+    """The loader that iterates: accelerate's have torch's inside."""
+    return getattr(loader, "base_dataloader", loader)
+
+
+@contextlib.contextmanager
+def _replaced(loader: DataLoader[Any], name: str, value: object) -> Iterator[None]:
+    """Replaces an attribute that the iterator of a `DataLoader` takes over when it is made, which
+    some subclasses do when the first batch is asked for. torch's own check forbids it.
+    """
+    given = getattr(loader, name)
+    object.__setattr__(loader, name, value)
+    try:
+        yield
+    finally:
+        object.__setattr__(loader, name, given)
 
 
 class _Sampler:

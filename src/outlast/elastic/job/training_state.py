@@ -78,6 +78,10 @@ class TrainingState:
         self.more_optimizers = [each for each in states.values() if isinstance(each, Optimizer)]
         self.consistent_ddp = None if isinstance(model, Mapping) else consistent_ddp(model)
         self.counters = Counters(loader)
+
+        def steps() -> int:
+            return self.counters.steps
+
         self.epochs = Epochs(loader, states, rank, world_size, random=random)
         self.buckets = GradientBuckets([*by_name(model).values(), *states.values()])
         self._optimizer_parts = {
@@ -95,9 +99,11 @@ class TrainingState:
         elif isinstance(loader, ElasticLoader):
             self.parts["loader"] = SamplerPart(loader)
         elif loader is not None:
-            self.parts["loader"] = ThirdPartyLoader(loader, rank, world_size, required=True)
+            self.parts["loader"] = ThirdPartyLoader(
+                loader, rank, world_size, required=True, steps=steps
+            )
         self._attached: dict[str, Part] = {
-            name: ThirdPartyLoader(each, rank, world_size, required=False)
+            name: ThirdPartyLoader(each, rank, world_size, required=False, steps=steps)
             if isinstance(each, DataLoader)
             else AttachedState(each)
             for name, each in states.items()

@@ -19,8 +19,10 @@ from transformers import Trainer, TrainerCallback
 
 import outlast
 from outlast.elastic import random_generators
+from outlast.elastic.loader_position import set_epoch, start_workers
 from outlast.elastic.wrapped_modules import plain_state_dict
 from outlast.inprocess import CallWrapper
+from outlast.integrations.accelerate import declare_order
 from outlast.integrations.transformers.progress import (
     Losses,
     TrainerProgress,
@@ -108,7 +110,10 @@ class JobTrainerMixin(_Mixed):
             )
         check_supported(self)
         self.create_optimizer()
-        self.create_scheduler(num_training_steps=count_steps(self))
+        loader = self.get_train_dataloader()
+        self.create_scheduler(num_training_steps=count_steps(self, loader))
+        batch = declare_order(loader)
+        self._losses.step_samples = batch * self.args.gradient_accumulation_steps
         self._created_lr_scheduler = False  # else Trainer makes another one
         _make_equal_on_all_ranks(self.model)
         states = {"scheduler": self.lr_scheduler, "progress": self._progress}
@@ -233,9 +238,15 @@ class JobTrainerMixin(_Mixed):
             self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
             self._maybe_log_save_evaluate(self._tr_loss, end["norm"], *rest, **rate)
 
-    def _run_epoch(self: Any, *args: Any, **kwargs: Any) -> None:
-        if not self._stopped:  # by the end of the step that was restored
-            super()._run_epoch(*args, **kwargs)
+    def _run_epoch(self: Any, model: nn.Module, epoch: int, *args: Any, **kwargs: Any) -> None:
+        if self._stopped:  # by the end of the step that was restored
+            return
+        # Where batches are skipped, Trainer's own call does not reach the sampler in a shard.
+        loader = kwargs["train_dataloader"] if kwargs else args[0]
+        set_epoch(loader, epoch)
+        if epoch:
+            start_workers(loader)
+        super()._run_epoch(model, epoch, *args, **kwargs)
 
     def _save_checkpoint(self: Any, model: nn.Module, trial: Any) -> None:
         if self.job is None:

@@ -61,7 +61,11 @@ class Losses:
     """The losses of this rank that the Trainer has not logged yet.
 
     A `Job` saves them as a data loader, that is, rank by rank. The position in the data, which
-    Trainer computes from the number of steps, does not fit another number of ranks.
+    Trainer computes from the number of steps, fits another number of ranks if a step has as many
+    samples as before, which are the next ones of an order over all ranks.
+
+    Attributes:
+        step_samples: the samples of a step, if there is such an order; else 0.
     """
 
     resizable = True  # so that `load_state_dict` sees the other number, and can say what to do
@@ -69,12 +73,14 @@ class Losses:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._loaded: dict[str, Any] | None = None
+        self.step_samples = 0
 
     def state_dict(self) -> dict[str, Any]:
         if self._loaded is not None:  # restored, and not handed to the Trainer yet
             return self._loaded
         trainer = self._trainer
-        saved: dict[str, Any] = {"world_size": trainer.args.world_size}
+        size = trainer.args.world_size
+        saved: dict[str, Any] = {"world_size": size, "step_samples": self.step_samples}
         if hasattr(trainer, "_tr_loss"):
             saved["sum"] = trainer._tr_loss.item()
             saved["total"] = trainer._total_loss_scalar
@@ -82,21 +88,33 @@ class Losses:
             saved["flos"] = trainer.current_flos
         return saved
 
+    def resized(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        """The state for each rank of another number: Trainer logs the mean of
+        their losses, and the sum of their operations.
+        """
+        found = dict(states[0])
+        sizes = {"sum": len(states), "total": len(states), "flos": self._trainer.args.world_size}
+        for name in sizes.keys() & found.keys():
+            found[name] = sum(each[name] for each in states) / sizes[name]
+        return found
+
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Keeps the losses until `restore`.
 
         Raises:
-            CheckpointMismatch: if steps were made with another number of ranks.
+            CheckpointMismatch: if steps were made with another number of ranks, and other samples.
         """
         before, now = saved["world_size"], self._trainer.args.world_size
-        if "sum" in saved and before != now:
+        samples = saved.get("step_samples", 0)
+        if "sum" in saved and before != now and not (samples and samples == self.step_samples):
             raise CheckpointMismatch(
-                f"this training was saved by {before} processes, and there are {now} now. Trainer "
-                "divides the data, and counts the steps of an epoch, by their number: samples "
-                f"would be repeated and others skipped. Continue with {before} processes; or write "
-                "the model with `trainer.save_model()` there, and begin a new training with it, in "
-                "another output_dir. A training loop of your own with outlast.elastic.ElasticLoader"
-                " continues with any number"
+                f"this training was saved by {before} processes, and there are {now} now, with "
+                f"{samples} and {self.step_samples} samples in a step (0: their order is not known "
+                "for all processes): samples would be repeated and others skipped. Let "
+                "per_device_train_batch_size x gradient_accumulation_steps x processes be the same "
+                f"as before, or continue with {before} processes; or write the model with "
+                "`trainer.save_model()` there, and begin a new training with it, in another "
+                "output_dir"
             )
         self._loaded = saved if "sum" in saved else None
 
@@ -151,8 +169,8 @@ def retention(args: TrainingArguments) -> Retention:
     )
 
 
-def count_steps(trainer: Trainer) -> int:
-    """The number of optimizer steps of the whole training, for the scheduler.
+def count_steps(trainer: Trainer, loader: Any) -> int:
+    """The number of optimizer steps of a whole training on `loader`, for the scheduler.
 
     Raises:
         ValueError: if it is unknown.
@@ -161,7 +179,7 @@ def count_steps(trainer: Trainer) -> int:
     if args.max_steps > 0:
         return int(args.max_steps)
     try:
-        batches = len(trainer.get_train_dataloader())
+        batches = len(loader)
     except TypeError as e:
         raise ValueError("the data set has no length: set max_steps in TrainingArguments") from e
     per_epoch = max(math.ceil(batches / args.gradient_accumulation_steps), 1)
