@@ -184,7 +184,7 @@ class _SimulatedMember(Member):
 
 
 class _Task:
-    """A member: its operations, as torch's client sends them, through the server of its host."""
+    """A member: its operations, as `TcpClient` sends them, through the server of its host."""
 
     def __init__(self, job: _Job, rank: int, server: _Worker, combiner: Combiner) -> None:
         self.job, self.rank, self._server, self._combiner = job, rank, server, combiner
@@ -200,14 +200,14 @@ class _Task:
 
     def interrupt_at(self, key: str) -> None:
         """Leaves the function when `key` exists, for which the monitor thread waits."""
-        self._request(None, key, lambda _: self._read(key, lambda _: self.resume(Interrupted())))
+        self._wait(key, lambda _: self.resume(Interrupted()))
 
     def _begin(self, op: Op) -> None:
         match op.name:
             case "function":
                 self.job.entered(self)
             case "wait_for":
-                self._request(None, op.key, lambda _: self._read(op.key, self.resume))
+                self._wait(op.key, self.resume)
             case "read":
                 self._read(op.key, self.resume)
             case "claim":
@@ -221,6 +221,15 @@ class _Task:
                     "",
                     lambda result: self.resume(result if op.name == "add" else None),
                 )
+
+    def _wait(self, key: str, then: Callable[[Any], None]) -> None:
+        def woken(result: Result) -> None:
+            if result is None:  # as the connection of a client does: see `combining`
+                self._combiner.submit(self, Operation("read", key), then)
+            else:
+                then(result)
+
+        self._request(None, key, woken)
 
     def _read(self, key: str, then: Callable[[Any], None]) -> None:
         operation = Operation("compare_set", key, _NEVER, expected=_NEVER)

@@ -179,7 +179,7 @@ def _open(
 ) -> Connection:
     if endpoint is not None and issubclass(factory, TCPStore):
         client = SharedClient(*endpoint, timeout)
-        client.one_request_reads = is_host_server(endpoint)
+        client.host_server = is_host_server(endpoint)
         return client
     where = str(kwargs.get("file_name", factory.__name__))
     try:

@@ -70,6 +70,7 @@ class MemoryUpstream:
         self._waits: dict[int, tuple[Operation, Done]] = {}
         self._number = 0
         self.failed = ""
+        self.on_wait: threading.Event | None = None  # set when a wait begins
 
     def submit(self, operation: Operation, done: Done) -> Hashable:
         self.sent.append(operation)
@@ -93,6 +94,8 @@ class MemoryUpstream:
         operation, done = self._waits[number]
         result: Result = Failed(self.failed) if self.failed else self.model.perform(operation)
         if operation.name == "wait_for" and result is None:
+            if self.on_wait is not None:
+                self.on_wait.set()
             return
         del self._waits[number]
         done(result)

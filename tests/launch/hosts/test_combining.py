@@ -86,7 +86,7 @@ class Event:
     begun: int
     ended: int = 1 << 30
     result: Result = None
-    joins: bool = False  # a wait that was in flight already
+    joins: bool = False  # a wait that had been sent already
 
 
 def random_operation(rng: random.Random) -> Operation:
@@ -131,7 +131,8 @@ class Client:
                 self.unanswered -= 1
 
         if operation.name == "wait_for":
-            event.joins = operation.key in self.host.combiner._waits
+            shared = self.host.combiner._waits.get(operation.key)
+            event.joins = shared is not None and shared.sent
             self.host.combiner.wait(operation.key, done)
         else:
             self.host.combiner.submit(self.number, operation, done)
@@ -163,7 +164,8 @@ def run_schedule(seed: int) -> list[list[Event]]:
             if host.deferred:
                 steps.append(host.flush)
         if not steps:
-            # The promise for a wait that joins another is weaker: it ends with that one.
+            # A wait that joined one that had been sent was only woken.
+            assert not any(e.joins and e.result for client in clients for e in client.events)
             return [[e for e in client.events if not e.joins] for client in clients]
         rng.choice(steps)()
 

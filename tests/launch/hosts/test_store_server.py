@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from inprocess.job_output import assert_never_together, errors, full, views
 from launch.hosts.served_store import NET_S, MemoryUpstream, ServedStore, ServerProcess, served
+from outlast.coordination.replicated.operations import Operation
 from outlast.coordination.stores.store import HOST_KEYS, KeyTimeout
 from outlast.coordination.stores.tcp_client import Query, TcpClient
 from outlast.errors import StoreError
@@ -151,6 +152,40 @@ def test_a_rank_reads_with_one_request(near: ServedStore, monkeypatch: pytest.Mo
     assert near.call(lambda: len(upstream_of(near).sent)) == sent + 2
     assert connection.wait_for("k", NET_S) == b"1"
     connection.close()
+
+
+def test_a_rank_waits_with_one_request(near: ServedStore) -> None:
+    upstream = upstream_of(near)
+    client, first = (TcpClient("127.0.0.1", near.port, NET_S) for _ in range(2))
+    client.host_server = first.host_server = True
+    client.put("k", b"1")
+    assert client.wait_for("k", NET_S) == b"1"
+    assert [op.name for op in near.call(lambda: upstream.sent)] == ["put", "wait_for"]
+    with pytest.raises(KeyTimeout):
+        client.wait_for("never", 0.0)
+    assert client.wait_for("k", 0.0) == b"1"
+    with (
+        ThreadPoolExecutor(1) as pool,
+        socket.create_connection(("127.0.0.1", near.port), NET_S) as second,
+    ):
+        upstream.on_wait = threading.Event()
+        waiting = pool.submit(first.wait_for, "late", NET_S)
+        assert upstream.on_wait.wait(NET_S)
+        # This one joins the wait that has been sent.
+        add = struct.pack("=B", Query.ADD) + key("/n") + struct.pack("=q", 1)
+        second.sendall(MAGIC + add + struct.pack("=B", Query.AWAIT) + key("/late"))
+        assert second.recv(8, socket.MSG_WAITALL) == struct.pack("=q", 1)
+
+        def come_and_go() -> None:
+            upstream.submit(Operation("put", "w/0//late", b"old"), lambda result: None)
+            upstream.submit(Operation("delete", "w/0//late"), lambda result: None)
+
+        near.call(come_and_go)
+        assert waiting.result(NET_S) == b"old"
+        client.put("late", b"new")
+        assert second.recv(11, socket.MSG_WAITALL) == key("new")
+    for each in (client, first):
+        each.close()
 
 
 def test_gloo_over_env(server: ServerProcess, tmp_path: Path, zygote: Zygote) -> None:

@@ -60,6 +60,9 @@ class Query(enum.IntEnum):
     QUEUE_LEN = 16
     LIST_KEYS = 17
     BARRIER = 18
+    # Not torch's: a WAIT for one key, answered with its value. Only the store server of a host
+    # knows it.
+    AWAIT = 128
 
 
 class TcpClient:
@@ -71,11 +74,12 @@ class TcpClient:
         timeout: how long the server may take to answer a request other than a wait, in seconds.
 
     Attributes:
-        one_request_reads: whether a COMPARE_SET that changes nothing wakes no waiters, as on the
-            store server of a host. torch's server wakes all of a key, so a read asks twice there.
+        host_server: whether this is the store server of a host (`outlast.launch.hosts.server`). It
+            knows AWAIT; and a COMPARE_SET that changes nothing wakes no waiters there, so one
+            request reads a key. torch's server wakes all of a key, so a read asks twice there.
     """
 
-    one_request_reads = False
+    host_server = False
 
     def __init__(self, host: str, port: int, timeout: float) -> None:
         self._connection: socket.socket | None = None
@@ -111,7 +115,7 @@ class TcpClient:
     def claim(self, key: str, value: bytes) -> bytes:
         def work(connection: socket.socket) -> bytes:
             found = _compare_set(connection, key, b"", value)
-            if found == value and not self.one_request_reads:
+            if found == value and not self.host_server:
                 # Wakes the waiters: torch's server that is not based on libuv wakes none at a
                 # COMPARE_SET (seen on torch 2.6 to 2.15). A client does not know which one it has.
                 _send(connection, Query.APPEND, _key(key), _bytes(b""))
@@ -131,18 +135,32 @@ class TcpClient:
     def wait_for(self, key: str, timeout: float | None) -> bytes:
         deadline = None if timeout is None else time.monotonic() + timeout
 
+        def await_answer(connection: socket.socket) -> None:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not readable(connection.fileno(), timeout=left):
+                raise KeyTimeout(f"no {key!r} within {timeout} s at {self.where}")
+
         def work(connection: socket.socket) -> bytes:
+            if self.host_server:
+                _send(connection, Query.AWAIT, _key(key))
+                await_answer(connection)
+                return _receive_bytes(connection)
             # Repeated, because torch's server also ends the waits for a key when a claim on it is
             # refused and leaves it absent.
             while (value := self._read(connection, key)) is None:
                 _send(connection, Query.WAIT, _ONE_KEY, _key(key))
-                left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                if not readable(connection.fileno(), timeout=left):
-                    raise KeyTimeout(f"no {key!r} within {timeout} s at {self.where}")
+                await_answer(connection)
                 _receive(connection, 1)
             return value
 
-        return self._perform(work)
+        try:
+            return self._perform(work)
+        except KeyTimeout:
+            # A key that is there is found, however short the timeout and however late the answer.
+            value = self.read(key) if self.host_server else None
+            if value is None:
+                raise
+            return value
 
     def add(self, key: str, amount: int) -> int:
         def work(connection: socket.socket) -> int:
@@ -214,7 +232,7 @@ class TcpClient:
             raise
 
     def _read(self, connection: socket.socket, key: str) -> bytes | None:
-        if not self.one_request_reads:
+        if not self.host_server:
             if not _is_present(connection, key):
                 return None
             _send(connection, Query.GET, _key(key))
@@ -250,7 +268,7 @@ class SharedClient(TcpClient):
             if value is not None:
                 return value
             client = TcpClient(*self._address, self._timeout)
-            client.one_request_reads = self.one_request_reads
+            client.host_server = self.host_server
         self._waiting.append(client)
         try:
             if self._no_waits:

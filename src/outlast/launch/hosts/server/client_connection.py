@@ -128,7 +128,7 @@ class ClientConnection:
     def _may_begin(self, request: Request) -> bool:
         if self._answering:
             return self._waiting and request.query is Query.CANCEL_WAIT
-        if request.query is Query.WAIT and self._unperformed:
+        if request.query in (Query.WAIT, Query.AWAIT) and self._unperformed:
             return False  # only then is the wait known to come after what precedes it
         return self._unperformed < _UNPERFORMED and len(self._unsent) < _UNREAD_BYTES
 
@@ -174,6 +174,8 @@ class ClientConnection:
                 self._perform([Operation("keys", self._namespace)], self._list)
             case Query.WAIT:
                 self._wait(keys)
+            case Query.AWAIT:
+                self._await(keys[0])
             case Query.BARRIER:
                 self._barrier(keys[0], self._namespace + _REACHED + request.keys[0], request.number)
 
@@ -253,6 +255,24 @@ class ClientConnection:
         self._waits = []
         self._send(wire.STOP_WAITING)
 
+    def _await(self, key: str) -> None:
+        """Answers with the value of a key, when it exists."""
+        self._answering = self._waiting = True
+        self._waits = [self._stores.wait(key, partial(self._awaited, key))]
+
+    def _awaited(self, key: str, result: Result) -> None:
+        self._waits, self._waiting = [], False
+        if result is None:  # this client has to look for the key
+            self._stores.submit(self, Operation("read", key), partial(self._looked, key))
+        else:
+            self._answer([result], _value)
+
+    def _looked(self, key: str, result: Result) -> None:
+        if result is None and self.open:  # it was deleted
+            self._await(key)
+        else:
+            self._answer([result], _value)
+
     def _end_wait(self) -> None:
         for end in self._waits:
             end()
@@ -281,6 +301,10 @@ def _bytes(result: Result, default: bytes) -> bytes:
 
 def _only_value(values: Sequence[bytes]) -> bytes:
     return wire.encode_value(values[0])
+
+
+def _value(results: list[Result]) -> bytes:
+    return _only_value([_bytes(results[0], b"")])
 
 
 def _number(results: list[Result]) -> bytes:

@@ -30,10 +30,12 @@ if they had been performed one after the other, with nothing in between:
   after the first, the second changes nothing, whether it succeeds or not.
 - `read`, `check`, `keys`: they change nothing, so all get the same.
 
-Waits are shared too: one wait for each key is in flight. Here the promise is weaker, as it is with
-torch's own server: a client that waits for a key while the answer to the shared wait is on its way
-is woken by it, even if the key was deleted just before. All clients look for the key when a wait
-ends. Only a deletion that came from this host is never missed: it ends the sharing.
+Waits are shared too: one wait for each key is in flight. A client that joined it before it was sent
+gets its value: the store has found that value after the wait was sent, so after this client began
+to wait. For a client that joined later, the answer may have been on its way already, and the value
+may have been changed or deleted since. It is woken without the value, and has to look for the key:
+its read begins after it has begun to wait, so what it finds is a valid result of the wait. A
+deletion that came from this host ends the sharing.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from typing import Protocol
 
 from msgspec import structs
 
-from outlast.coordination.replicated.operations import Operation, Result
+from outlast.coordination.replicated.operations import Failed, Operation, Result
 from outlast.coordination.replicated.table import Table
 from outlast.coordination.stores.store import HOST_KEYS
 
@@ -103,7 +105,8 @@ class Combiner:
         self._send_soon()
 
     def wait(self, key: str, done: Done) -> tuple[SharedWait, int]:
-        """Calls `done` with the value of `key`, once it exists. Returns a handle for `cancel`.
+        """Calls `done` with the value of `key`, once it exists, or with `None` if the client has to
+        look for it: see the module. Returns a handle for `cancel`.
 
         All that this client has submitted before must have been answered: the order of a wait and
         an operation that are in flight together is not known.
@@ -114,7 +117,7 @@ class Combiner:
             self._unsent.append(shared)
             self._send_soon()
         number = next(self._numbers)
-        shared.waiting[number] = done
+        shared.waiting[number] = partial(_wake, done) if shared.sent else done
         return shared, number
 
     def cancel(self, handle: tuple[SharedWait, int]) -> None:
@@ -144,6 +147,7 @@ class Combiner:
         unsent, self._unsent = self._unsent, []
         for shared in unsent:
             if shared.waiting:
+                shared.sent = True
                 wait = Operation("wait_for", shared.key)
                 shared.handle = self._upstream.submit(wait, partial(self._woken, shared))
 
@@ -168,6 +172,11 @@ class SharedWait:
     key: str
     waiting: dict[int, Done] = field(default_factory=dict)
     handle: Hashable | None = None
+    sent: bool = False
+
+
+def _wake(done: Done, result: Result) -> None:
+    done(result if isinstance(result, Failed) else None)
 
 
 class _Group:
@@ -278,7 +287,7 @@ class Stores:
         self._keeper(operation.key).submit(client, operation, done)
 
     def wait(self, key: str, done: Done) -> Callable[[], None]:
-        """Calls `done` with the value of `key`, once it exists. Returns what ends the wait."""
+        """Calls `done` as `Combiner.wait` does. Returns what ends the wait."""
         keeper = self._keeper(key)
         handle = keeper.wait(key, done)
         return lambda: keeper.cancel(handle)
