@@ -95,8 +95,24 @@ def measure(hosts: int = 64, rounds: int = 20) -> dict[str, float]:
                 group.nodes[name].submit(make(name, number), group.now)
             group.settle()
         measured[kind] = group.work / (rounds * (hosts - 1))
+    measured["a wait"] = _waits(group, rounds)
     measured["the kernel"] = _kernel()
     return measured
+
+
+def _waits(group: _Group, rounds: int) -> float:
+    """Of a wait and of the answer that ends it: all hosts wait for one key."""
+    group.work = 0.0
+    waiting = group.names[1:]
+    for number in range(rounds):
+        for name in waiting:
+            group.nodes[name].submit(Operation("wait_for", f"awaited/{number}"), group.now)
+        group.settle()
+        before = dict(group.results)
+        group.nodes[waiting[0]].submit(Operation("claim", f"awaited/{number}", b"1"), group.now)
+        group.settle()
+        assert all(group.results[name] > before[name] for name in waiting)
+    return group.work / (rounds * len(waiting))
 
 
 def _kernel(messages: int = 2000) -> float:

@@ -29,10 +29,10 @@ def run(quick: bool) -> dict[str, Any]:
     """Measures the leader, simulates restarts, and runs real clients over several servers."""
     rate = measure(16 if quick else 64, 5 if quick else 40)
     kernel = rate.pop("the kernel")
-    # Writes cost more than reads, and are a third of the messages.
-    message = (2 * rate["a read"] + rate["a write"]) / 3 + kernel
+    # Writes cost more than reads, and are at most half of the messages.
+    message = (rate["a read"] + rate["a write"]) / 2 + kernel
     operation = (rate["a batch of 8 reads"] - rate["a read"]) / 7
-    model = Model(message=message, operation=operation)
+    model = Model(message=message, wait=rate["a wait"] + kernel, operation=operation)
     simulated = []
     for hosts in (4, 16) if quick else (16, 64, 256, 2048):
         for combined in (True, False) if hosts <= 256 else (True,):

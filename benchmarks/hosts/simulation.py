@@ -43,8 +43,9 @@ class Model:
     network: float = 100e-6  # one way between hosts
     commit: float = 250e-6  # from a write at the leader until a majority has it
     request: float = 30e-6  # work of a host's server for a request
-    message: float = 40e-6  # work of the leader for a message, and for its answer
-    operation: float = 4e-6  # and for each operation in it
+    message: float = 40e-6  # work of the leader for a message with one operation, and its answer
+    wait: float = 20e-6  # the same for a wait: half when it comes, half when it ends
+    operation: float = 4e-6  # and for each further operation in it
 
 
 @dataclasses.dataclass
@@ -115,7 +116,10 @@ class _Leader:
         out.operations += len(parts)
         out.received_bytes += sum(len(p.key) + len(p.value) + len(p.expected) for p in parts)
         out.by_key.update(f"{p.name} {_kind(p.key)}" for p in parts)
-        work = self.model.message + self.model.operation * len(parts)
+        if operation.name == "wait_for":
+            work = self.model.wait / 2
+        else:
+            work = self.model.message + self.model.operation * (len(parts) - 1)
         self.worker.work(work, lambda: self._perform(number, operation, answer))
 
     def cancel(self, number: Hashable, key: str) -> None:
@@ -140,7 +144,7 @@ class _Leader:
         self._send(result, answer)
         for key, value in appeared:
             for waiting in self.waits.pop(key, {}).values():
-                self.worker.work(self.model.message, functools.partial(self._send, value, waiting))
+                self.worker.work(self.model.wait / 2, functools.partial(self._send, value, waiting))
 
     def _send(self, result: Result, answer: Done) -> None:
         for part in result if isinstance(result, list) else [result]:
@@ -281,9 +285,9 @@ class _Job:
             self.time.run()
         assert len(self.inside) == self.size
 
-    def restart(self) -> Outcome:
+    def restart(self, ranks: int) -> Outcome:
         """One fault: the last rank raises; the others, which wait for the end of the iteration as
-        their monitor threads do, are interrupted.
+        their monitor threads do, are interrupted. `ranks` of them are on each host.
         """
         self.leader.outcome = Outcome()
         self.leader.worker.busy = 0.0
@@ -291,8 +295,9 @@ class _Job:
         failed = max(inside, key=lambda task: task.rank)
         fault = failed.member.fault(0, "planned")
         for task in inside:
-            if task is not failed:
-                task.interrupt_at("c/over/0")
+            if task is not failed:  # one after another: a host's first wait is sent by itself
+                wait = functools.partial(task.interrupt_at, "c/over/0")
+                self.time.later(1e-3 * (task.rank % ranks), wait)
         self.time.run()  # all wait: this is part of training
         assert not self.inside
         waiting = self.leader.outcome.messages
@@ -320,7 +325,7 @@ def restart(hosts: int, ranks: int, model: Model, *, combined: bool = True) -> O
     with _shared_results():
         job = _Job(hosts, ranks, model, combined=combined)
         job.start()
-        return job.restart()
+        return job.restart(ranks)
 
 
 @contextlib.contextmanager

@@ -181,8 +181,8 @@ def test_a_rank_waits_with_one_request(near: ServedStore) -> None:
             upstream.submit(Operation("delete", "w/0//late"), lambda result: None)
 
         near.call(come_and_go)
-        assert waiting.result(NET_S) == b"old"
         client.put("late", b"new")
+        assert waiting.result(NET_S) == b"new"
         assert second.recv(11, socket.MSG_WAITALL) == key("new")
     for each in (client, first):
         each.close()

@@ -57,6 +57,7 @@ class Leader:
         self._peers: dict[str, Progress] = {}
         self._changes: list[Change] = []
         self._joining: set[str] = set()
+        self._lease: tuple[Voters | None, float] = None, NEVER
         self._append(Started(voter.me))
         self._first = voter.log.last
         voter.leader = voter.me
@@ -86,7 +87,14 @@ class Leader:
         return self.voters.reached_by_quorum(answered)
 
     def lease_valid(self, now: float) -> bool:
-        return now < self.quorum_heard(now) + self._timing.quorum_lease
+        """Whether it may answer reads and grant leases. Asked for each message, so it remembers
+        until when the answer is yes: while the voters are the same, what a quorum has answered
+        never moves back, as a voter is forgotten only after a change of the voters.
+        """
+        voters, until = self._lease
+        if voters is not self.voters or now >= until:
+            self._lease = self.voters, self.quorum_heard(now) + self._timing.quorum_lease
+        return now < self._lease[1]
 
     def has_quorum(self, now: float) -> bool:
         """Whether it may go on: it has a quorum, or has not had the time to hear one."""

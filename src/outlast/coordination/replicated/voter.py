@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 from outlast.coordination.replicated.hosts import HostJoined, HostLost
@@ -44,6 +43,7 @@ class Log:
         """Starts anew after a snapshot that ends with the entry `index`."""
         self.base, self._base_term = index, term
         self._entries: list[LogEntry] = []
+        self._sizes: list[int] = []  # in bytes, about; asked for by each voter
         # The configurations and the authors, with the index from which on they count.
         self._voters: list[tuple[int, Voters | None]] = [(index, voters)]
         self._authors: list[tuple[int, str | None]] = [(index, author)]
@@ -94,15 +94,16 @@ class Log:
         """At most `limit` entries after `index`; no further one once they have `limit_bytes`."""
         taken, size = [], 0
         first = index - self.base
-        for entry in itertools.islice(self._entries, first, first + limit):
-            taken.append(entry)
-            size += entry.change.size_bytes if isinstance(entry.change, Written) else 0
+        for place in range(first, min(first + limit, len(self._entries))):
+            taken.append(self._entries[place])
+            size += self._sizes[place]
             if size >= limit_bytes:
                 break
         return tuple(taken)
 
     def append(self, entry: LogEntry) -> None:
         self._entries.append(entry)
+        self._sizes.append(entry.change.size_bytes if isinstance(entry.change, Written) else 0)
         if isinstance(entry.change, VotersChanged):
             self._voters.append((self.last, entry.change.voters))
         elif isinstance(entry.change, Started):
@@ -111,6 +112,7 @@ class Log:
     def cut(self, index: int) -> None:
         """Drops the entry at `index` and all later ones. None of them is committed."""
         del self._entries[index - self.base - 1 :]
+        del self._sizes[index - self.base - 1 :]
         while self._voters[-1][0] >= index:
             self._voters.pop()
         while self._authors[-1][0] >= index:
@@ -124,6 +126,7 @@ class Log:
         assert term is not None
         self._base_term = term
         del self._entries[: to - self.base]
+        del self._sizes[: to - self.base]
         self.base = to
         while len(self._voters) > 1 and self._voters[1][0] <= to:
             del self._voters[0]

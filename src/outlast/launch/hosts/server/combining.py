@@ -30,12 +30,13 @@ if they had been performed one after the other, with nothing in between:
   after the first, the second changes nothing, whether it succeeds or not.
 - `read`, `check`, `keys`: they change nothing, so all get the same.
 
-Waits are shared too: one wait for each key is in flight. A client that joined it before it was sent
-gets its value: the store has found that value after the wait was sent, so after this client began
-to wait. For a client that joined later, the answer may have been on its way already, and the value
-may have been changed or deleted since. It is woken without the value, and has to look for the key:
-its read begins after it has begun to wait, so what it finds is a valid result of the wait. A
-deletion that came from this host ends the sharing.
+Waits are shared too: one wait for each key is in flight. If all clients joined it before it was
+sent, they get its value: the store has found that value after the wait was sent, so after each of
+them began to wait. For a client that joined later, the answer may have been on its way already, and
+the value may have been changed or deleted since. Then all are woken without the value, and have to
+look for the key: a read begins after its client has begun to wait, so what it finds is a valid
+result of the wait. All look at once, with one read, so that none gets ahead of the others: what
+they send next leaves together again. A deletion that came from this host ends the sharing.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class Combiner:
 
     def wait(self, key: str, done: Done) -> tuple[SharedWait, int]:
         """Calls `done` with the value of `key`, once it exists, or with `None` if the client has to
-        look for it: see the module. Returns a handle for `cancel`.
+        look for it, see the module. Returns a handle for `cancel`.
 
         All that this client has submitted before must have been answered: the order of a wait and
         an operation that are in flight together is not known.
@@ -117,7 +118,8 @@ class Combiner:
             self._unsent.append(shared)
             self._send_soon()
         number = next(self._numbers)
-        shared.waiting[number] = partial(_wake, done) if shared.sent else done
+        shared.waiting[number] = done
+        shared.late |= shared.sent
         return shared, number
 
     def cancel(self, handle: tuple[SharedWait, int]) -> None:
@@ -161,6 +163,8 @@ class Combiner:
         shared.handle = None
         self._end_sharing(shared)
         woken, shared.waiting = shared.waiting, {}
+        if shared.late and not isinstance(result, Failed):
+            result = None
         for done in woken.values():
             done(result)
 
@@ -173,10 +177,7 @@ class SharedWait:
     waiting: dict[int, Done] = field(default_factory=dict)
     handle: Hashable | None = None
     sent: bool = False
-
-
-def _wake(done: Done, result: Result) -> None:
-    done(result if isinstance(result, Failed) else None)
+    late: bool = False  # a client has joined after that
 
 
 class _Group:
