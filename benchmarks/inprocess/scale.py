@@ -1,4 +1,5 @@
-"""Barriers and view changes with many members on one real store, and their store operations.
+"""Barriers and view changes with many members on one real store, and their store operations; and
+restarts of many real ranks (`many_ranks.py`).
 
 A member is a thread with its own connection. It runs the real state machine of the restart, without
 the training function and other rank-local work. The server is a separate process. The number of
@@ -15,12 +16,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from benchmarks.lib.members import CountedStore, Member
+from benchmarks.inprocess import many_ranks
+from benchmarks.lib.members import CountedStore, Member, connected
 from benchmarks.lib.rank_processes import RankProcesses, serve, store
 from benchmarks.lib.sheets import Sheet, median, ms
 from outlast.coordination import barrier
 from outlast.coordination.ops import Link, drive, perform_on
-from outlast.coordination.stores.torch_store import TorchStore
 
 __all__ = ["run", "sheets"]
 
@@ -33,17 +34,23 @@ SETTLE_S = 0.2
 def run(quick: bool) -> dict[str, Any]:
     """Measures with increasing numbers of members."""
     sizes = (4, 16) if quick else (4, 64, 512)
-    return {str(size): _measure(size, 3 if quick else 5) for size in sizes}
+    real = {
+        "restarts": {str(n): many_ranks.restarts(n, 3) for n in ((4,) if quick else (64, 128))},
+        "groups": {
+            str(n): many_ranks.groups(n, 2 if quick else 5)
+            for n in ((2, 4) if quick else (8, 16, 32, 64, 128))
+        },
+    }
+    return {str(size): _measure(size, 3 if quick else 5) for size in sizes} | {"real": real}
 
 
 def _measure(size: int, rounds: int) -> dict[str, Any]:
     print(f"scale: {size} members", flush=True)
     with RankProcesses("scale", 1) as processes:
         processes.start(SERVER, lambda: serve(processes.port))
-        # In parallel: torch resolves the host's name for each connection, and some resolvers answer
-        # slowly.
+        store(processes.port)  # torch's client waits until the server listens
         with ThreadPoolExecutor(64) as pool:
-            made = pool.map(lambda _: store(processes.port), range(size))
+            made = pool.map(lambda _: connected(processes.port), range(size))
             stores = [CountedStore(one) for one in made]
         return {
             "barrier": _barriers(stores, rounds),
@@ -64,7 +71,7 @@ def _barriers(stores: list[CountedStore], rounds: int) -> dict[str, Any]:
         await link.wait_for(barrier.done_key(name), PATIENCE_S)
 
     def member(number: int) -> None:
-        perform = perform_on(TorchStore(stores[number], "the store"))
+        perform = perform_on(stores[number])
         for trial in range(rounds):
             together.wait()
             starts[number] = time.monotonic()
@@ -89,7 +96,7 @@ def view_changes(stores: list[CountedStore], restarts: int) -> dict[str, Any]:
     members.extend(Member(n, len(stores), restarts, all_in) for n in range(len(stores)))
 
     def member(number: int) -> None:
-        members[number].run(TorchStore(stores[number], "the store"))
+        members[number].run(stores[number])
 
     # Joining and leaving are not part of a view change: the members take the counts in between.
     _in_threads(len(stores), member, lambda number: members[number].counted(stores[number]))
@@ -148,6 +155,8 @@ def sheets(data: dict[str, Any]) -> list[Sheet]:
     rows = []
     for what in ("barrier", "view change"):
         for size, found in data.items():
+            if size == "real":
+                continue
             one = found[what]
             rows.append(
                 (
@@ -168,5 +177,6 @@ def sheets(data: dict[str, Any]) -> list[Sheet]:
             "A view change is a whole recovery: from a fault on one member, over two barriers and "
             "the agreement on the next view, to the last member's entry. All members share the "
             "cores of one machine, and one interpreter.",
-        )
+        ),
+        *(many_ranks.sheets(data["real"]) if "real" in data else ()),
     ]

@@ -14,6 +14,7 @@ from outlast.coordination.decision import ViewRecord
 from outlast.coordination.ops import Link, drive, perform_on
 from outlast.coordination.records import FaultRecord
 from outlast.coordination.stores.store import Store
+from outlast.coordination.stores.tcp_client import TcpClient
 from outlast.inprocess.recovery.host_protocol import (
     AssignedRank,
     GrowPolicy,
@@ -25,15 +26,23 @@ from outlast.inprocess.recovery.host_protocol import (
 )
 from outlast.inprocess.recovery.state_machine import Machine
 
-__all__ = ["CountedStore", "Member"]
+__all__ = ["CountedStore", "Member", "connected"]
 
 PATIENCE_S = 300.0
 
 
-class CountedStore:
-    """A torch store that counts the operations and the received bytes."""
+def connected(port: int, *, host_server: bool = False) -> TcpClient:
+    """A connection to a store on this machine, as a rank has it."""
+    client = TcpClient("127.0.0.1", port, PATIENCE_S)
+    client.host_server = host_server
+    client.connect()
+    return client
 
-    def __init__(self, store: Any) -> None:
+
+class CountedStore:
+    """A store connection that counts the operations and the received bytes."""
+
+    def __init__(self, store: Store) -> None:
         self.operations: Counter[str] = Counter()
         self.received_bytes = 0
         self._store = store

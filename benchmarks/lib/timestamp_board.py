@@ -64,6 +64,15 @@ class TimestampBoard:
         """When replacement `number` asked to join, counted from 0."""
         return float(self._words[8 + number * (self.slots + 3) + self.slots + 2])
 
+    def row(self, iteration: int) -> list[float]:
+        """When each slot entered an iteration; 0 if it has not."""
+        first = self._row(iteration)
+        return list(self._words[first : first + self.slots])
+
+    def all_entered(self, iteration: int) -> bool:
+        """Whether every slot has entered an iteration."""
+        return all(self.row(iteration))
+
     def entries_after(self, moment: float) -> dict[int, float]:
         """The first entry of each slot after `moment`."""
         found: dict[int, float] = {}
