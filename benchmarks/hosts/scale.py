@@ -135,8 +135,8 @@ def sheets(data: dict[str, Any]) -> list[Sheet]:
             f"{1e6 * model['local']:.0f} us, a commit {1e6 * model['commit']:.0f} us; the leader "
             f"works {1e6 * model['message']:.1f} us for a message and its answer, and "
             f"{1e6 * model['operation']:.1f} us for each further operation (both from the "
-            "measurement below: as many reads as writes). It performs one message after the other, and is busy "
-            "nearly all of the time: the number of messages decides.",
+            "measurement below: as many reads as writes). It performs one message after the "
+            "other, and is busy nearly all of the time: the number of messages decides.",
         ),
         Sheet(
             "The leader's work, measured",

@@ -74,9 +74,7 @@ def groups(size: int, trials: int) -> dict[str, Any]:
     with RankProcesses("many-ranks-gloo", size) as processes:
         processes.start_all(lambda slot: _groups(board, slot, ports))
         processes.wait_all(PATIENCE_S)
-    seconds = [
-        max(board.row(2 * trial + 1)) - max(board.row(2 * trial)) for trial in range(trials)
-    ]
+    seconds = [max(board.row(2 * trial + 1)) - max(board.row(2 * trial)) for trial in range(trials)]
     return {"seconds": seconds, **_machine()}
 
 
@@ -99,9 +97,7 @@ def _fit(points: list[tuple[int, float]]) -> tuple[float, float]:
     """`a` and `b` of `a * n + b * n**2`, with the least squares of the relative errors."""
     # Each equation is divided by its time: a * n / t + b * n**2 / t = 1.
     rows = [(n / t, n * n / t) for n, t in points]
-    xx, xy, yy = (
-        math.fsum(r[i] * r[j] for r in rows) for i, j in ((0, 0), (0, 1), (1, 1))
-    )
+    xx, xy, yy = (math.fsum(r[i] * r[j] for r in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
     x1, y1 = math.fsum(r[0] for r in rows), math.fsum(r[1] for r in rows)
     determinant = xx * yy - xy * xy
     a, b = (x1 * yy - y1 * xy) / determinant, (xx * y1 - xy * x1) / determinant
@@ -163,9 +159,9 @@ def sheets(data: dict[str, Any]) -> list[Sheet]:
                 "A gloo process group: init_process_group",
                 ("ranks", "ms", "processor ms/rank"),
                 made,
-                "From the last rank's call to the last rank's return, on shared cores; medians, for "
-                "torch resolves names, which takes a second where the resolver drops a query. Fit, by the "
-                f"least squares of the relative errors: {1e3 * a:.2f} ms x n + "
+                "Medians, from the last rank's call to the last rank's return, on shared cores; "
+                "torch resolves names, which takes a second if the resolver drops a query. Fit, by "
+                f"the least squares of the relative errors: {1e3 * a:.2f} ms x n + "
                 f"{1e6 * b:.2f} us x n^2 for n ranks on {cores} cores (each rank connects to each "
                 "other). Processor time per rank is that x cores / n: what a restart with gloo "
                 "adds where each rank has a core, if rank 0's store keeps up.",

@@ -93,6 +93,12 @@ MODULES = {
         "Whole systems train the same model on the same data with two ranks, and get the same "
         "exceptions and SIGKILLs in turn, one a minute and one every ten seconds.",
     ),
+    "ettr": Benchmark(
+        "recovery.ettr",
+        "Effective training time ratio",
+        "A projection from the figures on this page and published failure rates, for outlast and "
+        "for torchrun with DCP by one formula. It measures nothing itself.",
+    ),
     "elastic": Benchmark(
         "elastic.run",
         "Elastic state",

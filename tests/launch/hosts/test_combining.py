@@ -243,6 +243,8 @@ def several_in_flight(combiner: Combiner) -> None:
 
 _ADD = combining._Batch.add
 _SEND_SOON = Combiner._send_soon
+
+
 def as_if_all_were_early(combiner: Combiner, shared: combining.SharedWait, result: Result) -> None:
     shared.late = False
     _WOKEN(combiner, shared, result)
