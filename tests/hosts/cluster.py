@@ -153,8 +153,14 @@ class Cluster:
         return max(int(term) for p in self.started for _, term in LEADS.findall(p.output))
 
     def host_of(self, rank: int) -> str:
-        """The host on which this rank has made its last step."""
-        return next(step.host for step in reversed(self.steps()) if step.rank == rank)
+        """The host on which this rank has made its last step. Waits for its first one: another rank
+        may have made a step before.
+        """
+
+        def found() -> str | None:
+            return next((step.host for step in reversed(self.steps()) if step.rank == rank), None)
+
+        return str(self.until(found, f"a step of rank {rank}"))
 
     def training_options(self) -> list[str]:
         state, hold = self._folder / "state", str(HOLD_AT)
