@@ -12,7 +12,7 @@ import torch.distributed as dist
 from benchmarks.checkpoint.limits import settle
 from benchmarks.checkpoint.saves import StepTimer, Timed, disk_folder, in_ranks, one_save
 from benchmarks.checkpoint.training_state import Size, Training
-from benchmarks.checkpoint.ways import make
+from benchmarks.checkpoint.ways import chosen, make
 from outlast.async_checkpoint import Checkpointer
 
 __all__ = ["AFTER_RESTORE", "COPY", "measure"]
@@ -31,6 +31,8 @@ NAMES = (
     "async_save, cached stager, staged beside",
     "async_save, cached stager, a process",
     "fork",
+    "torch-checkpointing",
+    "lm-resiliency",
 )
 
 
@@ -39,7 +41,7 @@ def measure(size: Size, rounds: int, *, quick: bool = False) -> dict[str, Timed]
     print(f"checkpoint: the first save, {rounds} rounds", flush=True)
     found: dict[str, Timed] = {}
     for _ in range(rounds):
-        for name in NAMES[:3] if quick else NAMES:
+        for name in NAMES[:3] if quick else chosen(NAMES, quick):
             work = functools.partial(_first, name, size)
             for what, value in in_ranks("checkpoint-first", 1, work)[0].items():
                 found.setdefault(name, {}).setdefault(what, []).append(value)

@@ -18,7 +18,7 @@ import psutil
 
 from benchmarks.checkpoint.saves import call, disk_folder, in_ranks
 from benchmarks.checkpoint.training_state import Size, Training
-from benchmarks.checkpoint.ways import make
+from benchmarks.checkpoint.ways import chosen, make
 from benchmarks.lib.rank_processes import RankProcesses
 from outlast.async_checkpoint import Checkpointer, Retention
 from outlast.async_checkpoint.storage.protocol import WORKING
@@ -34,6 +34,8 @@ NAMES = {
     "async_save, cached stager": 1,
     "async_save, cached stager, a process": 1,
     "fork": 1,
+    "torch-checkpointing": 1,
+    "lm-resiliency": 1,
 }
 """The maximum number of saves in flight."""
 _TRAINS, _SAVES, _ENDS = 1, 2, 3
@@ -44,7 +46,7 @@ def peaks(size: Size, saves: int, *, quick: bool = False) -> dict[str, Any]:
     """For each way: the bytes of the state, saves in flight, and the peak above training alone."""
     print(f"checkpoint: peak of memory over {saves} saves", flush=True)
     found = {}
-    for name in list(NAMES)[: 2 if quick else None]:
+    for name in list(NAMES)[:2] if quick else chosen(NAMES, quick):
         phase = mmap.mmap(-1, mmap.PAGESIZE)
         with RankProcesses("checkpoint-memory", 1) as processes:
             work = functools.partial(_saves, name, size, saves, phase)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from benchmarks.checkpoint.libraries import LmResiliency, TorchCheckpointing, installed
 from benchmarks.checkpoint.limits import Reading, copy_time, drop_cache, settle
 from benchmarks.checkpoint.training_state import Training
 from outlast.async_checkpoint import Checkpointer
@@ -22,6 +23,7 @@ from outlast.events.types import CheckpointRestored
 __all__ = ["restores"]
 
 RAW = {"": False, ", O_DIRECT": True}
+Restore = Callable[[dict[str, Any]], None]
 
 
 class _Sources:
@@ -36,6 +38,36 @@ class _Sources:
 
     def close(self) -> None:
         pass
+
+
+class _Libraries:
+    """A checkpoint of each library that is installed, and the functions that load it."""
+
+    def __init__(self, folder: Path, job: Training) -> None:
+        self._opened: list[TorchCheckpointing | LmResiliency] = []
+        self.memory: dict[str, Restore] = {}
+        self.disk: dict[str, tuple[Restore, list[Path]]] = {}
+        rank = dist.get_rank()
+        if installed("torch-checkpointing"):
+            path = folder / "restored-torch-checkpointing"
+            manager = TorchCheckpointing(path)
+            manager.save(job.state_dict(), 1)()
+            files = sorted(path.glob(f"1/*_{rank}.pt"))
+            self.disk["torch-checkpointing load"] = (functools.partial(manager.load, 1), files)
+            self._opened.append(manager)
+        if installed("lm-resiliency"):
+            path = folder / "restored-lm-resiliency"
+            saved = LmResiliency(path, job)
+            saved.save(job.state_dict(), 1)()
+            self.memory["lm-resiliency load from memory"] = saved.load
+            restarted = LmResiliency(path, job)
+            files = sorted(path.rglob(f"rank-{rank}.pt"))
+            self.disk["lm-resiliency load"] = (restarted.load, files)
+            self._opened += [saved, restarted]
+
+    def close(self) -> None:
+        for each in reversed(self._opened):
+            each.close()
 
 
 def restores(
@@ -58,6 +90,7 @@ def restores(
         if keep:
             seconds.setdefault(name, {}).setdefault("seconds", []).append(value)
 
+    libraries = _Libraries(folder, job)
     # From memory, as after a restart in place.
     checkpointer = Checkpointer(path, events=sources)
     checkpointer.save(1, job.state_dict()).wait()
@@ -67,13 +100,16 @@ def restores(
         dist.barrier()
         checkpointer = Checkpointer(path, events=sources)
         turn("restore from memory", functools.partial(_restore, checkpointer, job), number > 0)
+        for name, restore in libraries.memory.items():
+            turn(name, functools.partial(_load, restore, job), number > 0)
     checkpointer.close()
 
     save(job.state_dict(), checkpoint_id=peer)
     dist.barrier()
     rank = dist.get_rank()
     files = sorted(path.glob(f"step-*/__{rank}_[0-9]*"))
-    peer_files = sorted(peer.glob(f"__{rank}_*"))
+    dcp: Restore = functools.partial(load, checkpoint_id=peer)
+    loads = {"dcp.load": (dcp, sorted(peer.glob(f"__{rank}_*"))), **libraries.disk}
     reading = Reading(files, threads)
     checkpointer = Checkpointer(path, events=sources)
     for number in range(rounds + 1):
@@ -92,9 +128,11 @@ def restores(
                 functools.partial(_restore, checkpointer, job),
                 number > 0,
             )
-            drop_cache(peer_files if cold else [])
-            turn(f"dcp.load, {kind}", functools.partial(_load, peer, job), number > 0)
+            for name, (restore, its_files) in loads.items():
+                drop_cache(its_files if cold else [])
+                turn(f"{name}, {kind}", functools.partial(_load, restore, job), number > 0)
     checkpointer.close()
+    libraries.close()
     return seconds, sources.found
 
 
@@ -106,8 +144,8 @@ def _restore(checkpointer: Checkpointer, job: Training) -> float:
     return time.perf_counter() - began
 
 
-def _load(path: Path, job: Training) -> float:
+def _load(restore: Restore, job: Training) -> float:
     state: dict[str, Any] = job.state_dict()
     began = time.perf_counter()
-    load(state, checkpoint_id=path)
+    restore(state)
     return time.perf_counter() - began

@@ -17,10 +17,15 @@ _RAW_WRITES = ("raw write", "raw write, O_DIRECT")
 _RAW_READS = ("raw read with checksums", "raw read with checksums, O_DIRECT")
 _RESTORES = {  # and the limit that each is compared with
     "restore from memory": "memory",
+    "lm-resiliency load from memory": "memory",
     "restore from disk, cold": "cold",
     "dcp.load, cold": "cold",
+    "torch-checkpointing load, cold": "cold",
+    "lm-resiliency load, cold": "cold",
     "restore from disk, warm": "warm",
     "dcp.load, warm": "warm",
+    "torch-checkpointing load, warm": "warm",
+    "lm-resiliency load, warm": "warm",
 }
 
 
@@ -148,13 +153,17 @@ def _restores(each: _Figures) -> Sheet:
     for name in ("memcpy back", *(n for n in each.seconds if n.startswith("raw read"))):
         rows.append((name, ms(each.of(name)), _speed(each, name), "-"))
     for name, kind in _RESTORES.items():
+        if name not in each.seconds:  # not installed
+            continue
         speed = _times(each.limit(kind) / each.of(name))
         rows.append((name, ms(each.of(name)), _speed(each, name), speed))
     return Sheet(
         f"A restore of {_mib(each.size_bytes)}, {each.name}",
         ("what", "ms", "GiB/s", "speed, x limit"),
         rows,
-        "Cold: not in this machine's page cache. The limit is the copy, or the faster raw read.",
+        "Cold: not in this machine's page cache. The limit is the copy, or the faster raw read. "
+        "The memory of lm-resiliency is that of the training process, and ends with it. Only "
+        "`restore` compares checksums.",
     )
 
 

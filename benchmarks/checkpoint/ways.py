@@ -1,13 +1,14 @@
-"""Ways to save a checkpoint: `Checkpointer`, and those of torch.
+"""Ways to save a checkpoint: `Checkpointer`, those of torch, and those of other libraries.
 
-nvidia-resiliency-ext is not included: the core of its async checkpoint requires CUDA.
+torch 2.13 has no newer stager than `DefaultStager`, but in `checkpoint._experimental`, whose parts
+are those of torch-checkpointing. nvidia-resiliency-ext is not included: the core of its async
+checkpoint requires CUDA.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
@@ -19,6 +20,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
+from benchmarks.checkpoint.libraries import (
+    LIBRARIES,
+    LmResiliency,
+    TorchCheckpointing,
+    installed,
+    remove,
+)
 from benchmarks.checkpoint.training_state import Training
 from outlast.async_checkpoint import Checkpointer, Retention
 
@@ -38,6 +46,7 @@ PEERS = (
     "async_save, cached stager, staged beside",
     "async_save, cached stager, a process",
     "fork",
+    *LIBRARIES,
 )
 
 
@@ -58,8 +67,12 @@ class Way(Protocol):
 
 
 def chosen(names: Iterable[str], quick: bool) -> list[str]:
-    """The names to measure; a quick run omits the way that starts another Python process."""
-    return [name for name in names if not (quick and name.endswith("a process"))]
+    """The names to measure, without those of libraries that are not installed; a quick run omits
+    torch's way that starts another Python process.
+    """
+    return [
+        name for name in names if installed(name) and not (quick and name.endswith("a process"))
+    ]
 
 
 def make(name: str, folder: Path, job: Training) -> Way:
@@ -75,6 +88,10 @@ def make(name: str, folder: Path, job: Training) -> Way:
         return _Fork(path)
     if name == "dcp.save":
         return _Dcp(path)
+    if name == "lm-resiliency":
+        return LmResiliency(path, job)
+    if name in LIBRARIES:
+        return TorchCheckpointing(path, beside=name.endswith("beside"))
     return _AsyncSave(path, name)
 
 
@@ -96,7 +113,7 @@ class _CheckpointerWay:
 
     def close(self) -> None:
         self.checkpointer.close()
-        _remove(self._path)
+        remove(self._path)
 
 
 class _TorchWay:
@@ -116,7 +133,7 @@ class _TorchWay:
         pass
 
     def close(self) -> None:
-        _remove(self.path)
+        remove(self.path)
 
 
 class _TorchSave(_TorchWay):
@@ -204,8 +221,3 @@ class _AsyncSave(_TorchWay):
         if self._stager is not None:
             self._stager.close()
         super().close()
-
-
-def _remove(path: Path) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        shutil.rmtree(path, ignore_errors=True)
