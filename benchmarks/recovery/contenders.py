@@ -66,9 +66,9 @@ def _torchft() -> list[Command]:
         str(_BIN / "torchft_lighthouse"),
         f"--bind=127.0.0.1:{port}",
         "--min_replicas=1",
-        "--quorum_tick_ms=50",
+        "--quorum_tick_ms=10",
         "--join_timeout_ms=5000",
-        "--heartbeat_timeout_ms=1000",
+        "--heartbeat_timeout_ms=300",
     ]
     commands: list[Command] = [(lighthouse, {"RUST_LOG": "error"})]
     for replica in range(RANKS):
