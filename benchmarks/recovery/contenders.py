@@ -83,6 +83,7 @@ CONTENDERS = (
     Contender("torchrun, torch.save", "torch", _torchrun("with_torch_save.py")),
     Contender("torchrun, DCP async_save", "torch", _torchrun("with_dcp.py")),
     Contender("nvidia-resiliency-ext", "nvidia_resiliency_ext", _nvrx),
+    Contender("torchrun, lm-resiliency", "lm_resiliency", _torchrun("with_lm_resiliency.py")),
     Contender("torchft", "torchft", _torchft),
 )
 

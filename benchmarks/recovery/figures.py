@@ -118,7 +118,9 @@ def _note(data: dict[str, Any]) -> str:
         "both ranks, each counted once, times that, by the time. Useful step: beyond all before "
         f"the fault. Missed: due while that rank was down. Each system saves every {EVERY} steps, "
         "except torchft, which saves nothing, and goes on with half of the batch while a rank is "
-        "down. nvidia-resiliency-ext saves with torch.save: its own asynchronous save needs CUDA."
+        "down. nvidia-resiliency-ext saves with torch.save: its own asynchronous save needs CUDA. "
+        "torchft is with a hook of ours, since its survivors end with its own. torch-checkpointing "
+        "is not here: it saves and loads, and restarts nothing."
     )
 
 
