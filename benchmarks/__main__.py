@@ -34,9 +34,14 @@ def main() -> None:
         action="store_true",
         help="restart: measure only outlast; keep the stored results of the peer",
     )
+    parser.add_argument(
+        "--large", action="store_true", help="slowdown: a state of 1.1 GB instead of 192 MiB"
+    )
     parser.add_argument("--write-docs", action="store_true", help="update benchmarks/RESULTS.md")
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks.json"))
     options = parser.parse_args()
+    if options.large and options.name != ["slowdown"]:
+        parser.error("--large is for the benchmark slowdown only")
     names = options.name or ([] if options.write_docs else list(MODULES))
     # torch resolves the name of every host that it connects to. If the resolver drops the query,
     # each connection takes five seconds, with outlast and with the peer.
@@ -47,7 +52,8 @@ def main() -> None:
     for name in names:
         module = load(name)
         kept = json.loads(options.out.read_text())[name]["data"] if options.keep_peer else None
-        data = module.run(options.quick, kept) if kept else module.run(options.quick)
+        more = {"large": True} if options.large else {}
+        data = module.run(options.quick, *[kept] if kept else [], **more)
         _store(options.out, name, {"quick": options.quick, "machine": describe(), "data": data})
         for sheet in module.sheets(data):
             show(console, sheet)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["FULL", "QUICK", "SHARE", "SMALL", "Size", "Training"]
+__all__ = ["FULL", "LARGE", "QUICK", "SHARE", "SMALL", "Size", "Training"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +22,8 @@ class Size:
 
 FULL = Size(768, 8, 13312, 64)
 """768 MiB with both moments, in about 300 tensors and 100 scalars."""
+LARGE = Size(768, 11, 17920, 64)
+"""1.1 GB: a large state in the paper of PCcheck."""
 SHARE = Size(512, 4, 8192, 64)
 """192 MiB: the part of one rank of four, and the model of the training loop."""
 SMALL = Size(192, 4, 2048, 16)

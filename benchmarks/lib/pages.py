@@ -76,6 +76,12 @@ MODULES = {
         " do in the same run (a copy into warm memory, the faster of a buffered and an "
         "`O_DIRECT` write with fsync, the fastest raw read with checksums).",
     ),
+    "slowdown": Benchmark(
+        "checkpoint.slowdown",
+        "Slowdown by the interval between checkpoints",
+        "The transformer of the section above, which saves 192 MiB (1.1 GB with `--large`) every "
+        "1 to 100 steps.",
+    ),
     "copies": Benchmark(
         "copies.run",
         "Copies in another host's memory",

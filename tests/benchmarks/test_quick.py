@@ -180,6 +180,32 @@ def test_checkpoint_measures_every_way_and_source(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_slowdown_compares_each_interval_with_the_best_other_way(tmp_path: Path) -> None:
+    out = tmp_path / "results.json"
+    command = [sys.executable, "-m", "benchmarks", "slowdown", "--quick", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, timeout=170, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rates = json.loads(out.read_text())["slowdown"]["data"]["rates"]
+    assert set(rates) == {"1", "10"}
+    for found in rates.values():
+        for way in ("ours, overlapped", "ours, eager", "torch.save", "async_save, cached stager"):
+            ((saving, without),) = found[way]
+            assert saving > 0
+            assert without > 0
+    script = (
+        "from benchmarks.checkpoint.slowdown import sheets;"
+        "at = lambda ours, eager, other: {'ours, overlapped': [[1 / ours, 1.0]],"
+        " 'ours, eager': [[1 / eager, 1.0]], 'torch.save': [[1 / other, 1.0]]};"
+        "rates = {'1': at(1.2, 1.4, 1.6), '10': at(1.02, 1.06, 1.1), '100': at(2.0, 1.0, 1.001)};"
+        "print([row[-1] for row in sheets({'rates': rates, 'size_bytes': 1})[0].rows])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, timeout=60, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "['yes', 'no: every 1, 10', '-']", done.stderr
+
+
+@pytest.mark.slow
 def test_copies_measure_each_way_back_from_the_loss_of_a_host(tmp_path: Path) -> None:
     out = tmp_path / "results.json"
     command = [sys.executable, "-m", "benchmarks", "copies", "--quick", "--out", str(out)]
