@@ -64,8 +64,18 @@ $(STAMP): $(BUILT_FROM)
 
 # Separate from .venv, so that the tests never see the other library. Its requirements are torch,
 # psutil and small pure-Python packages: torch is already installed, so it installs no CUDA package.
+# With NVRX=0.7.0 and PYTHON=python3.12 it has that version of nvidia-resiliency-ext, whose wheels are
+# marked for glibc 2.39: its one native module needs 2.32. The other packages are all that it imports.
 $(BENCH_STAMP): $(BUILT_FROM)
 	$(call environment,$(BENCH_VENV),bench$(,)demo)
+	$(if $(NVRX),$(call newer_nvrx,$(BENCH_VENV)/lib/python3.12/site-packages) || { rm $@; exit 1; })
+
+define newer_nvrx
+$(BENCH_BIN)/python -m pip install --quiet grpcio-tools httpx && \
+	rm -rf $(1)/nvidia_resiliency_ext-*.dist-info && \
+	$(BENCH_BIN)/python -m pip install --quiet --upgrade --no-deps --only-binary :all: \
+		--platform manylinux_2_39_x86_64 --target $(1) nvidia-resiliency-ext==$(NVRX)
+endef
 
 # Separate, because Ray, Lightning and transformers are large.
 $(FRAMEWORKS_STAMP): $(BUILT_FROM)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -33,6 +34,11 @@ class Contender:
     def installed(self) -> bool:
         """Whether its package is installed."""
         return importlib.util.find_spec(self.needs) is not None
+
+    @property
+    def package(self) -> str:
+        """The name and version of its package, which is installed."""
+        return f"{self.needs.replace('_', '-')} {importlib.metadata.version(self.needs)}"
 
 
 def _torchrun(script: str) -> Callable[[], list[Command]]:

@@ -110,6 +110,7 @@ def _spread(values: list[float | None]) -> str:
 
 
 def _note(data: dict[str, Any]) -> str:
+    packages = data.get("packages", ["not recorded"])
     lengths = " and ".join(f"{seconds:g}" for seconds in data["durations"])
     return (
         f"Medians, with the worst in parentheses, of the faults at both rates. The jobs ran for "
@@ -119,8 +120,9 @@ def _note(data: dict[str, Any]) -> str:
         f"the fault. Missed: due while that rank was down. Each system saves every {EVERY} steps, "
         "except torchft, which saves nothing, and goes on with half of the batch while a rank is "
         "down. nvidia-resiliency-ext saves with torch.save: its own asynchronous save needs CUDA. "
-        "torchft is with a hook of ours, since its survivors end with its own. torch-checkpointing "
-        "is not here: it saves and loads, and restarts nothing."
+        "Its newest version needs Python 3.12: `make bench NVRX=0.7.0 PYTHON=python3.12`. torchft "
+        "is with a hook of ours, since its survivors end with its own. torch-checkpointing is not "
+        f"here: it saves and loads, and restarts nothing. Versions: {', '.join(packages)}."
     )
 
 

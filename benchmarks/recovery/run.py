@@ -53,6 +53,7 @@ def run(quick: bool) -> dict[str, Any]:
         "plain_step": step,
         "intervals": [f"{interval:g}" for interval in jobs],
         "durations": list(jobs.values()),
+        "packages": sorted({each.package for each in CONTENDERS if each.installed}),
         "systems": {
             name: {"missing": missing[name]}
             if name in missing

@@ -53,5 +53,8 @@ def train(call: Any = None) -> None:
 
 
 if __name__ == "__main__":
+    # Where this variable is set, 0.7 checks the rank's GPU before it restarts in place, and a host
+    # without one fails that check.
+    os.environ.pop("LOCAL_RANK", None)
     train.__annotations__["call"] = inprocess.CallWrapper
     inprocess.Wrapper()(train)()
