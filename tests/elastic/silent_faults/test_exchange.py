@@ -58,9 +58,11 @@ def test_a_restore_does_not_go_on_with_what_the_loss_of_the_store_left_unchecked
 def test_checks_do_not_read_records_from_before_an_earlier_restore_of_the_same_step() -> None:
     store, checks = MemoryStore(), JobChecks([ReplicaCheck()])
     checkpointer: Any = SimpleNamespace(emitter=Emitter(None))
+    unused: Any = None
     try:
         for _ in range(3):
-            checks.start(nn.Linear(1, 1), checkpointer, CallLedger(store, "job", 0, 1), step=4)
+            ledger = CallLedger(store, "job", 0, 1)
+            checks.start(nn.Linear(1, 1), checkpointer, ledger, 4, unused)
     finally:
         checks.close()
     assert len({key.rpartition("/")[0] for key in store.table}) == 3
