@@ -1,4 +1,4 @@
-"""The part of a Trainer's checkpoint that belongs to each rank, at another number of ranks."""
+"""What a Trainer's job refuses, and the part of its checkpoint that belongs to each rank."""
 
 from __future__ import annotations
 
@@ -40,3 +40,13 @@ def test_another_number_of_processes_with_as_many_samples_in_a_step() -> None:
     now.step_samples = 48
     with pytest.raises(CheckpointMismatch, match="with 24 and 48 samples in a step"):
         now.load_state_dict(found)
+
+
+def test_an_order_of_samples_that_is_not_restored_is_refused() -> None:
+    pytest.importorskip("transformers", reason="make test-ports")
+    from outlast.integrations.transformers.progress import check_supported
+
+    config = SimpleNamespace(use_seedable_sampler=False)
+    accelerator = SimpleNamespace(num_processes=1, dataloader_config=config)
+    with pytest.raises(ValueError, match="use_seedable_sampler=False is not supported"):
+        check_supported(trainer(1, accelerator=accelerator))

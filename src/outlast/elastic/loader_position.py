@@ -11,11 +11,11 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from outlast.elastic import random_generators
-from outlast.elastic.job.passes import Pass, length_of, set_epoch
+from outlast.elastic.job.passes import Pass, length_of
 from outlast.elastic.random_generators import mix64
 from outlast.errors import CheckpointMismatch
 
-__all__ = ["LoaderPosition", "has_no_state", "set_epoch", "start_workers"]
+__all__ = ["LoaderPosition", "has_no_state", "start_workers"]
 
 
 def start_workers(loader: Any) -> None:

@@ -19,7 +19,7 @@ from transformers import Trainer, TrainerCallback
 
 import outlast
 from outlast.elastic import random_generators
-from outlast.elastic.loader_position import set_epoch, start_workers
+from outlast.elastic.loader_position import start_workers
 from outlast.elastic.wrapped_modules import plain_state_dict
 from outlast.inprocess import CallWrapper
 from outlast.integrations.accelerate import declare_order
@@ -241,11 +241,8 @@ class JobTrainerMixin(_Mixed):
     def _run_epoch(self: Any, model: nn.Module, epoch: int, *args: Any, **kwargs: Any) -> None:
         if self._stopped:  # by the end of the step that was restored
             return
-        # Where batches are skipped, Trainer's own call does not reach the sampler in a shard.
-        loader = kwargs["train_dataloader"] if kwargs else args[0]
-        set_epoch(loader, epoch)
         if epoch:
-            start_workers(loader)
+            start_workers(kwargs["train_dataloader"] if kwargs else args[0])
         super()._run_epoch(model, epoch, *args, **kwargs)
 
     def _save_checkpoint(self: Any, model: nn.Module, trial: Any) -> None:

@@ -148,6 +148,11 @@ def check_supported(trainer: Trainer) -> None:
     for name, reason in unsupported.items():
         if getattr(args, name, False):
             raise ValueError(f"TrainingArguments({name}=True) is not supported: {reason}")
+    if not trainer.accelerator.dataloader_config.use_seedable_sampler:
+        raise ValueError(
+            "accelerator_config with use_seedable_sampler=False is not supported: the samples "
+            "would come in another order after a restart. Leave it out"
+        )
     if args.push_to_hub and args.hub_strategy != "end":
         raise ValueError(
             f"hub_strategy={str(args.hub_strategy)!r} uploads checkpoint folders, which are not "
