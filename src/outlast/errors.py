@@ -16,6 +16,7 @@ user code derives from `BaseException`, so that `except Exception` does not catc
         |   +-- FaultCounterExceeded     this rank had too many faults
         +-- RankFault                    the first cause of a restart, as reported by its rank
         +-- LaunchError                  a job could not be started
+        |   +-- HostUnfit                this host must not run ranks of the job
         +-- ChaosError                   an invalid fault plan, or a planned exception
         +-- EventLogError                an event log cannot be read
         +-- ReplicasDiffer               replicas differ, and no majority says which is wrong
@@ -61,6 +62,7 @@ __all__ = [
     "FolderInUse",
     "FolderUnusable",
     "HealthCheckError",
+    "HostUnfit",
     "InternalError",
     "LaunchError",
     "NonFinite",
@@ -151,6 +153,12 @@ class RankFault(OutlastError):
 
 class LaunchError(OutlastError):
     """A job could not be started."""
+
+
+class HostUnfit(LaunchError):
+    """This host must not run ranks: it has failed a health check, or its ranks had too many faults;
+    names the host, the reason, and what to do.
+    """
 
 
 class ChaosError(OutlastError):

@@ -119,6 +119,11 @@ def orphan_killer_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != _MARK}
 
 
+def checks_environment() -> dict[str, str]:
+    """The launcher's environment, without what only it may know."""
+    return {name: value for name, value in os.environ.items() if name != _ETCD_PASSWORD}
+
+
 def worker_environment(
     job: JobSpec, placement: Placement, *, local_rank: int, replacement: int, error_file: Path
 ) -> dict[str, str]:

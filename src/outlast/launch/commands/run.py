@@ -6,9 +6,9 @@ from typing import Any
 
 import typer
 
-from outlast.errors import LaunchError
+from outlast.errors import HostUnfit, LaunchError
 from outlast.launch import environment
-from outlast.launch.commands.shared import exit_on, with_options_of
+from outlast.launch.commands.shared import UNFIT, exit_on, with_options_of
 from outlast.launch.config.from_options import in_step, job_from_options
 from outlast.launch.config.job_spec import JobSpec
 from outlast.launch.config.options import RunOptions
@@ -39,7 +39,7 @@ def run(options: RunOptions) -> None:
         job = job_from_options(in_step(options, environment.step()), environment.take_token())
     except ValueError as e:
         raise typer.BadParameter(str(e)) from e
-    with exit_on(LaunchError):
+    with exit_on(LaunchError), exit_on(HostUnfit, code=UNFIT):
         code = _run(job)
     raise typer.Exit(code)
 
@@ -50,7 +50,10 @@ def _run(job: JobSpec) -> int:
 
     if job.hosts is None:
         from outlast.launch.agent.one_host import OneHost
+        from outlast.launch.health.host_check import check_host
+        from outlast.launch.workers.output import say_early
 
+        check_host(job.health, say_early)
         return Agent(job, OneHost).run()
     from outlast.launch.hosts.job.run_job import run_job
 

@@ -20,6 +20,9 @@ T = TypeVar("T")
 UNREAD = 74
 """The exit code for a read error: EX_IOERR of sysexits.h."""
 
+UNFIT = 69
+"""The exit code of a launcher whose host must not run ranks: EX_UNAVAILABLE of sysexits.h."""
+
 RunDirectory = Annotated[
     Path,
     typer.Argument(

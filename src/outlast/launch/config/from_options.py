@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from outlast.errors import ChaosError
+from outlast.launch.config.health_spec import health_from_options
 from outlast.launch.config.hosts_spec import NO_RUN_ID, hosts_from_options, settings
 from outlast.launch.config.job_spec import (
     DEFAULT_HOST,
@@ -63,6 +64,7 @@ def job_from_options(options: RunOptions, token: str = "") -> JobSpec:
         standby=_standby(options, alone=nproc == 1 and hosts is None),
         hosts=hosts,
         settings=() if hosts is None else settings(options, hosts),
+        health=health_from_options(options),
         metrics_host=options.metrics_host,
         metrics_port=options.metrics_port,
         opentelemetry=options.opentelemetry,

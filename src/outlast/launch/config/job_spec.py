@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
+from outlast.launch.config.health_spec import HealthSpec
 from outlast.launch.config.hosts_spec import HostsSpec
 from outlast.launch.config.secret import Secret
 
@@ -96,6 +97,7 @@ class JobSpec:
     hosts: HostsSpec | None = None  # `None` for a job on one host
     # name and value of each setting that must be equal on all hosts
     settings: tuple[tuple[str, str], ...] = ()
+    health: HealthSpec | None = None  # what is checked before this host takes part
     metrics_host: str = DEFAULT_HOST
     # where metrics are served for Prometheus, 0 for a free port; `None` if they are not
     metrics_port: int | None = None

@@ -17,6 +17,7 @@ import typer
 _job = functools.partial(typer.Option, rich_help_panel="The job")
 _faults = functools.partial(typer.Option, rich_help_panel="Faults")
 _output = functools.partial(typer.Option, rich_help_panel="Output and events")
+_health = functools.partial(typer.Option, rich_help_panel="Health of this host")
 _hosts = functools.partial(typer.Option, rich_help_panel="Many hosts")
 _rare = functools.partial(typer.Option, hidden=True)
 """Accepted, and left out of the help: few people set it, or it is there for the command lines of
@@ -145,6 +146,50 @@ class RunOptions:
             help="Send metrics and traces by OTLP, as the OTEL_* environment variables say.",
         ),
     ] = False
+
+    health_check: Annotated[
+        str,
+        _health(
+            "--health-check",
+            metavar="off|quick|full",
+            help="Check this host before it takes part in the job. quick: memory, shared memory, "
+            "and a file in --health-folder; full: also the accelerators, or else the CPU.",
+        ),
+    ] = "off"
+    health_command: Annotated[
+        str | None,
+        _health(
+            "--health-command",
+            metavar="COMMAND",
+            help="A check of your own: with an exit code other than 0, this host takes no part.",
+        ),
+    ] = None
+    health_folder: Annotated[
+        Path | None,
+        _health(
+            "--health-folder",
+            metavar="DIR",
+            help="The folder of the checkpoints, for example. Default: that of --log-dir or "
+            "--events-dir, else that of temporary files.",
+            show_default=False,
+        ),
+    ] = None
+    health_free: Annotated[
+        float,
+        _health(
+            "--health-free",
+            metavar="GB",
+            help="How much must be free in --health-folder and in /dev/shm.",
+        ),
+    ] = 1.0
+    health_timeout: Annotated[
+        float,
+        _health(
+            "--health-timeout",
+            metavar="SECONDS",
+            help="How long each check may take; then it has failed.",
+        ),
+    ] = 60.0
 
     nnodes: Annotated[
         str | None,

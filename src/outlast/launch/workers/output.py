@@ -40,6 +40,12 @@ DRAIN_READS = 16
 """A pipe holds one or two chunks; the bound is for a child that writes as fast as it is read."""
 
 
+def say_early(line: str) -> None:
+    """Print a line of the launcher while it has no `Console`, and no workers that would wait."""
+    sys.stderr.write(f"[outlast] {time.strftime('%H:%M:%S')} {line}\n")
+    sys.stderr.flush()
+
+
 class Lines:
     """Splits a stream of bytes into lines."""
 

@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,9 +20,11 @@ from outlast.errors import StoreError
 from outlast.launch.agent.agent import Agent
 from outlast.launch.config.hosts_spec import HostsSpec
 from outlast.launch.config.job_spec import JobSpec
+from outlast.launch.health.host_check import check_host
 from outlast.launch.hosts.host_group import GroupSpec, HostGroup
 from outlast.launch.hosts.job.links import LeftOut
 from outlast.launch.hosts.job.many_hosts import ManyHosts
+from outlast.launch.workers.output import say_early
 from outlast.system.lease_page import LeasePage
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 1.0, 60.0
@@ -42,21 +43,25 @@ def run_job(job: JobSpec, hosts: HostsSpec) -> int:
 
     Raises:
         LaunchError: if this host cannot join the job.
+        HostUnfit: if it must not.
     """
     endpoints = ", ".join(f"{host}:{port}" for host, port in hosts.endpoints)
     open_coordinator = functools.partial(ManyHosts, open_group=_open_group)
     pause_s = _FIRST_PAUSE_S
     with _signals_end_the_search():
         while True:
+            check_host(job.health, say_early)
             began = time.monotonic()
-            _say(f"looking for the hosts of run {job.run_id!r} at {endpoints} ({hosts.backend})")
+            say_early(
+                f"looking for the hosts of run {job.run_id!r} at {endpoints} ({hosts.backend})"
+            )
             try:
                 return Agent(job, open_coordinator).run()
             except LeftOut as e:
-                _say(f"{e}; the workers of this host were ended, and it waits for its links")
-                _say(f"{e.wait()}: this host tries to join the job again as a new host")
+                say_early(f"{e}; the workers of this host were ended, and it waits for its links")
+                say_early(f"{e.wait()}: this host tries to join the job again as a new host")
             except StoreError as e:
-                _say(
+                say_early(
                     f"host {socket.gethostname()} takes no part in the job any longer: {e}; its "
                     "workers were ended, and it tries to join again as a new host in "
                     f"{pause_s:.0f} s"
@@ -87,7 +92,7 @@ def _signals_end_the_search() -> Iterator[None]:
 
 def _end_search(number: int, _: FrameType | None) -> None:
     name = signal.Signals(number).name
-    _say(f"{name}: this host ends before it has joined the job")
+    say_early(f"{name}: this host ends before it has joined the job")
     raise SystemExit(128 + number)
 
 
@@ -114,7 +119,7 @@ def _open_group(job: JobSpec) -> tuple[HostGroup, Path]:
             place=hosts.place,
             conf=hosts.conf,
             page=page,
-            say=_say,
+            say=say_early,
             secret=job.secret,
         )
         group = cast(HostGroup, getattr(module, name)(spec))
@@ -122,8 +127,3 @@ def _open_group(job: JobSpec) -> tuple[HostGroup, Path]:
         group.start()
         stack.pop_all()
     return group, page.path
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"[outlast] {time.strftime('%H:%M:%S')} {line}\n")
-    sys.stderr.flush()

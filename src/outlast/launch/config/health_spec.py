@@ -1,0 +1,48 @@
+"""The options for the health of a host, checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tempfile
+from pathlib import Path
+
+from outlast.launch.config.options import RunOptions
+
+LEVELS = ("off", "quick", "full")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HealthSpec:
+    """What is checked before this host takes part in the job."""
+
+    level: str  # one of `LEVELS`; with `off` the command alone
+    folder: str  # a file is written in it, and read
+    free_bytes: int  # how much must be free there and in shared memory
+    command: str  # of the user, for a shell; empty for none
+    limit_s: float  # how long each check may take
+
+
+def health_from_options(options: RunOptions) -> HealthSpec | None:
+    """What to check; `None` for nothing. A `ValueError` names the option."""
+    level, free, limit_s = options.health_check, options.health_free, options.health_timeout
+    if level not in LEVELS:
+        raise ValueError(f"--health-check {level}: must be off, quick or full")
+    if not math.isfinite(free) or free < 0:
+        raise ValueError(f"--health-free {free:g}: must be a number of GB, at least 0")
+    if not math.isfinite(limit_s) or limit_s <= 0:
+        raise ValueError(f"--health-timeout {limit_s:g}: must be a positive number of seconds")
+    if level == "off" and options.health_command is None:
+        if options.health_folder is not None:
+            raise ValueError("--health-folder: nothing is checked without --health-check quick")
+        return None
+    if options.health_command is not None and not options.health_command.strip():
+        raise ValueError("--health-command: must not be empty")
+    folder = options.health_folder or options.log_dir or options.events_dir
+    return HealthSpec(
+        level=level,
+        folder=str(Path(folder or tempfile.gettempdir()).absolute()),
+        free_bytes=int(free * 1e9),
+        command=options.health_command or "",
+        limit_s=limit_s,
+    )
