@@ -327,6 +327,26 @@ class MembershipProtocol(Decisions):
         newest = await self.decision(await self.current())
         return () if newest is None else newest.history.restarts
 
+    async def first_causes(self, since: int) -> tuple[int, list[tuple[str, FaultRecord]]]:
+        """The current iteration, and the first causes of the restarts that led to the iterations
+        after `since`, as far as their decisions are kept; each with the token of its process, or of
+        the host that was lost.
+        """
+        newest = await self.current()
+        found = []
+        for iteration in range(max(since, newest - _KEPT) + 1, newest + 1):
+            decision = await self.decision(iteration)
+            if decision is not None and decision.cause is not None:
+                cause = decision.cause
+                found.append((await self._token(cause.member), cause))
+        return newest, found
+
+    async def _token(self, member: int) -> str:
+        """The token with which a member has registered; empty if it has not."""
+        if (claim := await self.link.read(f"claim/{member}")) is not None:
+            return claim.decode()
+        return next((j.token for j in await self.joiners() if j.member == member), "")
+
     async def cause_of_end(self) -> FaultRecord | None:
         """The fault with which the members have ended the job; `None` if they have not."""
         newest = await self.current()

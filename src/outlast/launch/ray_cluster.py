@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outlast.errors import LaunchError
+from outlast.launch.commands.shared import UNFIT
 from outlast.launch.environment import launcher_environment
 from outlast.launch.workers import exec_shim
 
@@ -177,6 +178,7 @@ class _Job:
 
         code: int | None = None
         deadline: float | None = None
+        unfit = False
         while self.running or (self.asked and code is None):
             if deadline is not None and time.monotonic() > deadline:
                 break
@@ -200,10 +202,12 @@ class _Job:
                     name = signal.Signals(-result).name
                     print(f"the launcher of host {bundle} was killed by {name}", file=sys.stderr)
                     self._start_launcher(bundle, run_id)
+                elif result == UNFIT:  # the others go on, unless it is the code of the job
+                    unfit = True
                 else:  # launchers end together, with the code of the job
                     code = max(code or 0, result if result >= 0 else 128 - result)
                     deadline = deadline or time.monotonic() + _LAST_S
-        return 1 if code is None else code
+        return (UNFIT if unfit else 1) if code is None else code
 
     def _start_actor(self, bundle: int) -> None:
         import ray

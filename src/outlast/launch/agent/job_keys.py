@@ -95,6 +95,18 @@ class JobKeys:
         """
         return (self._store.read(SUSPECTED_LINK) or b"").decode()
 
+    def first_causes(self, job: JobRecord, since: int) -> tuple[int, list[tuple[str, FaultRecord]]]:
+        """How many restarts of the call have been decided, and the first causes of those after the
+        first `since`, with the ID of the host of each; without mistakes in the program, and faults
+        that may be the echo of another one.
+        """
+        if not job.prefix:
+            return 0, []
+        newest, found = drive(_membership(job).first_causes(since), perform_on(self._store))
+        # See `records.process_token`.
+        named = [(token.partition("/")[0], fault) for token, fault in found]
+        return newest, [(h, f) for h, f in named if not (f.mistake or f.may_be_harmless)]
+
     def end_probe(self, key: str) -> None:
         """Let the members go on that wait for the result under this key."""
         prefix, _, iteration = key.rpartition("links/")

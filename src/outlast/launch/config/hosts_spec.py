@@ -47,6 +47,10 @@ class HostsSpec:
     # how long the ranks of a lost host wait for another host; `None` for seconds if the job may
     # continue without it, and minutes otherwise
     replacement_s: float | None = None
+    # a host gets no more ranks after this many faults, 0 for no limit; all faults count, or those
+    # of the last seconds
+    max_faults: int = 0
+    fault_window_s: float = math.inf
     # further settings of the backend
     conf: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -63,6 +67,8 @@ def hosts_from_options(options: RunOptions) -> HostsSpec | None:
     if maximum == 1:
         if options.node_rank != 0:
             raise ValueError(f"--node-rank {options.node_rank}: with --nnodes 1 there is only 0")
+        if options.max_host_faults is not None:
+            raise ValueError("--max-host-faults: with --nnodes 1 no other host could go on")
         return None
     backend = _backend(options)
     conf = _conf(options.rdzv_conf, backend)
@@ -84,6 +90,7 @@ def hosts_from_options(options: RunOptions) -> HostsSpec | None:
         )
     if static and not 0 <= options.node_rank < maximum:
         raise ValueError(f"--node-rank {options.node_rank}: must be from 0 to {maximum - 1}")
+    max_faults, window_s = _max_faults(options.max_host_faults)
     return HostsSpec(
         minimum=minimum,
         maximum=maximum,
@@ -96,6 +103,8 @@ def hosts_from_options(options: RunOptions) -> HostsSpec | None:
         join_s=times["join_timeout"],
         last_call_s=0.0 if static else times["last_call_timeout"],
         replacement_s=options.replacement_timeout,
+        max_faults=max_faults,
+        fault_window_s=window_s,
         conf=conf,
     )
 
@@ -114,6 +123,7 @@ def settings(options: RunOptions, hosts: HostsSpec) -> tuple[tuple[str, str], ..
         ("--rdzv-endpoint", endpoints),
         ("--host-timeout", f"{hosts.lease_s:g}"),
         ("--max-restarts", str(options.max_restarts)),
+        ("--max-host-faults", str(options.max_host_faults)),
         ("script", f"-m {options.script}" if options.module else Path(options.script).name),
         ("content of the script", _contents(options)),
         ("command line of the script", shlex.join(options.args or ())),
@@ -128,6 +138,21 @@ def _nnodes(text: str) -> tuple[int, int]:
     if not 1 <= minimum <= maximum:
         raise ValueError(f"--nnodes {text}: MIN must be at least 1 and at most MAX")
     return minimum, maximum
+
+
+def _max_faults(text: str | None) -> tuple[int, float]:
+    if text is None:
+        return 0, math.inf
+    number, slash, seconds = text.partition("/")
+    try:
+        found = int(number), float(seconds) if slash else math.inf
+    except ValueError:
+        found = 0, 0.0
+    if found[0] < 1 or not found[1] > 0:
+        raise ValueError(
+            f"--max-host-faults {text}: must be a number of faults of at least 1, or N/SECONDS"
+        )
+    return found
 
 
 def _backend(options: RunOptions) -> str:

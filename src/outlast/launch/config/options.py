@@ -258,6 +258,16 @@ class RunOptions:
             show_default=False,
         ),
     ] = None
+    max_host_faults: Annotated[
+        str | None,
+        _hosts(
+            "--max-host-faults",
+            metavar="N[/SECONDS]",
+            help="After N faults of its ranks (within SECONDS), a host gets no more ranks: it "
+            "leaves the job, as if it was lost. Default: no limit.",
+            show_default=False,
+        ),
+    ] = None
     token_file: Annotated[
         Path | None,
         _hosts(

@@ -106,12 +106,41 @@ class Links(ChainEntry, frozen=True, tag="links"):
     waits_for: dict[str, list[str]] = msgspec.field(default_factory=dict)
 
 
+class Blame(ChainEntry, frozen=True, tag="blame"):
+    """A rank of this host was the first cause of a restart. `restart` names that, as it is counted
+    once; `cause` is in words.
+    """
+
+    host: str
+    restart: str
+    cause: str
+
+
+class Unfit(ChainEntry, frozen=True, tag="unfit"):
+    """A host has had too many faults: it leaves the job, and gets no more ranks."""
+
+    host: str
+    reason: str
+
+
 class Finish(ChainEntry, frozen=True, tag="finish"):
     """No worker is left on any host."""
 
 
 Entry: TypeAlias = (
-    HostJoined | HostLost | Start | Take | GiveUp | Restart | Stop | End | Probe | Links | Finish
+    HostJoined
+    | HostLost
+    | Start
+    | Take
+    | GiveUp
+    | Restart
+    | Stop
+    | End
+    | Probe
+    | Links
+    | Blame
+    | Unfit
+    | Finish
 )
 _decoder: msgspec.json.Decoder[Entry] = msgspec.json.Decoder(Entry)
 decode = _decoder.decode
@@ -149,6 +178,9 @@ class JobPlan:
         probed: the key of the last probe of the links in this attempt.
         probe: the one whose result is not known yet.
         excluded: hosts that leave the job because of a broken link, with the reason.
+        blames: the faults of hosts that are counted; of a restart of all workers, this is its
+            entry.
+        unfit: hosts that leave the job because of their faults, with the reason.
         restart: why the attempt is over; `None` while it runs.
         stop, end: why the job ends.
     """
@@ -166,6 +198,8 @@ class JobPlan:
     probed: str = ""
     probe: Probe | None = None
     excluded: dict[str, str] = dataclasses.field(default_factory=dict)
+    blames: tuple[Blame, ...] = ()
+    unfit: dict[str, str] = dataclasses.field(default_factory=dict)
     restart: Restart | None = None
     stop: Stop | None = None
     end: End | None = None
@@ -173,6 +207,11 @@ class JobPlan:
     @property
     def ends(self) -> bool:
         return self.stage in (Stage.ENDING, Stage.FINISHED)
+
+    @property
+    def leaving(self) -> dict[str, str]:
+        """The hosts that leave the job, or have left it, by decision; with the reason."""
+        return {**self.excluded, **self.unfit}
 
     def host(self, name: str) -> HostInfo:
         """A host that is or was in the group, by its ID."""
@@ -184,7 +223,7 @@ class JobPlan:
     def missing(self) -> list[tuple[int, LostHost]]:
         """The places whose hosts are lost, with the losses."""
         return [
-            (place, dataclasses.replace(loss, reason=self.excluded.get(host, loss.reason)))
+            (place, dataclasses.replace(loss, reason=self.leaving.get(host, loss.reason)))
             for place, host in enumerate(self.places)
             if (loss := self.lost.get(host)) is not None
         ]
@@ -228,7 +267,15 @@ class JobPlan:
             excluded = {**self.excluded, **entry.excluded}
             return replace(self, probe=None, excluded=excluded) if mine else self
         if isinstance(entry, Restart) and running and entry.attempt == self.attempt:
-            return replace(self, stage=Stage.CLEARING, restart=entry)
+            plan = replace(self, stage=Stage.CLEARING, restart=entry)
+            if not entry.process:
+                return plan
+            owner = entry.process.rpartition(":")[0]  # see `records.process_name`
+            return plan._blamed(Blame(owner, f"{entry.attempt}", entry.cause))
+        if isinstance(entry, Blame):
+            return self._blamed(entry)
+        if isinstance(entry, Unfit):
+            return replace(self, unfit={**self.unfit, entry.host: entry.reason})
         if isinstance(entry, Stop) and not self.ends:
             return replace(self, stage=Stage.ENDING, stop=entry)
         if isinstance(entry, End) and not self.ends:
@@ -236,6 +283,10 @@ class JobPlan:
         if isinstance(entry, Finish) and (running or self.stage is Stage.ENDING):
             return replace(self, stage=Stage.FINISHED)
         return self
+
+    def _blamed(self, blame: Blame) -> JobPlan:
+        known = any(each.restart == blame.restart for each in self.blames)
+        return self if known else dataclasses.replace(self, blames=(*self.blames, blame))
 
     def _taken(self, entry: Take) -> JobPlan:
         if entry.host in self.places or entry.place > len(self.places):

@@ -158,12 +158,13 @@ class Decider:
         return Wait(f"a host for {ranks}", until, then, known or left < least)
 
     def _start(self, plan: JobPlan, facts: Facts, now: float) -> Entry | None:
-        limits, count = self._limits, len(plan.hosts)
+        hosts = [host for host in plan.hosts.values() if host.id not in plan.leaving]
+        limits, count = self._limits, len(hosts)
         if count < limits.minimum:
             self._forget("enough")
             if self._seconds("few", now) < limits.join_s:
                 return None
-            names = ", ".join(f"{host.name} ({host.address})" for host in plan.hosts.values())
+            names = ", ".join(f"{host.name} ({host.address})" for host in hosts)
             waited = duration_text(limits.join_s)
             return End(
                 f"waited {waited} for {limits.minimum} hosts (--nnodes): "
@@ -173,7 +174,7 @@ class Decider:
         if count < limits.maximum and self._seconds("enough", now) < self._last_call_s(plan):
             return None
         try:
-            places = assign(plan.places, plan.hosts.values(), limits.maximum, asked=self._asked)
+            places = assign(plan.places, hosts, limits.maximum, asked=self._asked)
         except PlaceConflict as e:
             return End(str(e))
         self._since.clear()
@@ -185,13 +186,13 @@ class Decider:
             return judge(plan.probe, plan, facts.leader, facts.links)
         if facts.suspicion in ("", plan.probed):
             return None
-        hosts = tuple(host for host in plan.hosts if host not in plan.excluded)
+        hosts = tuple(host for host in plan.hosts if host not in plan.leaving)
         return Probe(plan.attempt, facts.suspicion, hosts)
 
     def _repair(self, plan: JobPlan, facts: Facts, now: float) -> Entry | None:
         """Bring a running attempt back to full size, or end it."""
         missing = plan.missing()
-        out = {*plan.places, *plan.excluded}
+        out = {*plan.places, *plan.leaving}
         spares = [host for host in plan.hosts.values() if host.id not in out]
         if facts.job.state is JobState.PLAIN:
             return self._restart(plan, missing, spares, facts)

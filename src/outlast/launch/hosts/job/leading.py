@@ -22,6 +22,7 @@ from outlast.launch.config.hosts_spec import HostsSpec
 from outlast.launch.config.job_spec import JobSpec
 from outlast.launch.hosts.host_group import GroupState
 from outlast.launch.hosts.job.decider import Decider, Facts, Wait
+from outlast.launch.hosts.job.fault_limit import FaultLimit
 from outlast.launch.hosts.job.job_log import JobLog
 from outlast.launch.hosts.plan import Entry, JobPlan, Stage
 from outlast.system.units import duration_text
@@ -81,6 +82,7 @@ class Leading:
         self._given_up: frozenset[int] = frozenset()
         self._ends = False
         self._decider = Decider(hosts, job.nproc, job.max_restarts or 0)
+        self._fault_limit = FaultLimit(hosts, keys)
         self._told: set[tuple[int, str]] = set()  # what the members were told in an attempt
 
     def waits(self, plan: JobPlan) -> bool:
@@ -99,6 +101,7 @@ class Leading:
         """
         now = self._clock.now()
         self._cut_off(plan)
+        self._fault_limit.note(plan, now)
         if plan.stage is Stage.FINISHED:  # nothing is read: the leader may have left
             self._waits.waiting(None, now)
             return None
@@ -109,7 +112,8 @@ class Leading:
         if leads:
             self._tell_members(plan, job)
         facts = self._facts(plan, job, leader)
-        entry = self._decider.next_entry(plan, facts, now)
+        entry = self._fault_limit.next_entry(plan, job, now) if leads else None
+        entry = entry or self._decider.next_entry(plan, facts, now)
         if entry is None:
             self._waits.waiting(self._decider.wait(plan, facts, now), now)
         return entry if leads else None
@@ -124,7 +128,8 @@ class Leading:
 
     def _job(self, plan: JobPlan) -> JobRecord:
         """The state of the wrapped function, if a decision depends on it."""
-        return self._keys.job() if self._repairs(plan) else JobRecord()
+        counts = plan.stage is Stage.RUNNING and self._fault_limit.on
+        return self._keys.job() if counts or self._repairs(plan) else JobRecord()
 
     def _repairs(self, plan: JobPlan) -> bool:
         spares = any(host not in plan.places for host in plan.hosts)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from outlast.coordination.records import process_name
 from outlast.coordination.replicated.hosts import HostJoined, HostLost
-from outlast.errors import StoreError
+from outlast.errors import HostUnfit, StoreError
 from outlast.launch import environment
 from outlast.launch.agent.coordinator import Actions, Outcome
 from outlast.launch.agent.death_log import Death
@@ -46,6 +46,7 @@ from outlast.launch.hosts.plan import (
     Start,
     Stop,
     Take,
+    Unfit,
     ranks_text,
 )
 from outlast.launch.hosts.server.store_server import LOOPBACK
@@ -191,6 +192,7 @@ class ManyHosts:
                 self._joined_late = self.host_id not in entry.places
         plan = self._plan
         self._tell()
+        self._leave_if_unfit()
         if plan.stage is Stage.RUNNING:
             self._start_attempt()
             if plan.probe is not None:
@@ -272,6 +274,9 @@ class ManyHosts:
             self._over = self.host_id in entry.excluded
             leads = self._state.leader == self.host_id
             self._links.decided(entry, self._plan.hosts.values(), leads=leads)
+        elif isinstance(entry, Unfit):
+            self._leave_if_unfit()
+            self._say(entry.reason)
         elif isinstance(entry, Restart):
             self._actions.restart("" if mine and entry.process else entry.cause)
         elif isinstance(entry, Stop):
@@ -279,6 +284,12 @@ class ManyHosts:
             self._actions.stop(number_, "" if mine else f"{number_.name} to host {entry.host}")
         elif isinstance(entry, End):
             self._actions.end("" if mine and entry.process else entry.cause)
+
+    def _leave_if_unfit(self) -> None:
+        if self.host_id in self._plan.unfit:
+            self._over = True  # no worker is left when the agent closes this coordinator
+            reason = self._plan.unfit[self.host_id]
+            raise HostUnfit(f"{reason}. The job goes on without it; repair the host")
 
     def _start_attempt(self) -> None:
         plan = self._plan
