@@ -128,7 +128,8 @@ test-hosts: $(STAMP) services
 # The tests mostly wait for default timeouts, all at the same time.
 test-ports: $(FRAMEWORKS_STAMP)
 	$(FRAMEWORKS_VENV)/bin/python -m pytest --numprocesses 6 --all tests/ports tests/integrations \
-		--ignore tests/integrations/test_parallel_3d.py $(if $(AFTER_TEST),-m 'not exhaustive')
+		--ignore tests/integrations/test_parallel_3d.py --ignore tests/integrations/test_own_loaders.py \
+		$(if $(AFTER_TEST),-m 'not exhaustive')
 
 test-ray: $(FRAMEWORKS_STAMP)
 	$(FRAMEWORKS_VENV)/bin/python -m pytest --all tests/elastic/states/test_ray.py tests/hosts/test_ray.py

@@ -16,9 +16,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(360)]
 
 SEEDED = ["trainer", "trainer workers", "trainer accumulated", "accelerate"]
 OTHERS = ["accelerate generator", "accelerate stateful", "accelerate skip", "accelerate stream"]
+FEW = ["trainer workers", "accelerate stateful"]
+MORE = pytest.mark.exhaustive
 
 
-@pytest.mark.parametrize("kind", SEEDED + OTHERS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=() if k in FEW else MORE) for k in SEEDED + OTHERS]
+)
 def test_own(folder: Path, zygote: Zygote, kind: str) -> None:
     pytest.importorskip("transformers", reason="make test-ports")
     undisturbed = run(folder / "u", "framework_loaders", kind=kind)
@@ -30,6 +34,7 @@ def test_own(folder: Path, zygote: Zygote, kind: str) -> None:
     check_exactly_once(faulty)
 
 
+@MORE
 def test_own_stream_of_trainer(folder: Path, zygote: Zygote) -> None:
     """An `IterableDataset` in its first pass: Trainer does not know its length."""
     pytest.importorskip("transformers", reason="make test-ports")
@@ -45,7 +50,11 @@ def test_own_stream_of_trainer(folder: Path, zygote: Zygote) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "nprocs", "then"), [*((kind, 2, 1) for kind in SEEDED), ("trainer", 1, 3)]
+    ("kind", "nprocs", "then"),
+    [
+        *(pytest.param(kind, 2, 1, marks=() if "accumulated" in kind else MORE) for kind in SEEDED),
+        pytest.param("trainer", 1, 3, marks=MORE),
+    ],
 )
 def test_resized(folder: Path, zygote: Zygote, kind: str, nprocs: int, then: int) -> None:
     pytest.importorskip("transformers", reason="make test-ports")

@@ -13,6 +13,7 @@ from integrations.own_programs import Result, check_same, run, waiting
 from zygote import Zygote
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(360)]
+MORE = pytest.mark.exhaustive
 
 EPOCHS, SAMPLES, STEPS = 3, 48, 4  # as in the script; steps of an epoch
 FAULTS = [
@@ -48,7 +49,12 @@ def check_exactly_once(result: Result, epochs: int = EPOCHS) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    ["persistent", "outside", "stream", "stream workers", "stream kept", "stateful"],
+    [
+        "persistent",
+        "stream kept",
+        "stateful",
+        *(pytest.param(kind, marks=MORE) for kind in ("outside", "stream", "stream workers")),
+    ],
 )
 def test_own(folder: Path, zygote: Zygote, kind: str) -> None:
     undisturbed = run(folder / "u", "own_loaders", kind=kind)
@@ -60,7 +66,7 @@ def test_own(folder: Path, zygote: Zygote, kind: str) -> None:
     check_exactly_once(faulty)
 
 
-@pytest.mark.parametrize("then", [1, 3])
+@pytest.mark.parametrize("then", [1, pytest.param(3, marks=MORE)])
 def test_resized(folder: Path, zygote: Zygote, then: int) -> None:
     stop = [{"rank": 0, "at": "step 6", "do": "SIGTERM, known"}]
     found = run(folder / "f", "own_loaders", stop, then=then, kind="persistent")
