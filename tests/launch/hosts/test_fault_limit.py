@@ -155,6 +155,7 @@ def test_the_option_needs_another_host() -> None:
         job_from_options(RunOptions(script=__file__, max_host_faults="3/60"))
 
 
+@pytest.mark.slow
 def test_a_spare_takes_the_place_of_a_host_with_too_many_faults(tmp_path: Path) -> None:
     options = ("--nnodes=2", "--max-restarts=3", "--max-host-faults=1")
     with Hosts(tmp_path, WORKER, *options) as hosts:
