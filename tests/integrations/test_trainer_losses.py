@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,3 +51,36 @@ def test_an_order_of_samples_that_is_not_restored_is_refused() -> None:
     accelerator = SimpleNamespace(num_processes=1, dataloader_config=config)
     with pytest.raises(ValueError, match="use_seedable_sampler=False is not supported"):
         check_supported(trainer(1, accelerator=accelerator))
+
+
+def test_a_stream_that_begins_again_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Trainer's own way to skip what is done counts one pass only."""
+    pytest.importorskip("transformers", reason="make test-ports")
+    import torch
+    from torch.utils.data import IterableDataset
+    from transformers import TrainingArguments
+
+    from outlast.integrations.transformers import JobTrainer
+
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return ({"x": torch.ones(2), "labels": torch.ones(1)} for _ in range(4))
+
+    class Model(torch.nn.Linear):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:  # type: ignore[override]
+            return {"loss": (super().forward(x) - labels).square().mean()}
+
+    for steps, told in ((2, 0), (4, 1)):
+        out = str(tmp_path / str(steps))
+        args = TrainingArguments(
+            out,
+            max_steps=steps,
+            per_device_train_batch_size=2,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+        )
+        JobTrainer(Model(2, 1), args, train_dataset=Stream()).train()
+        assert caplog.text.count("begins again after step 2") == told, caplog.text

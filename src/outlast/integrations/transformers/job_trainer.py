@@ -19,6 +19,7 @@ from transformers import Trainer, TrainerCallback
 
 import outlast
 from outlast.elastic import random_generators
+from outlast.elastic.job.passes import length_of
 from outlast.elastic.loader_position import start_workers
 from outlast.elastic.wrapped_modules import plain_state_dict
 from outlast.inprocess import CallWrapper
@@ -242,7 +243,15 @@ class JobTrainerMixin(_Mixed):
         if self._stopped:  # by the end of the step that was restored
             return
         if epoch:
-            start_workers(kwargs["train_dataloader"] if kwargs else args[0])
+            loader = kwargs["train_dataloader"] if kwargs else args[0]
+            start_workers(loader)
+            if epoch == 1 and length_of(loader) < 0 and self.is_world_process_zero():
+                log.warning(
+                    "the data set, which has no length, begins again after step %d: after a fault "
+                    "in this pass or a later one, samples of it are repeated. A data set that "
+                    "repeats itself without an end continues at the right sample",
+                    self.state.global_step,
+                )
         super()._run_epoch(model, epoch, *args, **kwargs)
 
     def _save_checkpoint(self: Any, model: nn.Module, trial: Any) -> None:
