@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from inprocess.job_output import assert_never_together, errors, events, full, returned, said, views
+from launch.hosts.served_store import ServerProcess
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link, drive, perform_on
 from outlast.coordination.records import FaultRecord
@@ -21,6 +23,21 @@ from procs import Job
 
 Ranks = Callable[..., Job]
 KILLED = -signal.SIGKILL
+WAITS = "killed_by_the_test"
+
+
+@contextlib.contextmanager
+def _host() -> Iterator[tuple[TorchStore, dict[str, str]]]:
+    """The store server of a host, and what its launcher tells the ranks."""
+    with ServerProcess() as server:
+        store = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+        agent = {
+            "OUTLAST_AGENT": "1",
+            "OUTLAST_HOST_ADDR": "127.0.0.1",
+            "OUTLAST_STORE": f"127.0.0.1:{server.port}",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        yield TorchStore(store, ""), agent
 
 
 def _ready(job: Job, iteration: int = 0) -> dict[int, int]:
@@ -145,14 +162,7 @@ def test_a_reserve_that_is_not_needed_returns_none(ranks: Ranks) -> None:
 
 
 def test_a_lost_host_is_reported_by_another_ones_launcher(ranks: Ranks) -> None:
-    store = TorchStore(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), "")
-    agent = {
-        "OUTLAST_AGENT": "1",
-        "OUTLAST_HOST_ADDR": "127.0.0.1",
-        "OUTLAST_STORE": f"127.0.0.1:{store.torch_store.port}",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    with ranks("lost", "killed_by_the_test", nprocs=3, env=agent) as job:
+    with _host() as (store, agent), ranks("lost", WAITS, nprocs=3, env=agent) as job:
         for rank, host in enumerate(("a", "b", "b")):
             job.start(rank, {"OUTLAST_HOST": host})
         monitors = _ready(job)
@@ -176,14 +186,7 @@ def test_a_lost_host_is_reported_by_another_ones_launcher(ranks: Ranks) -> None:
 
 def test_a_live_rank_that_is_mistaken_for_lost_leaves_and_can_be_replaced(ranks: Ranks) -> None:
     # The launcher replaces only a process that has ended, and the others wait for a replacement.
-    store = TorchStore(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), "")
-    agent = {
-        "OUTLAST_AGENT": "1",
-        "OUTLAST_HOST_ADDR": "127.0.0.1",
-        "OUTLAST_STORE": f"127.0.0.1:{store.torch_store.port}",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    with ranks("lost", "killed_by_the_test", nprocs=2, env=agent) as job:
+    with _host() as (store, agent), ranks("lost", WAITS, nprocs=2, env=agent) as job:
         for rank, host in enumerate("ab"):
             job.start(rank, {"OUTLAST_HOST": host})
         _ready(job)
