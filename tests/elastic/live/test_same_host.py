@@ -40,33 +40,25 @@ def told(owner: subprocess.Popen[str], to: list[int]) -> list[int]:
     return list(json.loads(owner.stdout.readline()))
 
 
-def test_large_and_small_tensors_are_read(owner: subprocess.Popen[str]) -> None:
-    memory = OwnersMemory(told(owner, reader()))
+def test_large_and_small_tensors_are_read_from_the_owner_alone(
+    owner: subprocess.Popen[str],
+) -> None:
+    found = told(owner, reader())
+    memory = OwnersMemory(found)
     large, small = torch.zeros(20 << 20, dtype=torch.uint8), torch.zeros(5, dtype=torch.int64)
-    memory.read(
-        [
-            (large.data_ptr(), memory.addresses[0], large.nbytes),
-            (small.data_ptr(), memory.addresses[1], small.nbytes),
-        ]
-    )
+    spans = [
+        (large.data_ptr(), memory.addresses[0], large.nbytes),
+        (small.data_ptr(), memory.addresses[1], small.nbytes),
+    ]
+    memory.read(spans)
     assert large.eq(7).all()
     assert small.tolist() == [0, 1, 2, 3, 4]
-
-
-def test_another_process_of_that_number_is_not_believed(owner: subprocess.Popen[str]) -> None:
-    found = told(owner, reader())
-    found[1] ^= 1
     with pytest.raises(OSError, match="is another one here"):
-        OwnersMemory(found)
-
-
-def test_a_process_that_has_ended_is_an_error(owner: subprocess.Popen[str]) -> None:
-    memory = OwnersMemory(told(owner, reader()))
+        OwnersMemory([found[0], found[1] ^ 1, *found[2:]])
     owner.kill()
     owner.wait()
-    into = torch.zeros(5, dtype=torch.int64)
     with pytest.raises(OSError, match="process_vm_readv"):
-        memory.read([(into.data_ptr(), memory.addresses[1], into.nbytes)])
+        memory.read(spans)
 
 
 def test_a_reader_on_another_host_gets_nothing() -> None:

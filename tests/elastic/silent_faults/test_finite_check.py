@@ -45,7 +45,8 @@ def train(ranks: Ranks, path: Path, **plan: Any) -> tuple[dict[int, int], list[s
     return codes, errors, [*found, *restored]
 
 
-@pytest.mark.parametrize("loss", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", [False, True])
 def test_a_flipped_bit_ends_the_job_and_the_next_one_continues_from_before(
     ranks: Ranks, tmp_path: Path, loss: bool
 ) -> None:

@@ -36,7 +36,7 @@ HOST = socket.gethostname()
             marks=pytest.mark.slow,
         ),
         # The other ranks wait in the middle of the forward pass, for the shards of the next layer.
-        pytest.param({"shards": 3, "layers": True}, id="sharded"),
+        pytest.param({"shards": 3, "layers": True}, id="sharded", marks=pytest.mark.slow),
         pytest.param(
             {"shards": 3, "layers": True, "slow_data": True, "logs": True},
             id="sharded, with a collective",

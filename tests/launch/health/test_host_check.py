@@ -91,6 +91,7 @@ def test_a_check_that_kills_its_process_has_failed() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_launcher_starts_no_worker_on_a_host_that_is_not_healthy(tmp_path: Path) -> None:
     with Run(tmp_path, "print('ran')", "--health-command=exit 1") as run:
         assert run.wait() == 69

@@ -134,6 +134,7 @@ def test_hosts_die_one_after_the_other_and_others_come(run: MakeRun) -> None:
         hosts[number].joined()
 
 
+@pytest.mark.slow
 def test_only_the_change_of_voters_waits_for_a_slow_disk(run: MakeRun, tmp_path: Path) -> None:
     here = run(LEASE_S)
     hosts = here.start(2, 3)

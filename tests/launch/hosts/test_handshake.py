@@ -297,6 +297,7 @@ def test_a_group_takes_only_hosts_with_its_secret(run: MakeRun) -> None:
     assert first.ask("store", "add", "n", 1) == 1
 
 
+@pytest.mark.slow
 def test_an_endpoint_with_another_secret_ends_and_the_others_go_on(run: MakeRun) -> None:
     here = run(endpoints=3)
     wrong = here.host(2, secret=OTHER)  # the first endpoint, which founds the group otherwise

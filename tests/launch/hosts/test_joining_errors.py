@@ -101,6 +101,7 @@ def test_hosts_that_do_not_fit_are_refused(run: MakeRun) -> None:
     here.host(10, settings=settings).joined()
 
 
+@pytest.mark.slow
 def test_a_wrong_run_id_on_one_endpoint_of_three_ends_that_one(run: MakeRun) -> None:
     here = run(endpoints=3)
     wrong = here.host(3, run_id="another")
