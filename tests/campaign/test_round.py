@@ -39,7 +39,7 @@ def test_an_undisturbed_training_has_no_problems(tmp_path: Path) -> None:
     [
         ("wrong_loss", "differences", "the loss of step 2 on rank 0 is 0x1.555555555555"),
         ("wrong_weights", "differences", "weights in the end on rank 1 is other, undisturbed same"),
-        ("leaves_a_process", "orphans", "time.sleep(600)"),
+        pytest.param("leaves_a_process", "orphans", "time.sleep(600)", marks=pytest.mark.slow),
         ("leaves_a_file", "leftovers", "temporary file"),
         ("leaves_a_save", "leftovers", ".tmp-step-00000003-x: not committed"),
         ("leaks", "leaks", "rank 0 (process 1) has more descriptors with each restart (socket: 40"),

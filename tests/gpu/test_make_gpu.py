@@ -19,6 +19,7 @@ PASSED = Outcome("test_nccl: test_one", "passed", 1.5)
 COPY = Figure("blocked by a save", "s", 0.3, 0.2, "one copy to pinned memory")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so_and_leaves_no_figures(tmp_path: Path) -> None:
     for name in ("results.json", "results.md"):

@@ -17,7 +17,7 @@ TESTS = Path(__file__).parents[1]
 @pytest.mark.parametrize(
     "most",
     [
-        150,
+        40,
         pytest.param(1500, marks=pytest.mark.slow),
         pytest.param(4000, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
     ],

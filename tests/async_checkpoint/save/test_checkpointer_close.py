@@ -161,6 +161,7 @@ def test_a_close_in_a_callback_is_refused(tmp_path: Path) -> None:
     assert "close() was called in a callback of a save" in str(errors[0])
 
 
+@pytest.mark.slow
 def test_a_close_ends_the_writers_that_were_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -164,12 +164,13 @@ def test_prefetching_workers_and_batch_norm_of_virtual_replicas(trainings: Made)
     assert ended(reference)["moments"] == ended(faulty)["moments"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "when"),
     [
         ("SIGTERM", "before"),
-        pytest.param("stop", "before", marks=pytest.mark.slow),
-        pytest.param("save", "after", marks=pytest.mark.slow),
+        ("stop", "before"),
+        ("save", "after"),
     ],
 )
 def test_a_request_on_one_rank_stops_all_after_the_same_step(
@@ -209,7 +210,7 @@ def test_saves_by_time(trainings: Made) -> None:
     assert training.run(1).start_step == STEPS, "saved at the end of the block"
 
 
-@pytest.mark.parametrize("bad_on", [[0, 1], [1]])
+@pytest.mark.parametrize("bad_on", [pytest.param([0, 1], marks=pytest.mark.slow), [1]])
 def test_all_ranks_raise_if_one_cannot_load_a_state(trainings: Made, bad_on: list[int]) -> None:
     training = trainings(states={"good": 1, "bad": 2, "other": 3}, bad_on=[])
     assert set(training.run(2, fault("SIGTERM", 5, 0)).codes.values()) == {143}

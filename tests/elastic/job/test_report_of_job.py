@@ -80,6 +80,7 @@ def test_a_stop_is_not_a_restart_and_loses_no_rank(
     assert "signal SIGTERM" in report.stop.reason
 
 
+@pytest.mark.slow
 def test_equal_faults_before_the_furthest_step_end_the_job(
     ranks: Callable[..., Job], tmp_path: Path
 ) -> None:

@@ -32,6 +32,7 @@ def steps_of(ranks: Callable[..., Job]) -> Callable[[int], list[Any]]:
     return steps_of
 
 
+@pytest.mark.slow
 def test_unused_parameters_have_no_gradient_at_any_size(
     steps_of: Callable[[int], list[Any]],
 ) -> None:

@@ -184,7 +184,10 @@ def test_generators_that_stood_alike_stand_alike_again(run: Callable[..., Job]) 
 
 
 @pytest.mark.parametrize("kind", ["sharded", "ddp"])
-@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(3, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 3), (2, 1), (1, 2)))],
+)
 def test_a_model_trains_on_at_another_size(
     run: Callable[..., Job], kind: str, before: int, after: int
 ) -> None:

@@ -342,6 +342,7 @@ def test_a_manifest_of_another_program_is_neither_read_nor_a_reason_to_remove(
     assert load_state(state)
 
 
+@pytest.mark.slow
 def test_two_jobs_do_not_save_into_one_folder(folder: Path) -> None:
     folder.mkdir()
     code = (

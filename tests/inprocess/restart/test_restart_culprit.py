@@ -14,9 +14,10 @@ from procs import Job
 Ranks = Callable[..., Job]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
-    ["work", *(pytest.param(how, marks=pytest.mark.slow) for how in ("collective", "receive"))],
+    ["work", "collective", "receive"],
 )
 def test_the_culprit_of_a_hang_is_named_though_its_victims_time_out_first(
     ranks: Ranks, tmp_path: Path, how: str

@@ -100,6 +100,7 @@ def test_a_call_gives_back_its_descriptors_without_a_garbage_collection(ranks: R
         assert len(set(line["descriptors"][2:])) == 1, line
 
 
+@pytest.mark.slow
 def test_a_function_is_called_again_after_an_abort_with_the_same_port(ranks: Ranks) -> None:
     with ranks("ends", "called_again_after_an_abort", str(free_port())) as job:
         job.start_all()

@@ -127,6 +127,7 @@ def test_a_rank_that_holds_the_gil_while_it_waits_for_the_others_is_ended(
     assert "no Python code has run for " in reports
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_after_a_ping_is_interrupted_and_takes_part(ranks: Ranks) -> None:
     with ranks("lost", "one_hangs", "python", "pings", nprocs=2) as job:
         job.start_all()

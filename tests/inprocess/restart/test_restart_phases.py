@@ -95,7 +95,7 @@ def test_a_rank_is_killed_in_a_phase(ranks: Ranks, phase: str) -> None:
     ("phase", "how"),
     [
         pytest.param("initialize", "hang", marks=pytest.mark.slow),
-        ("finalize", "hang"),
+        pytest.param("finalize", "hang", marks=pytest.mark.slow),
         pytest.param("abort", "hang", marks=pytest.mark.slow),
         pytest.param("finalize", "loop", marks=pytest.mark.slow),
         ("health_check", "loop"),

@@ -123,6 +123,7 @@ def test_the_launcher_removes_what_the_fault_plan_left(tmp_path: Path) -> None:
     assert list(run.temporary.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_folder_of_ones_own_is_used_and_left(tmp_path: Path) -> None:
     plan, kept = tmp_path / "plan.json", tmp_path / "kept"
     plan.write_text(PLAN)

@@ -15,7 +15,7 @@ from etcd_cluster import Cluster, require_etcd
 MakeRun = Callable[..., Any]
 
 
-@pytest.fixture(params=["c10d", "etcd"])
+@pytest.fixture(params=["c10d", pytest.param("etcd", marks=pytest.mark.slow)])
 def here(
     request: pytest.FixtureRequest, run: MakeRun, etcd_if_installed: Cluster | None
 ) -> MakeRun:

@@ -58,6 +58,7 @@ def test_the_first_of_two_hosts_goes_on_alone_and_the_second_does_not(run: MakeR
     assert "its lease ended" in third.ask("until", lease_ok=False)["error"]
 
 
+@pytest.mark.slow
 def test_a_stopped_host_is_lost_and_says_so_when_it_wakes_up(run: MakeRun) -> None:
     here = run(LEASE_S)
     first, second = here.start(2, 3)

@@ -59,6 +59,7 @@ def test_every_host_tells_the_restarts_by_cause(tmp_path: Path) -> None:
             assert re.search(told, run.words[-1]), run.err
 
 
+@pytest.mark.slow
 def test_a_failure_restarts_all_workers_and_then_ends_the_job(tmp_path: Path) -> None:
     with Hosts(tmp_path, WORKER, "--nnodes=2", "--max-restarts=1") as hosts:
         one, two = hosts.start_all(2)
@@ -105,6 +106,7 @@ def lease_pages(run: Run) -> list[Path]:
     return [Path(line.split()[-1]) for line in lines if f" {SHM}/outlast-" in line]
 
 
+@pytest.mark.slow
 def test_the_hosts_share_one_budget_of_replacements(tmp_path: Path) -> None:
     with Hosts(tmp_path, WORKER, "--nnodes=2", "--nproc-per-node=2", "--max-restarts=1") as hosts:
         one, two = hosts.start_all(2)
