@@ -203,7 +203,7 @@ def checks_its_times(*replicas: nn.ParameterList) -> None:
                 for check in checks:
                     check.step(step)
                 if step == 6:
-                    until(lambda: gate.is_released() or any(c._exchange.lost for c in checks))
+                    until(lambda: gate.is_released() or any(c._exchange.error for c in checks))
     for check in checks:
         check._exchange.all_results(30)
         assert not check._exchange.lost
