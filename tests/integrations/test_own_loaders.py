@@ -51,9 +51,9 @@ def check_exactly_once(result: Result, epochs: int = EPOCHS) -> None:
     "kind",
     [
         "persistent",
-        "stream kept",
         "stateful",
         *(pytest.param(kind, marks=MORE) for kind in ("outside", "stream", "stream workers")),
+        pytest.param("stream kept", marks=MORE),
     ],
 )
 def test_own(folder: Path, zygote: Zygote, kind: str) -> None:

@@ -113,6 +113,9 @@ TWICE = ([5, 6, 10], [3, 4, 5, 6, 10], ["4 to 6 (time 1", "4 to 4 (time 2", "7 t
 LAST = ([11], [9, 10, 11], ["10 to 12 (time 1"])  # training is then complete
 
 
+MORE = [pytest.mark.exhaustive]
+
+
 # Steps 3, 6, 9 and 12 are saved, and the initial state.
 @pytest.mark.parametrize(
     ("kind", "case"),
@@ -120,8 +123,8 @@ LAST = ([11], [9, 10, 11], ["10 to 12 (time 1"])  # training is then complete
         ("elastic", TWICE),
         ("plain", OVER_AN_END),
         *[
-            pytest.param(kind, case, marks=pytest.mark.slow)
-            for kind in ("elastic", "loop", "plain")
+            pytest.param(kind, case, marks=[pytest.mark.slow, *more])
+            for kind, more in (("loop", []), ("elastic", MORE), ("plain", MORE))
             for case in (FIRST, OVER_AN_END, TWICE, LAST)
         ],
     ],
