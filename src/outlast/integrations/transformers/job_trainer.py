@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import has_length
 
 import outlast
 from outlast.elastic import random_generators
-from outlast.elastic.job.passes import length_of
 from outlast.elastic.loader_position import start_workers
 from outlast.elastic.wrapped_modules import plain_state_dict
 from outlast.inprocess import CallWrapper
@@ -245,7 +245,7 @@ class JobTrainerMixin(_Mixed):
         if epoch:
             loader = kwargs["train_dataloader"] if kwargs else args[0]
             start_workers(loader)
-            if epoch == 1 and length_of(loader) < 0 and self.is_world_process_zero():
+            if epoch == 1 and not has_length(loader) and self.is_world_process_zero():
                 log.warning(
                     "the data set, which has no length, begins again after step %d: after a fault "
                     "in this pass or a later one, samples of it are repeated. A data set that "
