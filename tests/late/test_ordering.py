@@ -25,14 +25,14 @@ NOT_ON_LATE = {
     "chaos/actions.py: _hang_collective: torch.accelerator.synchronize()":
         "a receive that is only queued, as NCCL's is; it never ends",
     "system/devices.py: Cuda.page_lock: torch.cuda.device(index)": "CUDA alone",
-    **dict.fromkeys(
-        (
-            "launch/health/device_checks.py: _copied: _wait(name)",
-            "launch/health/device_checks.py: _copied: _wait(name) (2)",
-            "launch/health/device_checks.py: _wait: torch.accelerator.synchronize(torch.device(name))",
-        ),
-        "the time of a copy, which is only printed",
-    ),
+    **{
+        f"launch/health/device_checks.py: {call}": "the time of a copy, which is only printed"
+        for call in (
+            "_copied: _wait(name)",
+            "_copied: _wait(name) (2)",
+            "_wait: torch.accelerator.synchronize(torch.device(name))",
+        )
+    },
 }  # fmt: skip
 """The calls that the device cannot show to be needed, and why."""
 
