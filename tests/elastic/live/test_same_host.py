@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
 import subprocess
 import sys
+import threading
+import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import numpy
 import pytest
 import torch
 
 from outlast.elastic.job.live.same_host import OwnersMemory, lent, reader
+from outlast.system import parallel
+from procs import NET_S
 
 OWNER = """
 import json, sys, torch
@@ -47,8 +56,8 @@ def test_large_and_small_tensors_are_read_from_the_owner_alone(
     memory = OwnersMemory(found)
     large, small = torch.zeros(20 << 20, dtype=torch.uint8), torch.zeros(5, dtype=torch.int64)
     spans = [
-        (large.data_ptr(), memory.addresses[0], large.nbytes),
-        (small.data_ptr(), memory.addresses[1], small.nbytes),
+        (large, memory.addresses[0]),
+        (small.view(torch.uint8), memory.addresses[1]),
     ]
     memory.read(spans)
     assert large.eq(7).all()
@@ -59,6 +68,48 @@ def test_large_and_small_tensors_are_read_from_the_owner_alone(
     owner.wait()
     with pytest.raises(OSError, match="process_vm_readv"):
         memory.read(spans)
+
+
+def test_what_is_read_to_stays_when_the_reader_is_interrupted(
+    owner: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interrupt comes while this thread waits for the one that reads, which is left behind."""
+    memory, read = OwnersMemory(told(owner, reader())), OwnersMemory._read
+    waits, goes_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    class Pool(ThreadPoolExecutor):
+        def shutdown(self, *args: Any, **kwargs: Any) -> None:
+            waits.set()
+            super().shutdown(*args, **kwargs)
+
+    def late(*piece: Any) -> None:
+        assert waits.wait(NET_S)
+        signal.pthread_kill(main, signal.SIGUSR1)
+        assert goes_on.wait(NET_S)
+        read(*piece)
+        ended.set()
+
+    def interrupt(*_: object) -> None:
+        raise InterruptedError
+
+    def read_until_interrupted() -> weakref.ref[Any]:
+        content = numpy.zeros(40, dtype=numpy.uint8)
+        with contextlib.suppress(InterruptedError):
+            memory.read([(torch.from_numpy(content), memory.addresses[1])])
+        return weakref.ref(content)
+
+    main = threading.get_ident()
+    monkeypatch.setattr(OwnersMemory, "_read", late)
+    monkeypatch.setattr(parallel, "ThreadPoolExecutor", Pool)
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        content = read_until_interrupted()
+        kept = content() is not None
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        goes_on.set()
+    assert kept
+    assert ended.wait(NET_S)
 
 
 def test_a_reader_on_another_host_gets_nothing() -> None:

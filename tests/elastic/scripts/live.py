@@ -114,7 +114,7 @@ def received() -> None:
             reach("transfer", JOB[1])
         return lend(*args)
 
-    def read(memory: Any, *piece: int) -> None:
+    def read(memory: Any, *piece: Any) -> None:
         pieces.append(piece)
         if len(pieces) == 3:  # the first is the token
             reach("transfer", JOB[1])

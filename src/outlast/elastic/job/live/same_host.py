@@ -27,7 +27,7 @@ _THREADS = 2  # one alone is held up by new pages: 170 ms instead of 100 for 256
 _PR_SET_PTRACER = 0x59616D61
 _libc = ctypes.CDLL(None, use_errno=True)
 
-Span = tuple[int, int, int]  # an address here, an address in the other process, a size in bytes
+Span = tuple[torch.Tensor, int]  # bytes to read, contiguous, and their address in the other process
 
 
 class _Vector(ctypes.Structure):
@@ -63,7 +63,8 @@ def lent(views: Sequence[torch.Tensor], to: Sequence[int]) -> Iterator[list[int]
         yield [0]
         return
     token = torch.tensor([secrets.randbits(62), secrets.randbits(62)])
-    _libc.prctl(_PR_SET_PTRACER, to[0], 0, 0, 0)  # fails without Yama, where it is not needed
+    # Fails without Yama, where it is not needed. Whom the program had named before cannot be asked.
+    _libc.prctl(_PR_SET_PTRACER, to[0], 0, 0, 0)
     try:
         addresses = [token.data_ptr(), *(view.data_ptr() for view in views)]
         yield [os.getpid(), *token.tolist(), *addresses]
@@ -79,16 +80,18 @@ class OwnersMemory:
         if self._pid == 0:
             raise OSError("the memory is not lent")
         found = torch.zeros(2, dtype=torch.int64)
-        self.read([(found.data_ptr(), told[3], 16)])
+        self._read(found.view(torch.uint8), told[3])
         if found.tolist() != token:
             raise OSError(f"process {self._pid} is another one here")
 
     def read(self, spans: Sequence[Span]) -> None:
         """Reads the bytes; an `OSError` if they are not there, or may not be read."""
+        # A restart may interrupt this thread, which then leaves the others behind: what they write
+        # to must stay, so they have the tensors, and not addresses.
         pieces = [
-            (here + at, there + at, min(_AT_ONCE_BYTES, size - at))
-            for here, there, size in spans
-            for at in range(0, size, _AT_ONCE_BYTES)
+            (part, there + number * _AT_ONCE_BYTES)
+            for into, there in spans
+            for number, part in enumerate(into.split(_AT_ONCE_BYTES))
         ]
         left = iter(pieces)  # of a list: several threads may take from it
 
@@ -96,11 +99,11 @@ class OwnersMemory:
             for piece in left:
                 self._read(*piece)
 
-        total = sum(size for _, _, size in pieces)
+        total = sum(into.nbytes for into, _ in spans)
         in_threads(work, _THREADS if total > _AT_ONCE_BYTES else 1, "outlast-read")
 
-    def _read(self, here: int, there: int, size: int) -> None:
-        done = 0
+    def _read(self, into: torch.Tensor, there: int) -> None:
+        done, size, here = 0, into.nbytes, into.data_ptr()
         while done < size:
             local, remote = _Vector(here + done, size - done), _Vector(there + done, size - done)
             got = _libc.process_vm_readv(

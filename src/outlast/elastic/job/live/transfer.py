@@ -200,7 +200,7 @@ class Exchange:
             memory = OwnersMemory(told)
             memory.read(
                 [
-                    (views[number].data_ptr() + at, memory.addresses[number] + at, end - at)
+                    (views[number][at:end], memory.addresses[number] + at)
                     for parcel in parcels
                     for number, at, end in parcel
                 ]
