@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,18 @@ def etcd(etcd_if_installed: Cluster | None) -> Cluster:
     require_etcd()
     assert etcd_if_installed is not None
     return etcd_if_installed
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB. Skips the test where none can be mounted."""
+    path = tmp_path / "small"
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
+    if os.getuid() != 0 or subprocess.run(command, check=False).returncode != 0:
+        pytest.skip("no file system can be mounted here")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
 
 
 @pytest.fixture

@@ -56,13 +56,13 @@ class MemoryName:
         if self.kernel != running_kernel():
             raise OSError("the memory is on another host")
         path = f"/proc/{self.pid}/fd/{self.descriptor}"
+        if not os.readlink(path).startswith("/memfd:"):  # nothing else is opened
+            raise OSError(f"{path} is no memory")
         found = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        if (is_memory := os.readlink(path).startswith("/memfd:")) and (
-            os.fstat(found).st_ino == self.inode
-        ):
-            return found
-        os.close(found)
-        raise OSError(f"{path} is {'other' if is_memory else 'no'} memory")
+        if os.fstat(found).st_ino != self.inode:
+            os.close(found)
+            raise OSError(f"{path} is other memory")
+        return found
 
 
 class SharedMemory:

@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,18 +29,6 @@ from outlast.errors import CheckpointError, FolderInUse
 from procs import Job
 
 Ranks = Callable[..., Job]
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
-    path = tmp_path / "small"
-    path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
-    if os.getuid() != 0 or subprocess.run(command, check=False).returncode != 0:
-        pytest.skip("no file system can be mounted here")
-    yield path
-    subprocess.run(["umount", str(path)], check=True)
 
 
 def test_a_full_disk(small_disk: Path) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +15,6 @@ from zygote import shared
 Ranks = Callable[..., Job]
 SCRIPT = Path(__file__).parents[1] / "scripts" / "last_save.py"
 STEPS = [1, 2, 3]
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
-    path = tmp_path / "small"
-    path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
-    if os.getuid() != 0 or subprocess.run(command, check=False).returncode != 0:
-        pytest.skip("no file system can be mounted here")
-    yield path
-    subprocess.run(["umount", str(path)], check=True)
 
 
 def saved(disk: Path) -> list[str]:

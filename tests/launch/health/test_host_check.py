@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +21,6 @@ from outlast.launch.health.host_check import check_host
 from procs import NET_S
 
 OFF = HealthSpec(level="off", folder="/", free_bytes=0, command="", limit_s=NET_S)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
-    path = tmp_path / "small"
-    path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
-    if os.getuid() != 0 or subprocess.run(command, check=False).returncode != 0:
-        pytest.skip("no file system can be mounted here")
-    yield path
-    subprocess.run(["umount", str(path)], check=True)
 
 
 def unfit(**changes: Any) -> str:

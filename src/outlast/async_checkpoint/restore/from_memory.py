@@ -100,26 +100,29 @@ class MemorySnapshot:
         items_of: ItemsOf,
         descriptions: Sequence[Mapping[str, Any]],
         rank: int,
-    ) -> tuple[Contents, list[str]]:
-        """The contents of all ranks' parts together, and the names that this rank loads but its
-        part lacks. Fills empty dicts.
+    ) -> tuple[Contents, list[str], list[Contents]]:
+        """The contents of all ranks' parts together, the names that this rank loads but its part
+        lacks, and the contents of each rank's part. Fills empty dicts.
         """
         own = self.source.contents
-        others = [_contents_of(each) for owner, each in enumerate(descriptions) if owner != rank]
-        whole = _merged([own, *others]) if others else own
+        parts = [own if i == rank else _contents_of(each) for i, each in enumerate(descriptions)]
+        whole = _merged(parts) if len(parts) > 1 else own
         fill_empty(state_dict, whole)
-        return whole, _lacking(items_of(state_dict), own, {*whole.tensors, *whole.values})
+        return whole, _lacking(items_of(state_dict), own, {*whole.tensors, *whole.values}), parts
 
     def borrow(
-        self, descriptions: Sequence[Mapping[str, Any]], lacking: Collection[str], rank: int
+        self,
+        descriptions: Sequence[Mapping[str, Any]],
+        parts: Sequence[Contents],
+        lacking: Collection[str],
+        rank: int,
     ) -> list[Source] | None:
-        """The sources of the tensors that this rank lacks, in the memory of other ranks; `None` if
-        they have to be sent.
+        """The sources of the tensors that this rank lacks, in the memory of other ranks, which have
+        these descriptions and parts; `None` if they have to be sent.
         """
-        found = []
-        for owner, each in enumerate(descriptions):
-            contents = _contents_of(each)
-            tensors = _only(contents.tensors, lacking)
+        found, lacked = [], set(lacking)
+        for owner, (each, contents) in enumerate(zip(descriptions, parts, strict=True)):
+            tensors = _only(contents.tensors, lacked)
             if owner == rank or not tensors:
                 continue
             try:
@@ -219,8 +222,8 @@ def content_in_memory(
     found = ranks.attempt(lambda: memory.index_for(state_dict, items_of, described, ranks.rank))
     if isinstance(found, CallFailure):
         return found
-    whole, lacking = found
-    borrowed = memory.borrow(described, lacking, ranks.rank)
+    whole, lacking, contents = found
+    borrowed = memory.borrow(described, contents, lacking, ranks.rank)
 
     def together(parts: list[Any]) -> Any:
         names: set[str] = set()
@@ -237,9 +240,9 @@ def content_in_memory(
     packed = ranks.attempt(lambda: memory.pack(set(wanted)))
     if isinstance(packed, CallFailure):
         return packed
-    content, description = packed
+    sent, description = packed
     descriptions = ranks.exchange(msgspec.to_builtins(description))
-    parts = ranks.attempt(lambda: memory.receive_buffers(content, descriptions, ranks.rank))
+    parts = ranks.attempt(lambda: memory.receive_buffers(sent, descriptions, ranks.rank))
     if isinstance(parts, CallFailure):
         return parts
     return Content(whole, [*sources, *memory.exchange(parts, set(lacking) & set(wanted), group)])

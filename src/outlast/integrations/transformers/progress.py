@@ -89,8 +89,8 @@ class Losses:
         return saved
 
     def resized(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """The state for each rank of another number: Trainer logs the mean of
-        their losses, and the sum of their operations.
+        """The state of each of another number of ranks: Trainer logs the mean of their losses, and
+        the sum of their operations.
         """
         found = dict(states[0])
         sizes = {"sum": len(states), "total": len(states), "flos": self._trainer.args.world_size}
