@@ -47,27 +47,6 @@ def one_hangs(call: CallWrapper) -> int:
     return finish()
 
 
-@scenario
-def holds_the_gil() -> int:
-    """Rank 1 is blocked in native code, and no thread of it can run Python code. Half of the soft
-    timeout is for py-spy, which reads the symbols of all libraries.
-    """
-
-    @wrapped(
-        **SHORT | {"soft_timeout": seconds(14), "hard_timeout": seconds(16)},
-        monitor_process_logfile=sys.argv[2] + "/monitor{rank}.log",
-    )
-    def train(call: CallWrapper) -> int:
-        join_group()
-        if call.iteration == 0:
-            if rank() == 1:
-                _hang("gil")
-            collective()
-        return finish()
-
-    return train()
-
-
 def _hang(how: str) -> None:
     if how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -21,7 +21,6 @@ from outlast.coordination.membership import decision_key
 from outlast.errors import StoreError
 from outlast.events.emitter import Emitter, JsonlSink, NullSink, Sink
 from outlast.inprocess.monitor.heartbeat_ring import HeartbeatRing
-from outlast.inprocess.monitor.native_frames import NativeFrames
 from outlast.inprocess.monitor.reports import FaultReports, MonitorPlan, StoreAccess, write_line
 from outlast.inprocess.monitor.shared_page import Activity
 from outlast.inprocess.monitor.timeouts import CpuTime, FrozenNotice, IdleRanks, ProgressTimeouts
@@ -57,8 +56,6 @@ class MonitorLoop:
         emitter = Emitter(_sink(plan))
         self._reports = FaultReports(plan, main, emitter, self._store)
         self._frozen = FrozenNotice(plan, main, self._clock, emitter.host)
-        self._frames = NativeFrames(plan, main, self._clock, emitter.host, self._poll)
-        self._reports.native_frames = lambda: self._frames.text
         self._timeouts = ProgressTimeouts(
             plan,
             self._clock,
@@ -75,7 +72,6 @@ class MonitorLoop:
         try:
             self._run()
         finally:
-            self._frames.close()
             if self._pidfd is not None:
                 os.close(self._pidfd)
             write_line(f"{names}: end")
@@ -121,7 +117,6 @@ class MonitorLoop:
                     # closed before its pidfd becomes readable.
                     self._poll.unregister(self._end)
             else:
-                self._frames.check()
                 self._timeouts.check()
                 self._frozen.check()
                 self._ring.beat()

@@ -154,13 +154,12 @@ class FaultReports:
         self._plan, self._page, self._main = plan, plan.page, main
         self._emitter, self._store, self._membership = emitter, store, store.membership
         self._hard_timeout_cause, self._idle_from = "", 0.0
-        self.native_frames: Callable[[], str] = lambda: ""
 
     def soft_timeout(self, idle: float, limit: float, what: str) -> None:
         """There was no `what` ("progress", "ping") for `idle` seconds: ends the iteration."""
         timeout = "ping timeout" if what == "ping" else "soft timeout"
         cause = f"no {what} for {idle:.3f} s ({timeout} {limit:.3f} s)"
-        fault = self._fault(Interruption.SOFT_TIMEOUT, cause, idle, self.native_frames())
+        fault = dataclasses.replace(self._fault(Interruption.SOFT_TIMEOUT, cause), idle=idle)
         # Written before the store, where the other ranks can see the end of the iteration.
         self._page.reported_soft = fault.iteration
         self._emitter.emit(fault_event(fault))
@@ -185,15 +184,14 @@ class FaultReports:
         )
 
     def death(self) -> None:
-        idle, frames = 0.0, ""
+        idle = 0.0
         if self._page.killed_hard:
             kind, cause = Interruption.HARD_TIMEOUT, self._hard_timeout_cause
-            frames = self.native_frames()
             idle = self._emitter.clock.now() - self._idle_from
         else:
             kind = Interruption.TERMINATED
             cause = f"process {self._main} ended without a report (killed or crashed)"
-        fault = self._fault(kind, cause, idle, frames)
+        fault = dataclasses.replace(self._fault(kind, cause), idle=idle)
         self._emit_lost(fault)
         self._report_killed(fault.member, fault)
 
@@ -226,9 +224,7 @@ class FaultReports:
         plan = self._plan
         self._store.perform(self._membership.report_killed(plan.token, plan.rank, member, fault))
 
-    def _fault(
-        self, kind: Interruption, cause: str, idle: float = 0.0, traceback: str = ""
-    ) -> FaultRecord:
+    def _fault(self, kind: Interruption, cause: str) -> FaultRecord:
         page = self._page
         return FaultRecord(
             iteration=max(page.iteration, 0),
@@ -240,8 +236,6 @@ class FaultReports:
             cause=cause,
             pings=page.pings,
             step=page.step,
-            idle=idle,
-            traceback=traceback,
         )
 
     def _emit_lost(self, fault: FaultRecord) -> None:

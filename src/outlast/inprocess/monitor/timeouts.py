@@ -326,7 +326,7 @@ class FrozenNotice:
             return
         self._told = heartbeat
         hard = timeouts_in_force(self._plan, page, Activity.FUNCTION).hard
-        stopped = is_stopped(self._main)
+        stopped = _is_stopped(self._main)
         why = "is stopped (SIGSTOP);" if stopped else "holds the GIL in C code; unless it computes,"
         write_for(
             self._main,
@@ -335,8 +335,7 @@ class FrozenNotice:
         )
 
 
-def is_stopped(pid: int) -> bool:
-    """Whether the process is stopped by a signal."""
+def _is_stopped(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     except OSError:
