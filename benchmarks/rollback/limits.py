@@ -27,7 +27,9 @@ def limits(size_bytes: int, rounds: int) -> dict[str, float]:
         "copy": min(copy_time([source], [buffer]) for _ in range(rounds)),
         "socket": min(_socket_time(source, buffer) for _ in range(rounds)),
     }
-    with tempfile.TemporaryDirectory(dir=FOLDER.absolute(), prefix="limits-") as name:
+    root = FOLDER.absolute()
+    root.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=root, prefix="limits-") as name:
         path = Path(name) / "bytes"
         with path.open("wb") as file:
             file.write(source.numpy().data)
