@@ -16,17 +16,10 @@ from typing import Any
 from benchmarks.checkpoint.limits import settle
 from benchmarks.checkpoint.saves import disk_folder, in_ranks
 from benchmarks.checkpoint.training_state import Size, Training
-from benchmarks.checkpoint.ways import OURS, Way, chosen, make
+from benchmarks.checkpoint.ways import Way, chosen, make
 
-__all__ = ["NAMES", "measure"]
+__all__ = ["measure"]
 
-NAMES = (
-    *OURS,
-    "dcp.async_save",
-    "async_save, cached stager",
-    "async_save, cached stager, staged beside",
-    "async_save, cached stager, a process",
-)
 Rates = dict[str, dict[str, list[list[float]]]]
 
 
@@ -35,7 +28,7 @@ def measure(
     steps: dict[int, int],
     rounds: int,
     *,
-    names: Sequence[str] = NAMES,
+    names: Sequence[str],
     quick: bool = False,
 ) -> dict[str, Any]:
     """Steps per second, for each interval and way: with saves, and in the adjacent segment.
@@ -46,9 +39,9 @@ def measure(
         rounds: how often all segments are repeated.
         names: the ways to save; those of libraries that are not installed are left out.
     """
-    print(f"checkpoint: a training that saves, {rounds} rounds", flush=True)
+    print(f"slowdown: a training that saves, {rounds} rounds", flush=True)
     found: dict[str, Any] = in_ranks(
-        "checkpoint-train", 1, lambda _: _train(size, steps, rounds, chosen(names, quick))
+        "slowdown", 1, lambda _: _train(size, steps, rounds, chosen(names, quick))
     )[0]
     return found
 

@@ -1,7 +1,7 @@
 """Checkpoints: the cost of a save to training, its time until durable, and restores.
 
 Results are ratios to the limits of the machine, or to other ways, measured in the same run: see
-`saves`, `restores`, `first_save`, `memory` and `interference`.
+`saves`, `restores`, `first_save` and `memory`.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.checkpoint import first_save, interference, memory, saves
+from benchmarks.checkpoint import first_save, memory, saves
 from benchmarks.checkpoint.sheets import sheets
 from benchmarks.checkpoint.training_state import FULL, QUICK, SHARE, SMALL
 
 __all__ = ["run", "sheets"]
 
 
-PARTS = ("one", "ranks", "first", "peaks", "flat", "training")
+PARTS = ("one", "ranks", "first", "peaks", "flat")
 
 
 def run(quick: bool, parts: Sequence[str] = PARTS) -> dict[str, Any]:
@@ -28,7 +28,6 @@ def run(quick: bool, parts: Sequence[str] = PARTS) -> dict[str, Any]:
             "first": lambda: first_save.measure(QUICK, 1, quick=True),
             "peaks": lambda: memory.peaks(QUICK, 2, quick=True),
             "flat": lambda: memory.flat(QUICK, 4, 1),
-            "training": lambda: interference.measure(QUICK, {1: 2, 10: 10}, 1, quick=True),
         }
     else:
         measures = {
@@ -37,6 +36,5 @@ def run(quick: bool, parts: Sequence[str] = PARTS) -> dict[str, Any]:
             "first": lambda: first_save.measure(FULL, 5),
             "peaks": lambda: memory.peaks(FULL, 5),
             "flat": lambda: memory.flat(SMALL, 200, 10),
-            "training": lambda: interference.measure(SHARE, {1: 16, 10: 40, 100: 100}, 7),
         }
     return {part: measures[part]() for part in parts}

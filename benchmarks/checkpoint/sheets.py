@@ -62,7 +62,7 @@ def sheets(data: dict[str, Any]) -> list[Sheet]:
     if "ranks" in data:
         ranks = data["ranks"]
         figures.append(_Figures(f"{ranks['ranks']} ranks", ranks["size_bytes"], ranks["seconds"]))
-    tables = {"first": _first, "peaks": _peaks, "flat": _flat, "training": _training}
+    tables = {"first": _first, "peaks": _peaks, "flat": _flat}
     return [
         _goals(data, figures),
         *(_saves(each) for each in figures),
@@ -96,15 +96,6 @@ def _goals(data: dict[str, Any], figures: list[_Figures]) -> Sheet:
     for name, one in data.get("peaks", {}).items():
         if name in OURS:
             row(f"peak of memory, {name}, to the state", _share(one), 1.1)
-    for every, rates in data.get("training", {}).get("rates", {}).items():
-        for what, measure in (("steps a second lost", _lost), ("time lost a save", _a_save)):
-            lost = {name: measure(pairs, int(every)) for name, pairs in rates.items()}
-            best = min(value for name, value in lost.items() if name not in OURS)
-            for name in ("ours, eager", "ours, overlapped"):
-                if name in lost:
-                    # If the best torch way's loss is within the noise, there is nothing to compare.
-                    ratio = lost[name] / best if best > 0 else None
-                    row(f"every {every} steps, {name}: {what}, to the best peer's", ratio, 0.5)
     return Sheet("Goals", ("what", "ratio", "goal", "met"), rows, "Ratios of medians of this run.")
 
 
@@ -206,43 +197,6 @@ def _flat(flat: dict[str, list[list[float]]]) -> Sheet:
         rows,
         "Growth: a line through the second half.",
     )
-
-
-def _training(training: dict[str, Any]) -> Sheet:
-    rates = training["rates"]
-    columns = ["way"]
-    for every in rates:
-        columns += [f"every {every}: steps/s", "lost", "ms a save"]
-    rows = []
-    plain = []
-    for found in rates.values():
-        without = [pair[1] for pairs in found.values() for pair in pairs]
-        plain += [f"{median(without) or 0.0:.2f}", "-", "-"]
-    rows.append(("without saves", *plain))
-    for name in next(iter(rates.values())):
-        cells = []
-        for every, found in rates.items():
-            rate = median([pair[0] for pair in found[name]]) or 0.0
-            share, a_save = (of(found[name], int(every)) for of in (_lost, _a_save))
-            cells += [f"{rate:.2f}", f"{100 * share:.1f} %", ms(a_save)]
-        rows.append((name, *cells))
-    return Sheet(
-        f"A training that saves {_mib(training['size_bytes'])}, one process",
-        tuple(columns),
-        rows,
-        "Lost: relative to the adjacent segment without saves; the median of the pairs. "
-        "Milliseconds a save: by how much each save lengthens the segment.",
-    )
-
-
-def _lost(pairs: list[list[float]], every: int) -> float:
-    """The fraction of the step rate that saves take."""
-    return 1 - (median([saving / without for saving, without in pairs]) or 0.0)
-
-
-def _a_save(pairs: list[list[float]], every: int) -> float:
-    """Seconds by which a save lengthens training."""
-    return every * (median([1 / saving - 1 / without for saving, without in pairs]) or 0.0)
 
 
 def _share(one: dict[str, Any]) -> float:

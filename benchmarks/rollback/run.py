@@ -30,6 +30,6 @@ def run(quick: bool) -> dict[str, Any]:
             print(f"rollback: {mib} MiB, {WAYS[way].name}, {faults} faults", flush=True)
             ways[way] = measure(mib, way, faults)
     for name in MODELS:
-        print(f"rollback: the cost per step, {name} model", flush=True)
-        found["cost"][name] = step_cost(name, 0.0 if quick else 90.0)
+        print(f"rollback: the cost per step, {name}", flush=True)
+        found["cost"][name] = step_cost(name, 0.0 if quick else 60.0)
     return found

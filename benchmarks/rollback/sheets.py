@@ -20,6 +20,10 @@ _LIMITS = {
     ("sigkill", "memory"): "copy",
 }
 """The physical limit of a restore; of one from disk it is a raw read, warm or cold."""
+_GOALS = {("sigkill", "live"): 1.5, ("exception", "memory"): 1.25, ("sigkill", "memory"): 1.25}
+"""Of a restore, in limits."""
+_SHARE, _LEAST_S = 0.01, 40e-6
+"""Of a step, for live state: the goal. The second is the first of 4 ms."""
 
 
 def sheets(data: dict[str, Any]) -> list[Sheet]:
@@ -43,6 +47,8 @@ def _fault(data: dict[str, Any], kind: str) -> Sheet:
             "steps redone",
             "restore",
             "limit",
+            "goal",
+            "verdict",
             "MiB moved",
             "a step",
         ),
@@ -56,7 +62,8 @@ def _fault(data: dict[str, Any], kind: str) -> Sheet:
             else "the state over a loopback socket; with a checkpoint in memory, a copy"
         )
         + "; from disk, a raw read with checksums by one thread. MiB moved: of the rank that had "
-        "most to receive or to read."
+        "most to receive or to read. Goals of a restore: 1.5 x the limit from survivors, 1.25 x "
+        "the limit from memory."
         + (" The killed rank is replaced by a standby." if kind == "sigkill" else ""),
     )
 
@@ -81,9 +88,16 @@ def _row(
         f"{middle(each, 'redone'):g}",
         ms(middle(each, "restore")),
         ms(limit),
+        *_verdict(middle(each, "restore"), limit, _GOALS.get((kind, way))),
         f"{middle(each, 'moved_bytes') / 2**20:,.1f}",
         ms(middle(each, "step")),
     )
+
+
+def _verdict(taken: float, limit: float, goal: float | None) -> tuple[str, str]:
+    if goal is None:
+        return "-", "-"
+    return ms(goal * limit), "met" if taken <= goal * limit else f"{taken / goal / limit:.1f} x"
 
 
 def _cost(data: dict[str, Any]) -> Sheet:
@@ -91,7 +105,8 @@ def _cost(data: dict[str, Any]) -> Sheet:
     for name, found in data.items():
         plain, live = found["plain"], found["live"]
         taken, used = (growth([e[i] for e in plain], [e[i] for e in live]) for i in (0, 1))
-        more = [(b[1] - a[1]) / 2 for a, b in zip(plain, live, strict=True)]
+        more = statistics.median((b[1] - a[1]) / 2 for a, b in zip(plain, live, strict=True))
+        goal = max(_LEAST_S, _SHARE * statistics.median(e[0] for e in plain))
         rows.append(
             (
                 f"{name}: {found['size_bytes'] / 2**20:.1f} MiB of state",
@@ -99,7 +114,9 @@ def _cost(data: dict[str, Any]) -> Sheet:
                 f"{1e3 * statistics.median(e[0] for e in plain):.2f}",
                 str(taken),
                 str(used),
-                f"{1e6 * statistics.median(more):.0f}",
+                f"{1e6 * more:.0f}",
+                f"{1e6 * goal:.0f}",
+                "met" if more <= goal else f"{more / goal:.1f} x",
             )
         )
     return Sheet(
@@ -111,7 +128,10 @@ def _cost(data: dict[str, Any]) -> Sheet:
             "longer by (95 %)",
             "more processor time (95 %)",
             "more per rank, µs",
+            "goal, µs",
+            "verdict",
         ),
         rows,
-        "Segments alternate in the same processes. Processor time: all threads of both ranks.",
+        "Segments alternate in the same processes. Processor time: all threads of both ranks. "
+        f"Goal: {_SHARE:.0%} of a step, at least {1e6 * _LEAST_S:.0f} µs.",
     )

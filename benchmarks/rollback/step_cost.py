@@ -25,7 +25,11 @@ from outlast import inprocess
 __all__ = ["MODELS", "step_cost"]
 
 RANKS = 2
-MODELS = {"small": (64, 256, 1, 64), "middling": (256, 1024, 2, 64)}
+MODELS = {
+    "10 tensors": (64, 256, 3, 64),
+    "1,000 tensors": (16, 16, 498, 64),
+    "10,000 tensors": (16, 16, 4998, 64),
+}
 """Inputs, width, inner layers and batch."""
 SEGMENT_S = 0.6
 _WARM_STEPS = 5
@@ -76,6 +80,7 @@ def _rank(slot: int, name: str, seconds: float, folder: Path) -> None:
 class _Training:
     def __init__(self, inputs: int, width: int, inner: int, batch: int) -> None:
         torch.manual_seed(0)
+        torch.set_flush_denormal(True)  # what is left of a value after thousands of layers
         layers: list[nn.Module] = [nn.Linear(inputs, width), nn.ReLU()]
         for _ in range(inner):
             layers += [nn.Linear(width, width), nn.ReLU()]

@@ -68,6 +68,7 @@ def test_recovery_runs_each_system_through_the_same_faults(tmp_path: Path) -> No
         found = systems[name]["5"]
         assert found["error"] == ""
         assert found["steps"] > 0
+        assert found["reached"] is None or 0 < found["reached"] <= 12.0
         assert len(found["faults"]) + found["missed"] == 2
     assert systems["outlast"]["5"]["faults"][0]["useful"] is not None
     for name in ("nvidia-resiliency-ext", "torchrun, lm-resiliency", "torchft"):  # not installed
@@ -130,7 +131,7 @@ def test_rollback_restores_each_way_and_redoes_only_what_a_checkpoint_lacks(tmp_
         alone, killed = ways["live"]
         assert alone["moved_bytes"] == 0
         assert killed["moved_bytes"] >= killed["size_bytes"]
-    assert set(data["cost"]) == {"small", "middling"}
+    assert set(data["cost"]) == {"10 tensors", "1,000 tensors", "10,000 tensors"}
     assert "After a SIGKILL" in done.stdout
 
 
@@ -173,7 +174,6 @@ def test_checkpoint_measures_every_way_and_source(tmp_path: Path) -> None:
         for way in ("ours, eager", "ours, overlapped", "torch.save", "dcp.async_save", "fork"):
             (blocked,), (durable,) = timed[way]["blocked"], timed[way]["durable"]
             assert 0 < blocked <= durable
-    assert set(data["training"]["rates"]) == {"1", "10"}
     descriptors = [sample[1] for sample in data["flat"]["writer"][1:]]
     assert max(descriptors) == min(descriptors)
     assert "Goals" in done.stdout
