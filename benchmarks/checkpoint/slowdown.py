@@ -18,7 +18,6 @@ __all__ = ["run", "sheets"]
 _OURS = ("ours, overlapped", "ours, eager")
 _OTHERS = (
     "torch.save",
-    "dcp.async_save",
     "async_save, cached stager",
     "async_save, cached stager, a process",
     "torch-checkpointing",

@@ -95,11 +95,21 @@ def _skipping(found: dict[str, Any]) -> Sheet:
     )
 
 
+_GOALS = {  # at most so many times as long as torch's
+    "Job.restore, from disk": 1.3,
+    "save_all_states": 1.0,
+    "load_all_states": 1.3,
+}
+
+
 def _beside(seconds: dict[str, Any], pairs: tuple[tuple[str, str], ...]) -> list[tuple[str, ...]]:
-    return [
-        (name, ms(_of(seconds[name])), _times(_of(seconds[name]) / _of(seconds[base])))
-        for name, base in pairs
-    ]
+    rows = []
+    for name, base in pairs:
+        times, goal = _of(seconds[name]) / _of(seconds[base]), _GOALS.get(name)
+        verdict = "-" if goal is None else "met" if times <= goal else "missed"
+        at_most = "-" if goal is None else f"{goal:g}"
+        rows.append((name, ms(_of(seconds[name])), _times(times), at_most, verdict))
+    return rows
 
 
 def _state(found: dict[str, Any]) -> Sheet:
@@ -114,7 +124,7 @@ def _state(found: dict[str, Any]) -> Sheet:
     )
     return Sheet(
         f"A job's state of {_mib(found['size_bytes'])}",
-        ("what", "ms", "x torch's"),
+        ("what", "ms", "x torch's", "goal", "verdict"),
         _beside(found["seconds"], pairs),
         "The same content, loaded into the model, the optimizer and the sampler. `Job.save` blocks "
         "the training for the first time only; checksums and commit are included in the second. A "
@@ -135,7 +145,7 @@ def _registry(found: dict[str, Any]) -> Sheet:
     )
     return Sheet(
         f"The registry of states, {_mib(found['size_bytes'])}",
-        ("what", "ms", "x torch's"),
+        ("what", "ms", "x torch's", "goal", "verdict"),
         _beside(found["seconds"], pairs),
         "The same content as states. `save_all_states` returns when the checkpoint is durable "
         "and committed; the asynchronous one when it is in memory. "

@@ -24,9 +24,6 @@ import outlast
 from benchmarks.rollback.script import FOLDER, model_of, say
 from outlast import inprocess
 
-STEPS = 6
-"""Of an iteration, before its fault."""
-
 _FAILING = 1
 _BATCH = 8
 _SETTLE_S = 0.3
@@ -35,6 +32,9 @@ _WAIT_S = 300.0
 PLAN: dict[str, Any] = {"faults": []}
 if __name__ == "__main__":
     PLAN.update(json.loads((FOLDER / "plan.json").read_text()))
+STEPS = 40 if PLAN.get("mib") == 1 else 6
+"""Of an iteration, before its fault: `Adaptive` learns from them, and large ones take long."""
+
 _kept: list[tuple[nn.Module, torch.optim.Optimizer]] = []
 
 _TIMEOUTS: dict[str, Any] = {"soft_timeout": _WAIT_S, "hard_timeout": 2 * _WAIT_S}
