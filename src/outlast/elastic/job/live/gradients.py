@@ -22,13 +22,22 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
-from outlast.elastic.job.live.writes import version
+from outlast.elastic.job.live.writes import version, versions
 from outlast.elastic.job.models import parameters_of
+
+
+class _Used(NamedTuple):
+    """What a step of an optimizer has used: of its parameters `keys`, those with a gradient."""
+
+    keys: list[int]
+    with_gradient: list[int]
+    gradients: list[weakref.ref[torch.Tensor]]
+    versions: list[Any]
 
 
 class Gradients:
@@ -44,36 +53,46 @@ class Gradients:
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._all = {id(parameter): parameter for parameter in parameters.values()}
         self._optimized = {id(p): p for each in optimizers for p in parameters_of(each)}
-        self._used: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
+        self._used: dict[int, _Used] = {}  # by the optimizer; the last step comes last
         self._hooks: dict[int, Any] = {}
         self.left: dict[int, torch.Tensor] = {}
 
     def used(self, optimizer: Optimizer) -> None:
         """An optimizer's step has ended."""
-        for parameter in parameters_of(optimizer):
-            key, gradient = id(parameter), parameter.grad
-            if key in self._all:
-                self._optimized[key] = parameter
-            if gradient is not None and key in self._optimized:
-                self._used[key] = weakref.ref(gradient), version(gradient)
+        parameters = list(parameters_of(optimizer))
+        keys = list(map(id, parameters))
+        before = self._used.pop(id(optimizer), None)
+        if before is None or before.keys != keys:
+            self._optimized |= {key: self._all[key] for key in keys if key in self._all}
+        found = {k: g for k, p in zip(keys, parameters, strict=True) if (g := p.grad) is not None}
+        gradients = list(found.values())
+        references = list(map(weakref.ref, gradients))
+        self._used[id(optimizer)] = _Used(keys, list(found), references, versions(gradients))
 
     def note(self, stepped: bool) -> dict[int, torch.Tensor]:
         """The parameters whose gradients may be needed after this step of the job, in which an
         optimizer has `stepped`. Those that are seen to be discarded are removed from it later.
         """
+        may = self._optimized if stepped else self._all
+        found = {key: gradient for key, p in may.items() if (gradient := p.grad) is not None}
+        used = self._last_used() if found else {}
         left: dict[int, torch.Tensor] = {}
-        for key, parameter in (self._optimized if stepped else self._all).items():
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            used = self._used.get(key)
-            if used is None or used[0]() is not gradient or used[1] != version(gradient):
-                left[key] = parameter
+        for key, gradient in found.items():
+            reference, count = used.get(key, (None, None))
+            if reference is None or reference() is not gradient or count != version(gradient):
+                left[key] = may[key]
         for key, parameter in left.items():
             if key not in self._hooks and parameter.requires_grad and parameter.is_leaf:
                 self._hooks[key] = self._hook(parameter)
         self.left = left
         return left
+
+    def _last_used(self) -> dict[int, tuple[weakref.ref[torch.Tensor] | None, Any]]:
+        return {
+            key: (reference, count)
+            for used in self._used.values()
+            for key, reference, count in zip(*used[1:], strict=True)
+        }
 
     def needed(self, left: Mapping[int, torch.Tensor]) -> str:
         """The name of a parameter among these whose gradient is still there; empty if none is."""

@@ -13,6 +13,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
+import itertools
+import operator
 import pickle
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -24,6 +26,8 @@ from torch.distributed.tensor import DTensor
 from outlast.elastic.job.encoding import digest
 
 _ELEMENTS = 16  # of each parameter
+_PLAIN = frozenset({torch.Tensor, nn.Parameter})
+_count, _values = operator.attrgetter("_version"), operator.methodcaller("values")
 # A larger tensor outside the model and the optimizer, for example in an average of the weights, is
 # not copied after every step: instead, its writes are counted.
 _COPIED_BYTES = 64 << 10
@@ -34,7 +38,7 @@ class Versions:
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
         self._tensors = list(tensors)
-        self._counts = [version(tensor) for tensor in self._tensors]
+        self._counts = versions(self._tensors)
 
     def add(self, tensor: torch.Tensor) -> None:
         self._tensors.append(tensor)
@@ -42,7 +46,7 @@ class Versions:
 
     @property
     def changed(self) -> bool:
-        return [version(tensor) for tensor in self._tensors] != self._counts
+        return versions(self._tensors) != self._counts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,12 +86,14 @@ class Writes:
         self._places: list[int] = []
         self._views: list[Any] = []
         self._on_devices: list[list[torch.Tensor]] = []
+        self._values: list[Any] = []
+        self._moments: list[torch.Tensor] = []
 
     def marks(self) -> Marks:
         tensors: Sequence[torch.Tensor] = self._sampled
         if self._sharded:
             tensors = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
-        places = [each.data_ptr() for each in tensors]
+        places = list(map(torch.Tensor.data_ptr, tensors))
         if places != self._places:
             views = [view for each in tensors for view in _view_of_some(each.detach())]
             self._views = [view.numpy() for view in views if view.device.type == "cpu"]
@@ -97,12 +103,12 @@ class Writes:
                     alike.setdefault((view.device, view.shape[1]), []).append(view)
             self._on_devices = list(alike.values())
             self._places = places
-        moments = self._moments()
+        moments = self._present_moments()
         return Marks(
-            [version(each) for each in self._parameters],
+            versions(self._parameters),
             places,
             [view.tobytes() for view in self._views],
-            (list(map(id, moments)), [0 if t.is_inference() else t._version for t in moments]),
+            (list(map(id, moments)), versions(moments)),
             queued=tuple(torch.cat(views) for views in self._on_devices),
         )
 
@@ -116,17 +122,17 @@ class Writes:
             return False
         return marks.digests is None or marks.digests != self._digests()
 
-    def _moments(self) -> list[torch.Tensor]:
-        return [
-            value
-            for optimizer in self._optimizers
-            for moments in optimizer.state.values()
-            for value in moments.values()
-            if isinstance(value, torch.Tensor)
-        ]
+    def _present_moments(self) -> list[torch.Tensor]:
+        """The optimizers' tensors: nearly always the same as after the step before."""
+        states = itertools.chain.from_iterable(each.state.values() for each in self._optimizers)
+        values = list(itertools.chain.from_iterable(map(_values, states)))
+        if len(values) != len(self._values) or not all(map(operator.is_, values, self._values)):
+            self._values = values
+            self._moments = [value for value in values if isinstance(value, torch.Tensor)]
+        return self._moments
 
     def _digests(self) -> list[str]:
-        return [digest(each) for each in (*self._parameters, *self._moments())]
+        return [digest(each) for each in (*self._parameters, *self._present_moments())]
 
 
 def _view_of_some(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
@@ -203,6 +209,16 @@ class _Unpickler(pickle.Unpickler):
 def _tensor(number: int) -> torch.Tensor:
     """Stands for a tensor in the pickled state."""
     raise NotImplementedError(f"tensor {number} is read by _Unpickler")
+
+
+def versions(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """`version` of each tensor: of thousands, after each step."""
+    if _PLAIN.issuperset(map(type, tensors)):
+        try:
+            return list(map(_count, tensors))
+        except RuntimeError:  # one was made in inference mode
+            pass
+    return [version(tensor) for tensor in tensors]
 
 
 def version(tensor: torch.Tensor) -> Any:
