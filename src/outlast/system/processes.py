@@ -64,6 +64,14 @@ def open_thread(tid: int) -> int | None:
     return None if descriptor < 0 else int(descriptor)
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether the process is stopped, by a signal or by a debugger."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False  # it has ended
+
+
 def is_dying(pid: int) -> bool:
     """Whether the process is exiting and will not run its own code again."""
     try:

@@ -47,6 +47,25 @@ def one_hangs(call: CallWrapper) -> int:
     return finish()
 
 
+@scenario
+def holds_the_gil() -> int:
+    """Rank 1 is blocked in native code, and no thread of it can run Python code."""
+
+    @wrapped(
+        **SHORT,
+        monitor_process_logfile=sys.argv[2] + "/monitor{rank}.log",
+    )
+    def train(call: CallWrapper) -> int:
+        join_group()
+        if call.iteration == 0:
+            if rank() == 1:
+                _hang("gil")
+            collective()
+        return finish()
+
+    return train()
+
+
 def _hang(how: str) -> None:
     if how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -21,6 +21,7 @@ from outlast.coordination.membership import decision_key
 from outlast.errors import StoreError
 from outlast.events.emitter import Emitter, JsonlSink, NullSink, Sink
 from outlast.inprocess.monitor.heartbeat_ring import HeartbeatRing
+from outlast.inprocess.monitor.native_frames import NativeFrames
 from outlast.inprocess.monitor.reports import FaultReports, MonitorPlan, StoreAccess, write_line
 from outlast.inprocess.monitor.shared_page import Activity
 from outlast.inprocess.monitor.timeouts import CpuTime, FrozenNotice, IdleRanks, ProgressTimeouts
@@ -56,6 +57,7 @@ class MonitorLoop:
         emitter = Emitter(_sink(plan))
         self._reports = FaultReports(plan, main, emitter, self._store)
         self._frozen = FrozenNotice(plan, main, self._clock, emitter.host)
+        self._frames = NativeFrames(main, self._clock, self._poll)
         self._timeouts = ProgressTimeouts(
             plan,
             self._clock,
@@ -63,6 +65,7 @@ class MonitorLoop:
             self._pidfd,
             IdleRanks(self._page, self._store, self._clock, 3 * plan.interval, plan.soft),
             CpuTime(main, self._clock),
+            self._frames,
         )
         self._ring = HeartbeatRing(plan, self._clock, self._store, self._reports)
 
@@ -72,6 +75,7 @@ class MonitorLoop:
         try:
             self._run()
         finally:
+            self._frames.close()
             if self._pidfd is not None:
                 os.close(self._pidfd)
             write_line(f"{names}: end")

@@ -154,6 +154,7 @@ class FaultReports:
         self._plan, self._page, self._main = plan, plan.page, main
         self._emitter, self._store, self._membership = emitter, store, store.membership
         self._hard_timeout_cause, self._idle_from = "", 0.0
+        self._native_frames = ""
 
     def soft_timeout(self, idle: float, limit: float, what: str) -> None:
         """There was no `what` ("progress", "ping") for `idle` seconds: ends the iteration."""
@@ -183,6 +184,14 @@ class FaultReports:
             f"process {self._main} is terminated by its monitor process",
         )
 
+    def native_frames(self, said: str) -> None:
+        """What is known of those of the process that is terminated; may be empty."""
+        if said:
+            self._native_frames = f"the native frames of process {self._main} {said}"
+            line = f"rank {self._page.rank} on {self._emitter.host}: {self._native_frames}"
+            write_line(line)
+            write_for(self._main, line)
+
     def death(self) -> None:
         idle = 0.0
         if self._page.killed_hard:
@@ -191,7 +200,8 @@ class FaultReports:
         else:
             kind = Interruption.TERMINATED
             cause = f"process {self._main} ended without a report (killed or crashed)"
-        fault = dataclasses.replace(self._fault(kind, cause), idle=idle)
+        fault = self._fault(kind, cause)
+        fault = dataclasses.replace(fault, idle=idle, traceback=self._native_frames)
         self._emit_lost(fault)
         self._report_killed(fault.member, fault)
 

@@ -23,9 +23,10 @@ from typing import NamedTuple
 import psutil
 
 from outlast.clock import Clock
+from outlast.inprocess.monitor.native_frames import NativeFrames
 from outlast.inprocess.monitor.reports import FaultReports, MonitorPlan, StoreAccess, write_for
 from outlast.inprocess.monitor.shared_page import NOTICE_AFTER_S, Activity, Blocked, SharedPage
-from outlast.system.processes import send_signal
+from outlast.system.processes import is_stopped, send_signal
 
 # The hard timeout under an adaptive soft timeout: this many soft timeouts, and at least this long.
 _HARD_PER_SOFT = 10.0
@@ -175,10 +176,12 @@ class ProgressTimeouts:
         pidfd: int | None,
         idle_ranks: IdleRanks,
         cpu: CpuTime,
+        frames: NativeFrames,
     ) -> None:
         self._plan, self._page, self._clock = plan, plan.page, clock
         self._reports, self._pidfd = reports, pidfd
-        self._idle_ranks, self._cpu = idle_ranks, cpu
+        self._idle_ranks, self._cpu, self._frames = idle_ranks, cpu, frames
+        self._terminating = False
         self._kill_at: float | None = None
         self._silent = max(plan.hard, _SILENT_AT_LEAST_S)
         self._continued = 0.0
@@ -192,8 +195,8 @@ class ProgressTimeouts:
     def next_check(self) -> float:
         """The time of the next timeout, if the main process makes no progress until then."""
         page, activity = self._page, self._page.activity
-        if self._kill_at is not None:
-            return self._kill_at
+        if self._terminating:
+            return self._frames.until if self._kill_at is None else self._kill_at
         if activity not in _TIMED:
             return self._silent_at()
         soft, hard, ping = timeouts_in_force(self._plan, page, activity)
@@ -214,8 +217,10 @@ class ProgressTimeouts:
         """
         page, activity = self._page, self._page.activity
         in_function, now = activity == Activity.FUNCTION, self._clock.now()
-        if self._kill_at is not None:
-            if now >= self._kill_at:
+        if self._terminating:
+            if self._kill_at is None:
+                self._signal_once_read(now)
+            elif now >= self._kill_at:
                 self._kill_at = math.inf
                 self._signal(signal.SIGKILL)
             return
@@ -289,13 +294,22 @@ class ProgressTimeouts:
         return max(heartbeat, page.progress, self._continued) + self._silent
 
     def _terminate(self, idle: float, now: float, what: str) -> None:
-        """Sends SIGTERM, and SIGCONT, without which a stopped process would not get it; SIGKILL
-        follows after the grace time. The loop continues, and reports the death once the process has
-        died: a process that exits in an orderly way, through its SIGTERM handler, dismisses its
-        monitor and gets no SIGKILL.
+        """Sends SIGTERM, once py-spy has read where the process is; SIGKILL follows after the grace
+        time. The loop continues, and reports the death once the process has died: a process that
+        exits in an orderly way, through its SIGTERM handler, dismisses its monitor and gets no
+        SIGKILL.
         """
         self._page.killed_hard = 1
+        self._terminating = True
         self._reports.hard_timeout(idle, what)
+        self._frames.begin(self._page.function_thread)
+        self._signal_once_read(now)
+
+    def _signal_once_read(self, now: float) -> None:
+        """With SIGCONT: without it, a stopped process would not get the other signal."""
+        if not self._frames.is_over():
+            return
+        self._reports.native_frames(self._frames.said)
         self._kill_at = now + self._plan.grace
         self._signal(signal.SIGTERM)
         self._signal(signal.SIGCONT)
@@ -326,17 +340,10 @@ class FrozenNotice:
             return
         self._told = heartbeat
         hard = timeouts_in_force(self._plan, page, Activity.FUNCTION).hard
-        stopped = _is_stopped(self._main)
+        stopped = is_stopped(self._main)
         why = "is stopped (SIGSTOP);" if stopped else "holds the GIL in C code; unless it computes,"
         write_for(
             self._main,
             f"rank {self._page.rank} on {self._host}: no progress for {idle:.0f} s: process "
             f"{self._main} {why} after {hard:.0f} s it is ended",
         )
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    except OSError:
-        return False  # it has ended

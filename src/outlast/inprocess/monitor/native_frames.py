@@ -1,0 +1,112 @@
+"""Where a process is in native code that is about to be terminated: one whose thread holds the GIL
+cannot say so itself. `py-spy` reads the frames, if it is installed, by ptrace, which stops the
+process meanwhile: right only for one that is given up. Where ptrace is not allowed, as in a
+container, that is said in one line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import subprocess
+from typing import Any
+
+from outlast.clock import Clock
+from outlast.system.processes import is_stopped, open_process
+
+_LIMIT_S = 15.0  # it reads the symbols of every library
+_FRAMES = 12
+
+
+class NativeFrames:
+    """The frames of the process `main`. `poll` is woken up when they are there.
+
+    Attributes:
+        said: what is known of them, once `is_over`; empty without py-spy.
+        until: the time at which they are given up.
+    """
+
+    def __init__(self, main: int, clock: Clock, poll: select.poll) -> None:
+        self._main, self._clock, self._poll = main, clock, poll
+        self._process: subprocess.Popen[bytes] | None = None
+        self._output, self._pidfd, self._thread = -1, -1, 0
+        self.said, self.until = "", 0.0
+
+    def begin(self, thread: int) -> None:
+        """Starts py-spy. Of several threads, the one that holds the GIL counts, or `thread`."""
+        command = find_py_spy()
+        # A process that was stopped would go on when py-spy detaches from it.
+        if not command or is_stopped(self._main):
+            return
+        self._thread, self.until = thread, self._clock.now() + _LIMIT_S
+        self._output = os.memfd_create("py-spy")
+        dump = [command, "dump", "--native", "--json", "--pid", str(self._main)]
+        try:
+            self._process = subprocess.Popen(
+                dump, stdin=subprocess.DEVNULL, stdout=self._output, stderr=self._output
+            )
+        except OSError as e:
+            self.said = f"are not known: {e}"
+            self.close()
+            return
+        pidfd = open_process(self._process.pid)
+        if pidfd is not None:
+            self._pidfd = pidfd
+            self._poll.register(pidfd, select.POLLIN)
+
+    def is_over(self) -> bool:
+        """Whether there is nothing to wait for, or no longer. Call it regularly."""
+        if self._process is None:
+            return True
+        code = self._process.poll()
+        if code is None and self._clock.now() < self.until:
+            return False
+        output = os.pread(self._output, os.fstat(self._output).st_size, 0).decode(errors="replace")
+        frames = frames_of(output, self._thread) if code == 0 else []
+        if frames:
+            self.said = f"are {' < '.join(frames[:_FRAMES])}"
+        else:
+            took = f"it took longer than {_LIMIT_S:.0f} s"
+            why = took if code is None else output.strip().partition("\n")[0] or f"code {code}"
+            self.said = f"are not known: py-spy: {why}"
+        self.close()
+        return True
+
+    def close(self) -> None:
+        """Ends py-spy, if it runs."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        if self._pidfd >= 0:
+            self._poll.unregister(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+        if self._output >= 0:
+            os.close(self._output)
+            self._output = -1
+
+
+def find_py_spy() -> str:
+    """The executable of py-spy in `PATH`; empty if there is none."""
+    return shutil.which("py-spy") or ""
+
+
+def frames_of(dump: str, thread: int) -> list[str]:
+    """The frames of the thread that holds the GIL, innermost first, from the JSON of py-spy; of
+    `thread`, if none does. Empty if it is no such JSON.
+    """
+    try:
+        threads: list[dict[str, Any]] = json.loads(dump)
+        found = max(threads, key=lambda each: (each["owns_gil"], each["os_thread_id"] == thread))
+        return [_frame(each) for each in found["frames"]]
+    except (KeyError, TypeError, ValueError):
+        return []
+
+
+def _frame(frame: dict[str, Any]) -> str:
+    place = frame["short_filename"] or frame["filename"]
+    line = f":{frame['line']}" if frame["line"] else ""
+    return f"{frame['name']} ({place}{line})"
