@@ -12,6 +12,7 @@ from msgspec import structs
 from launch.hosts.agents import Hosts, address
 from launch.hosts.test_decider import Rules, group, info, running
 from launch.runs import WORKER
+from outlast.coordination.blame import may_be_of_host
 from outlast.coordination.deciding import decision_key
 from outlast.coordination.decision import Decision, ViewRecord, encode_record
 from outlast.coordination.records import FaultRecord
@@ -97,8 +98,17 @@ def test_the_next_leader_knows_the_faults_from_the_chain() -> None:
     assert [each.restart for each in second.look(plan).blames] == ["0/call/0/0", "0/call/0/1"]
 
 
-@pytest.mark.parametrize("fault", [{"mistake": True}, {"consequence": True}, {"overtaken": True}])
-def test_faults_that_say_nothing_of_the_host_do_not_count(fault: dict[str, bool]) -> None:
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"mistake": True},
+        {"consequence": True},
+        {"overtaken": True},
+        {"cause": "outlast.errors.SkipBatches: after step 5, the loss is NaN"},
+        {"cause": "ReplicasDiffer: after step 5"},
+    ],
+)
+def test_faults_that_say_nothing_of_the_host_do_not_count(fault: dict[str, Any]) -> None:
     leader = Leader()
     leader.decide(1, rank=1, **fault)
     assert not leader.look(three()).blames
@@ -141,6 +151,28 @@ def test_a_restart_of_all_workers_counts_and_the_host_gets_no_place_in_the_next(
     rules = Rules(dataclasses.replace(LIMITS, replacement_s=0.001), 1, 9)
     assert rules.next_entry(plan, group("abc"), facts, 0.0) is None
     assert rules.next_entry(plan, group("abc"), facts, 1.0) == Start(2, ("a", "c"), 1)
+
+
+def test_a_restart_of_all_workers_by_a_mistake_does_not_count() -> None:
+    plan = three().apply(Restart(0, "rank 1 failed", process="b:17", blames=False))
+    assert not Leader().look(plan).blames
+
+
+@pytest.mark.parametrize(
+    ("error", "counts"),
+    [
+        ("KeyError: 'x'", False),
+        ("torch.distributed.DistBackendError: Connection closed by peer [::1]:1", False),
+        ("RuntimeError: [gloo] Connection reset by peer", False),
+        ("outlast.errors.NonFinite: the loss", False),
+        ("RuntimeError: CUDA error: uncorrectable ECC error", True),
+        ("OSError: [Errno 5] Input/output error", True),
+        ("outlast.errors.CheckpointError: the disk", True),
+        ("no exception", True),
+    ],
+)
+def test_which_exceptions_count_for_the_host(error: str, counts: bool) -> None:
+    assert may_be_of_host(error) is counts
 
 
 @pytest.mark.parametrize("text", ["0", "x", "2/0", "2/nan", "2/x", "-1/5"])

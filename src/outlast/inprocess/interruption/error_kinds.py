@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from outlast.coordination.blame import ECHOES, MISTAKES
 from outlast.coordination.repeated_faults import ALWAYS, AT_START
 from outlast.errors import (
     FolderInUse,
@@ -28,37 +29,7 @@ from outlast.system.user_frames import is_installed, is_own
 
 log = logging.getLogger("outlast.inprocess")
 
-# Messages of gloo (pair.cc), NCCL (remote process exited) and torch's TCP store on either side of a
-# broken connection.
-_ECHOES = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Socket closed",
-    "remote process exited",
-    "ncclRemoteError",
-    "NCCL communicator was aborted",
-    "Connection was likely closed",
-    "Software caused connection abort",
-)
 _AT_START = (TypeError, NameError, SyntaxError, ImportError, FolderInUse)
-# What a mistake in a program raises. A fault of the machine is an `OSError` or, in torch, a plain
-# `RuntimeError`.
-_MISTAKES = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    BufferError,
-    ImportError,
-    LookupError,
-    NameError,
-    NotImplementedError,
-    RecursionError,
-    StopIteration,
-    SyntaxError,
-    TypeError,
-    ValueError,
-)
 _RAISE = dis.opmap["RAISE_VARARGS"]
 
 
@@ -73,7 +44,7 @@ def is_consequence(error: BaseException) -> bool:
             return True
         if isinstance(seen, RuntimeError | OSError):
             text = message(seen)
-            if any(echo in text for echo in _ECHOES):
+            if any(echo in text for echo in ECHOES):
                 return True
     return False
 
@@ -142,7 +113,7 @@ def is_mistake(error: BaseException) -> bool:
     """Whether a mistake in the user's program raises such an exception. `OutlastError` says by
     itself whether it is permanent.
     """
-    return isinstance(error, _MISTAKES) and not isinstance(error, OutlastError)
+    return isinstance(error, MISTAKES) and not isinstance(error, OutlastError)
 
 
 def is_misuse(error: BaseException) -> bool:

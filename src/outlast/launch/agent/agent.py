@@ -259,7 +259,7 @@ class Agent:
         elif decision is Decision.RESTARTED:
             budget = f"restart {coordinator.used + 1} of {limit}, of all workers"
             self._say(f"{what}: {budget}")
-            coordinator.restart(f"{there}: {budget}", death.pid)
+            coordinator.restart(f"{there}: {budget}", death)
         elif decision is Decision.FATAL:
             self._say(f"{what}: this ends the job")
             coordinator.end(there, death.pid)

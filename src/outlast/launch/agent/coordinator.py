@@ -90,8 +90,8 @@ class Coordinator(Protocol):
     def give_up(self, ranks: frozenset[int]) -> None:
         """These ranks of this host will not be replaced."""
 
-    def restart(self, cause: str, pid: int) -> None:
-        """Restart all workers, because of the failure of this host's worker `pid`."""
+    def restart(self, cause: str, death: Death) -> None:
+        """Restart all workers, because of the failure of this host's worker."""
 
     def end(self, cause: str, pid: int) -> None:
         """End the job, because of the failure of this host's worker `pid`."""

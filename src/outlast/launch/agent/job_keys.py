@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from outlast.coordination.blame import may_be_of_host
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link, drive, perform_on
 from outlast.coordination.records import (
@@ -97,15 +98,19 @@ class JobKeys:
 
     def first_causes(self, job: JobRecord, since: int) -> tuple[int, list[tuple[str, FaultRecord]]]:
         """How many restarts of the call have been decided, and the first causes of those after the
-        first `since`, with the ID of the host of each; without mistakes in the program, and faults
-        that may be the echo of another one.
+        first `since`, with the ID of the host of each; without those that say nothing of the host.
         """
         if not job.prefix:
             return 0, []
         newest, found = drive(_membership(job).first_causes(since), perform_on(self._store))
         # See `records.process_token`.
         named = [(token.partition("/")[0], fault) for token, fault in found]
-        return newest, [(h, f) for h, f in named if not (f.mistake or f.may_be_harmless)]
+        blamed = [
+            (host, fault)
+            for host, fault in named
+            if not (fault.mistake or fault.may_be_harmless) and may_be_of_host(fault.cause)
+        ]
+        return newest, blamed
 
     def end_probe(self, key: str) -> None:
         """Let the members go on that wait for the result under this key."""

@@ -63,7 +63,7 @@ class OneHost:
     def give_up(self, ranks: frozenset[int]) -> None:
         self.keys.give_up(ranks)
 
-    def restart(self, cause: str, pid: int) -> None:
+    def restart(self, cause: str, death: Death) -> None:
         self.used += 1
         self._actions.restart("")
 

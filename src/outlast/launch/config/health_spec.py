@@ -10,6 +10,7 @@ from pathlib import Path
 from outlast.launch.config.options import RunOptions
 
 LEVELS = ("off", "quick", "full")
+_FREE_GB = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,16 +26,19 @@ class HealthSpec:
 
 def health_from_options(options: RunOptions) -> HealthSpec | None:
     """What to check; `None` for nothing. A `ValueError` names the option."""
-    level, free, limit_s = options.health_check, options.health_free, options.health_timeout
+    level, limit_s = options.health_check, options.health_timeout
+    free = _FREE_GB if options.health_free is None else options.health_free
     if level not in LEVELS:
         raise ValueError(f"--health-check {level}: must be off, quick or full")
     if not math.isfinite(free) or free < 0:
         raise ValueError(f"--health-free {free:g}: must be a number of GB, at least 0")
     if not math.isfinite(limit_s) or limit_s <= 0:
         raise ValueError(f"--health-timeout {limit_s:g}: must be a positive number of seconds")
+    for name in ("health_folder", "health_free") if level == "off" else ():
+        if getattr(options, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option}: no folder is checked without --health-check quick")
     if level == "off" and options.health_command is None:
-        if options.health_folder is not None:
-            raise ValueError("--health-folder: nothing is checked without --health-check quick")
         return None
     if options.health_command is not None and not options.health_command.strip():
         raise ValueError("--health-command: must not be empty")

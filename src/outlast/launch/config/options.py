@@ -175,13 +175,14 @@ class RunOptions:
         ),
     ] = None
     health_free: Annotated[
-        float,
+        float | None,
         _health(
             "--health-free",
             metavar="GB",
-            help="How much must be free in --health-folder and in /dev/shm.",
+            help="How much must be free in --health-folder and in /dev/shm. Default: 1.",
+            show_default=False,
         ),
-    ] = 1.0
+    ] = None
     health_timeout: Annotated[
         float,
         _health(

@@ -62,13 +62,14 @@ class GiveUp(ChainEntry, frozen=True, tag="give up"):
 class Restart(ChainEntry, frozen=True, tag="restart"):
     """All workers on all hosts are ended and started again. `counts` is false for a restart that
     `--max-restarts` does not limit, because nothing has failed. `process` is the worker that has
-    caused it, if one has.
+    caused it, if one has, and `blames` says whether that counts for its host.
     """
 
     attempt: int
     cause: str
     counts: bool = True
     process: str = ""
+    blames: bool = True
 
 
 class Stop(ChainEntry, frozen=True, tag="stop"):
@@ -268,7 +269,7 @@ class JobPlan:
             return replace(self, probe=None, excluded=excluded) if mine else self
         if isinstance(entry, Restart) and running and entry.attempt == self.attempt:
             plan = replace(self, stage=Stage.CLEARING, restart=entry)
-            if not entry.process:
+            if not entry.process or not entry.blames:
                 return plan
             owner = entry.process.rpartition(":")[0]  # see `records.process_name`
             return plan._blamed(Blame(owner, f"{entry.attempt}", entry.cause))

@@ -20,6 +20,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+from outlast.coordination.blame import may_be_of_host
 from outlast.coordination.records import process_name
 from outlast.coordination.replicated.hosts import HostJoined, HostLost
 from outlast.errors import HostUnfit, StoreError
@@ -118,11 +119,12 @@ class ManyHosts:
     def give_up(self, ranks: frozenset[int]) -> None:
         self.keys.give_up(ranks)
 
-    def restart(self, cause: str, pid: int) -> None:
-        attempt, process = self._plan.attempt, process_name(self.host_id, pid)
+    def restart(self, cause: str, death: Death) -> None:
+        attempt, process = self._plan.attempt, process_name(self.host_id, death.pid)
+        blames = death.error is None or may_be_of_host(death.error.error)
         self._propose(
             lambda plan: (
-                Restart(attempt, cause, process=process)
+                Restart(attempt, cause, process=process, blames=blames)
                 if plan.stage is Stage.RUNNING and plan.attempt == attempt
                 else None
             )
