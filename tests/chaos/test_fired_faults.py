@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from outlast.chaos.environment import Environment
-from outlast.chaos.fired_faults import FiredFaults, MarkerDirectory, MemoryFired, job_directory
+from outlast.chaos.fired_faults import MarkerDirectory, job_directory
 from outlast.errors import ChaosError
 from procs import NET_S
 
 
-@pytest.fixture(params=["memory", "markers"])
-def fired(request: pytest.FixtureRequest, tmp_path: Path) -> FiredFaults:
-    return MemoryFired() if request.param == "memory" else MarkerDirectory(tmp_path / "state")
+@pytest.fixture
+def fired(tmp_path: Path) -> MarkerDirectory:
+    return MarkerDirectory(tmp_path / "state")
 
 
 @pytest.fixture
@@ -30,14 +30,14 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Environment:
     return Environment(plan=None, state=None, rank=0, job=("id", "host", "29500"))
 
 
-def test_a_fault_is_claimed_once(fired: FiredFaults) -> None:
+def test_a_fault_is_claimed_once(fired: MarkerDirectory) -> None:
     assert fired.claim("planned-0", {"time": 2.0})
     assert not fired.claim("planned-0", {"time": 3.0})
     assert fired.claim("planned-1", {"time": 1.0})
     assert fired.records() == [{"time": 1.0}, {"time": 2.0}]
 
 
-def test_a_claim_is_released(fired: FiredFaults) -> None:
+def test_a_claim_is_released(fired: MarkerDirectory) -> None:
     assert fired.claim("planned-0", {})
     fired.release("planned-0")
     assert fired.records() == []

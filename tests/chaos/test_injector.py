@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from chaos.in_memory import MemoryFired
 from fake_clock import FakeClock
 from outlast import chaos
 from outlast.chaos import Kind, Plan, PlannedFault, RandomFaults, fail_at, installed
-from outlast.chaos.fired_faults import MemoryFired
 from outlast.chaos.injector import Injector
 from outlast.coordination.training_step import report_step
 from outlast.errors import ChaosError

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from chaos.in_memory import MemoryFired
 from outlast.chaos import Kind, Phase, PlannedFault, fail_at
-from outlast.chaos.fired_faults import MemoryFired
 from outlast.chaos.injector import Injector
 from outlast.errors import ChaosError
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from chaos.in_memory import MemoryFired
 from outlast import chaos
 from outlast.async_checkpoint import Checkpointer
 from outlast.chaos import fail_at
-from outlast.chaos.fired_faults import MemoryFired
 from outlast.chaos.injector import Injector
 from outlast.errors import CheckpointError
 from outlast.events.emitter import MemorySink, Sink

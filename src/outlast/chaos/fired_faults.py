@@ -15,53 +15,13 @@ import os
 import shutil
 import stat
 import tempfile
-import threading
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from outlast.chaos.environment import Environment
 from outlast.chaos.plan import Plan
 from outlast.errors import ChaosError
 from outlast.events.types import PlannedFault
-
-
-class FiredFaults(Protocol):
-    """Stores claims on faults. Implementations are thread-safe."""
-
-    def claim(self, key: str, record: dict[str, Any]) -> bool:
-        """Claims the fault `key`, with a record of where it fires; false if already claimed."""
-        ...
-
-    def release(self, key: str) -> None:
-        """Withdraws a claim: the fault did not fire."""
-        ...
-
-    def records(self) -> list[dict[str, Any]]:
-        """The records of all claims, ordered by their monotonic time."""
-        ...
-
-
-class MemoryFired:
-    """Claims in the memory of one process; for tests, and jobs without replaced processes."""
-
-    def __init__(self) -> None:
-        self._records: dict[str, dict[str, Any]] = {}
-        self._lock = threading.Lock()
-
-    def claim(self, key: str, record: dict[str, Any]) -> bool:
-        with self._lock:
-            if key in self._records:
-                return False
-            self._records[key] = record
-            return True
-
-    def release(self, key: str) -> None:
-        with self._lock:
-            self._records.pop(key, None)
-
-    def records(self) -> list[dict[str, Any]]:
-        with self._lock:
-            return _by_time(list(self._records.values()))
 
 
 class MarkerDirectory:
@@ -79,6 +39,7 @@ class MarkerDirectory:
         _make_private_directory(self.path)
 
     def claim(self, key: str, record: dict[str, Any]) -> bool:
+        """Claims the fault `key`, with a record of where it fires; false if already claimed."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
             fd = os.open(self.path / key, flags, 0o600)
@@ -89,14 +50,16 @@ class MarkerDirectory:
         return True
 
     def release(self, key: str) -> None:
+        """Withdraws a claim: the fault did not fire."""
         (self.path / key).unlink(missing_ok=True)
 
     def records(self) -> list[dict[str, Any]]:
-        found = []
+        """The records of all claims, ordered by their monotonic time."""
+        found: list[dict[str, Any]] = []
         for marker in self.path.iterdir():
             with contextlib.suppress(ValueError):  # not yet written, or the writer died
                 found.append(json.loads(marker.read_bytes()))
-        return _by_time(found)
+        return sorted(found, key=lambda record: float(record.get("time", 0.0)))
 
 
 def job_directory(environment: Environment) -> Path:
@@ -170,7 +133,3 @@ def _make_private_directory(path: Path) -> None:
         raise ChaosError(f"{path}: {refused}: another user owns it")
     if status.st_mode & 0o022:
         raise ChaosError(f"{path}: {refused}: others can write to it")
-
-
-def _by_time(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return sorted(records, key=lambda record: float(record.get("time", 0.0)))

@@ -22,7 +22,7 @@ from typing import Protocol
 from outlast.chaos.actions import fire, server_of
 from outlast.chaos.collectives import on_next_collective
 from outlast.chaos.environment import Environment
-from outlast.chaos.fired_faults import FiredFaults, MarkerDirectory, job_directory
+from outlast.chaos.fired_faults import MarkerDirectory, job_directory
 from outlast.chaos.kinds import Kind, Phase
 from outlast.chaos.plan import Moment, Plan, PlannedFault, RandomFaults
 from outlast.chaos.writer_server import PUBLISH, PUBLISHED, PUT, WRITE, WriterServer
@@ -84,15 +84,13 @@ class Injector:
         *,
         rank: int | None = None,
         clock: Clock | None = None,
-        fired: FiredFaults | None = None,
+        fired: MarkerDirectory | None = None,
         action: Callable[..., None] = fire,
     ) -> None:
         self.plan = plan if isinstance(plan, Plan) else Plan(faults=tuple(plan))
         self._clock: Clock = MonotonicClock() if clock is None else clock
         environment = Environment.read()
-        self.fired: FiredFaults = (
-            MarkerDirectory(job_directory(environment)) if fired is None else fired
-        )
+        self.fired = MarkerDirectory(job_directory(environment)) if fired is None else fired
         self._start = self._clock.now()
         self._rank = environment.rank if rank is None else rank
         self._action = action

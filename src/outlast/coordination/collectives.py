@@ -35,19 +35,25 @@ def least(value: int, group: Any = None) -> int:
     return int(tensor.item())
 
 
-def raise_together(error: Exception | None, what: str, rank: int, group: Any = None) -> None:
+def raise_together(
+    error: Exception | None,
+    what: str,
+    rank: int,
+    group: Any = None,
+    kind: type[Exception] = AsyncCallError,
+) -> None:
     """Raises on every rank if one has an error: a collective, and so a barrier too.
 
     Raises:
         Exception: `error`, if this rank has one.
-        AsyncCallError: on the other ranks; names one on which `what` happened.
+        kind: on the other ranks; names one on which `what` happened.
     """
     no_rank = 1 << 62
     first = least(no_rank if error is None else rank, group)
     if error is not None:
         raise error
     if first != no_rank:
-        raise AsyncCallError(f"{what} on rank {first}: its own error says why")
+        raise kind(f"{what} on rank {first}: its own error says why")
 
 
 def _several(group: Any) -> bool:

@@ -108,28 +108,6 @@ def test_the_saved_names_are_those_of_the_module(tmp_path: Path) -> None:
     assert set(state["model"]) == names
 
 
-@pytest.mark.parametrize(
-    "prefix",
-    ["_orig_mod.", *(pytest.param(p, marks=SLOW) for p in ("_orig_mod.module.", "module."))],
-)
-def test_a_checkpoint_with_the_names_of_a_wrapped_model_is_loaded(
-    tmp_path: Path, prefix: str
-) -> None:
-    """Saved by a version that did not unwrap the model, or with a `Checkpointer`."""
-    with job(tmp_path, module(0)) as one:
-        one.restore()
-        train(one)
-        before = state_of(one)
-        state = one._training.state_dict()
-        state["model"] = {prefix + name: value for name, value in state["model"].items()}
-        one.checkpointer.save(2, {**state, "counters": {**state["counters"], "steps": 2}}).wait()
-        one._saves._saved = one._saves._progress
-    for kind in ("plain", "compiled"):
-        with job(tmp_path, WRAPPERS[kind](module(1))) as other:
-            assert other.restore() == 2
-            assert state_of(other) == before
-
-
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     with job(tmp_path, module(0)) as one:
         one.restore()

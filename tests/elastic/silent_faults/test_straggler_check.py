@@ -113,7 +113,7 @@ def windows(judge: SlowRanks, *medians: list[float | None]) -> list[list[int]]:
     found = []
     for number, each in enumerate(medians):
         records = [json.dumps({"step": number, "host": "h", "median": m}) for m in each]
-        found.append([slow.rank for slow in SlowRanks.decode(judge(records))])
+        found.append([slow.straggler for slow in SlowRanks.decode(judge(records))])
     return found
 
 

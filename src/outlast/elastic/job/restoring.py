@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,6 +15,7 @@ from outlast.async_checkpoint import Checkpointer
 from outlast.async_checkpoint.observers import notify
 from outlast.coordination.agreement import Agreement
 from outlast.coordination.call_ledger import CallLedger
+from outlast.coordination.collectives import raise_together
 from outlast.elastic.job.encoding import load_plain, load_state, unpacked
 from outlast.elastic.job.live.choice import Choice, Offer, choose, next_branch
 from outlast.elastic.job.live.frozen import Frozen, Leaf, join, signature
@@ -24,7 +24,7 @@ from outlast.elastic.job.live.recorder import NotSupported, Recorder
 from outlast.elastic.job.live.transfer import Exchange, TransferFailed
 from outlast.elastic.job.same_on_all_ranks import first_rank, names_of
 from outlast.elastic.job.training_state import TrainingState
-from outlast.elastic.wrapped_modules import plain_state_dict, with_old_names
+from outlast.elastic.wrapped_modules import plain_state_dict
 from outlast.errors import CheckpointError
 from outlast.inprocess.running_call import RunningCall
 from outlast.system.notices import notice
@@ -272,9 +272,7 @@ class Restoring:
         found: int | None = None
         try:
             state, optional = self._training.load_target()
-            found = with_old_names(
-                partial(self._checkpointer.restore, step=step, optional=optional), state
-            )
+            found = self._checkpointer.restore(state, step=step, optional=optional)
             if found is not None:
                 self._load_on_all_ranks(state)
         except Exception:
@@ -293,11 +291,8 @@ class Restoring:
             self._training.load_state_dict(state)
         except Exception as e:  # noqa: BLE001 - raised below, when the other ranks know of it
             error = e
-        first = first_rank(error is not None, self._rank, self._group)
-        if error is not None:
-            raise error
-        if first is not None:
-            raise CheckpointError(f"rank {first} could not load its state: see its own error")
+        what = "the state could not be loaded"
+        raise_together(error, what, self._rank, self._group, kind=CheckpointError)
 
 
 # By folder, the recorder of a call's present or last iteration, or why there is none. It outlives

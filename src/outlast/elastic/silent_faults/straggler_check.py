@@ -146,8 +146,8 @@ class RunningStragglerCheck:
         if self._step % self._check.window == 0:
             self._publish()
         for text in self._exchange.results():
-            for slow in SlowRanks.decode(text):
-                self._report(slow)
+            for found in SlowRanks.decode(text):
+                self._report(found)
         if self._waits is not None:
             self._waits.clear()
         self._began = self._now()
@@ -184,15 +184,7 @@ class RunningStragglerCheck:
 
         self._exchange.publish(record)
 
-    def _report(self, slow: SlowRank) -> None:
-        found = StragglerFound(
-            step=slow.step,
-            straggler=slow.rank,
-            straggler_host=slow.host,
-            seconds=slow.seconds,
-            typical_seconds=slow.typical_seconds,
-            windows=slow.windows,
-        )
+    def _report(self, found: StragglerFound) -> None:
         if self._exchange.rank == 0:
             log.warning("%s", describe(found, self._check.window))
             self._emitter.emit(found)
@@ -291,18 +283,6 @@ def describe(found: StragglerFound, window: int) -> str:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class SlowRank:
-    """A rank that has become a straggler; the fields of `StragglerFound`."""
-
-    rank: int
-    host: str
-    step: int
-    seconds: float
-    typical_seconds: float
-    windows: int
-
-
 class SlowRanks:
     """Judges one window after the other; keeps how many in a row each rank was slow."""
 
@@ -319,7 +299,7 @@ class SlowRanks:
             for rank, record in enumerate(records)
             if record["median"] is not None
         }
-        found = []
+        found: list[dict[str, Any]] = []
         for rank, seconds in medians.items():
             typical = _typical(rank, medians)
             if typical is None or not self._is_slow(seconds, *typical):
@@ -327,18 +307,22 @@ class SlowRanks:
                 continue
             self._in_a_row[rank] += 1
             if self._in_a_row[rank] == self._windows:
-                record = records[rank]
                 found.append(
-                    SlowRank(
-                        rank, record["host"], record["step"], seconds, typical[0], self._windows
-                    )
+                    {
+                        "step": records[rank]["step"],
+                        "straggler": rank,
+                        "straggler_host": records[rank]["host"],
+                        "seconds": seconds,
+                        "typical_seconds": typical[0],
+                        "windows": self._windows,
+                    }
                 )
-        return json.dumps([dataclasses.asdict(each) for each in found])
+        return json.dumps(found)
 
     @staticmethod
-    def decode(text: str) -> list[SlowRank]:
-        """The inverse of the encoding of a result."""
-        return [SlowRank(**each) for each in json.loads(text)]
+    def decode(text: str) -> list[StragglerFound]:
+        """The stragglers of a result."""
+        return [StragglerFound(**each) for each in json.loads(text)]
 
     def _is_slow(self, seconds: float, typical: float, spread: float) -> bool:
         above = seconds - typical
