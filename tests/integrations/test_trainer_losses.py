@@ -33,13 +33,17 @@ def test_another_number_of_processes_with_as_many_samples_in_a_step() -> None:
     from outlast.integrations.transformers.progress import Losses
 
     now = Losses(trainer(4))
-    now.step_samples = 24
-    before = {"world_size": 2, "step_samples": 24, "total": 8.0, "logged": 3}
+    now.step_samples, now.epoch_steps = 24, 12
+    before = {"world_size": 2, "step_samples": 24, "epoch_steps": 12, "total": 8.0, "logged": 3}
     found = now.resized([{**before, "sum": each, "flos": 10.0} for each in (1.0, 2.0)])
     assert found == {**before, "sum": 1.5, "flos": 5.0}
     now.load_state_dict(found)
     now.step_samples = 48
     with pytest.raises(CheckpointMismatch, match="with 24 and 48 samples in a step"):
+        now.load_state_dict(found)
+    # Trainer's position is a number of steps: with dataloader_drop_last, each process drops others.
+    now.step_samples, now.epoch_steps = 24, 13
+    with pytest.raises(CheckpointMismatch, match="12 and 13 steps in an epoch"):
         now.load_state_dict(found)
 
 

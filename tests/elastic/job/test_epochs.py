@@ -23,9 +23,11 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
 )
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import outlast
 from outlast.elastic import ElasticLoader, ShardedStream
+from outlast.elastic.job.epochs import Epochs
 from outlast.errors import CheckpointMismatch, RankShouldRestart
 
 EPOCHS, SAMPLES, BATCH, STEPS = 3, 10, 3, 4  # steps in an epoch
@@ -103,11 +105,14 @@ LOADERS: dict[str, Any] = {
         Stream(), BATCH, num_workers=1, persistent_workers=True
     ),
     "single": lambda data: DataLoader(Augmented(), None, sampler=range(STEPS), num_workers=2),
+    "elastic augmented": lambda data: ElasticLoader(
+        Augmented(), global_batch_size=BATCH, rank=0, replicas=1
+    ),
     "elastic workers": lambda data: ElasticLoader(
         Augmented(), global_batch_size=BATCH, rank=0, replicas=1, num_workers=2
     ),
 }
-FAST = ("shuffled",)
+FAST = ("shuffled", "elastic augmented")
 
 
 def job_with(path: Path, loader: Any = None, **options: Any) -> outlast.Job:
@@ -198,6 +203,41 @@ def test_what_is_done_is_not_loaded_again(tmp_path: Path) -> None:
         for _ in job.epochs(1):
             assert len(list(job.batches(DataLoader(data, BATCH)))) == STEPS - 2
     assert data.loaded == list(range(2 * BATCH, SAMPLES))
+
+
+def test_a_loader_with_a_state_that_was_resumed_at_its_end_begins_the_next_epoch(
+    tmp_path: Path,
+) -> None:
+    def seen(epochs: int, *, dies: bool = False) -> list[tuple[int, float]]:
+        loader = StatefulDataLoader(Data(), BATCH)
+        found = []
+        with job_with(tmp_path, loader) as job:
+            job.restore()
+            for epoch in job.epochs(epochs):
+                for batch in job.batches(loader):
+                    job.step()
+                    found.append((epoch, batch[0].item()))
+                if dies and epoch == epochs - 1:
+                    job.checkpointer.wait()
+                    raise Killed(found)
+        return found
+
+    of_epochs = [[(epoch, float(n)) for n in range(0, SAMPLES, BATCH)] for epoch in range(3)]
+    with pytest.raises(Killed) as killed:
+        seen(2, dies=True)
+    assert killed.value.args == (of_epochs[0] + of_epochs[1],)
+    assert seen(2) == []  # the end of the epoch again; saved with no batch left
+    assert seen(3) == of_epochs[2]
+
+
+def test_an_evaluation_is_repeated_by_any_number_of_ranks() -> None:
+    before, now = (Epochs(None, {}, 0, size, random=False) for size in (2, 1))
+    for _ in before.loop(1):
+        assert list(before.batches([1, 2])) == [1, 2]
+        saved = before.save()
+    now.load(saved, 5)
+    for _ in now.loop(1):
+        assert list(now.batches([1, 2, 3, 4])) == [1, 2, 3, 4]
 
 
 def test_two_loops_in_one_epoch(tmp_path: Path) -> None:

@@ -116,13 +116,26 @@ def test_the_loaded_state_is_kept_until_the_next_step() -> None:
     """torchdata's loader begins an iteration when it is asked, before the program sets the epoch;
     accelerate's says what it was before.
     """
-    steps, source = 1, Buffering()
-    loader = ThirdPartyLoader(source, 0, 1, required=True, steps=lambda: steps)
+    steps, ended, source = 1, 0, Buffering()
+    loader = ThirdPartyLoader(source, 0, 1, required=True, moment=lambda: (steps, ended))
     loader.load(states_of(5), 1)
     source.state = {"at": 0}
     assert loader.save() == states_of(5)
     assert loader.live(None, loader.own(), True) == states_of(5)
     steps = 2
+    assert loader.save() == states_of(0)
+
+
+@pytest.mark.parametrize("what", ["an epoch has ended", "it was iterated"])
+def test_the_loaded_state_is_not_kept_where_it_came_to_its_end_without_a_step(what: str) -> None:
+    ended, source = 0, Buffering()
+    loader = ThirdPartyLoader(source, 0, 1, required=True, moment=lambda: (1, ended))
+    loader.load(states_of(5), 1)
+    source.state = {"at": 0}
+    if what == "it was iterated":
+        source._iterator = iter(())
+    else:
+        ended = 1
     assert loader.save() == states_of(0)
 
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import outlast
 from outlast.elastic import ElasticLoader, FiniteCheck, ShardedStream
+from outlast.elastic.job.epochs import Epochs
 from outlast.errors import CheckpointError, NonFinite, SkipBatches
 from outlast.events.emitter import MemorySink
 from outlast.events.types import BatchesSkipped
@@ -144,6 +145,19 @@ def test_the_weights_are_those_of_a_run_that_leaves_the_batches_out(
     left_out = [event.samples for event in job.sink.events if isinstance(event, BatchesSkipped)]
     assert sum(left_out) == BATCH * len(skipped)
     assert job.samples == BATCH * (EPOCHS * STEPS - len(skipped))
+
+
+def test_what_was_done_in_earlier_epochs_is_known_after_a_restore() -> None:
+    """A state of survivors may be of a later epoch than the checkpoint to which they go back."""
+    one, other = (Epochs(None, {}, 0, 1, random=False) for _ in range(2))
+    one.may_leave_out, saved = True, {}
+    for epoch in one.loop(2):
+        for number, _ in enumerate(one.batches(range(3)), 1):
+            one.stepped(3 * epoch + number)
+            if one.steps == 4:
+                saved = one.save()
+    other.load(saved, 4)
+    assert other.batches_done() == {0: (3,), 1: (1,)}
 
 
 def test_a_loop_of_restarts_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

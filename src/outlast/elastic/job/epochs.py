@@ -25,6 +25,7 @@ from outlast.system.arguments import as_int
 log = logging.getLogger("outlast.elastic")
 
 _SHARED = "shared"
+_ENDED = 256  # epochs of which it is known what was done
 _has_told = False  # this process, that what follows a step is not repeated
 
 
@@ -36,12 +37,14 @@ class Epochs(Part):
         steps: the number of steps of the job.
         by_framework: whether a framework repeats what follows a step after a fault.
         left_out: by epoch, how many of the first batches of each pass are left out.
+        may_leave_out: whether a later step may leave out the batches of this one.
+        ended: how many epochs have ended in this process.
     """
 
     def __init__(
         self, loader: Any, states: Mapping[str, Any], rank: int, world_size: int, *, random: bool
     ) -> None:
-        self.steps = 0
+        self.steps = self.ended = 0
         self.by_framework = False
         self._own = loader if isinstance(loader, ElasticLoader | ShardedStream) else None
         self._with_position = [loader, *states.values()]
@@ -51,6 +54,7 @@ class Epochs(Part):
         self._passes: list[Pass] = []
         self._done: dict[int, tuple[int, ...]] = {}  # as `batches_done`, of the epochs before
         self.left_out: dict[int, tuple[int, ...]] = {}
+        self.may_leave_out = False
         self._calls = 0  # of `batches` in this epoch, since it was yielded
         self._inner = 0  # passes within another one
         self._restored: generators.Generators | None = None
@@ -104,7 +108,7 @@ class Epochs(Part):
                 self._was_left = False
                 if not self._is_loaded:
                     self._warn_of_left_passes()
-                    self._begin(self.number + 1, self.steps)
+                    self._end_epoch()
         finally:
             if self._loop is loop:
                 self._loop = None
@@ -125,6 +129,10 @@ class Epochs(Part):
             )
         self._is_loaded, self._was_left = False, True  # left, unless the loop comes back
         self._first_step = first_step
+
+    def _end_epoch(self) -> None:
+        self.ended += 1
+        self._begin(self.number + 1, self.steps)
 
     def _begin(self, number: int, first_step: int | None) -> None:
         self._done = self.batches_done()
@@ -155,6 +163,7 @@ class Epochs(Part):
         if number == len(self._passes):
             self._passes.append(Pass(length, has_position))
         found, batch = self._passes[number], global_batch(loader, self._world_size)
+        found.length = length if found.length is None else found.length
         if found.is_resized and found.global_batch != batch:
             raise CheckpointMismatch(
                 f"epoch {self.number} was saved by another number of ranks, after {found.done} "
@@ -208,8 +217,8 @@ class Epochs(Part):
         return any(each.done and not each.has_position for each in self._passes)
 
     def batches_done(self) -> dict[int, tuple[int, ...]]:
-        """By epoch, how many batches of each pass are done or left out, since the state that was
-        restored; 0 for a loader with a position of its own.
+        """By epoch, how many batches of each pass are done or left out, in the last ones; 0 for a
+        loader with a position of its own.
         """
         done = tuple(
             0 if each.has_position else max(each.done, each.left_out) for each in self._passes
@@ -227,7 +236,7 @@ class Epochs(Part):
         if self._was_left:
             self._left = self._end
             if is_done:
-                self._begin(self.number + 1, self.steps)
+                self._end_epoch()
         self._was_left = False
 
     # ---------------------------------------------------------------------------- the state
@@ -253,7 +262,10 @@ class Epochs(Part):
         passes = tuple(each.saved() for each in self._passes)
         at_end = self._loop is not None and bool(passes) and all(p.is_over for p in self._passes)
         first_step = self.steps if self._first_step is None else self._first_step
-        return {_SHARED: (self._number, first_step, self._world_size, passes, at_end, self._left)}
+        # Those that lie between the present step and a checkpoint to which it may go back.
+        ended = tuple(sorted(self._done.items())[-_ENDED:]) if self.may_leave_out else ()
+        at = self._number, first_step, self._world_size, passes, at_end, self._left
+        return {_SHARED: (*at, ended)}
 
     def own(self) -> tuple[Any, ...] | None:
         return tuple(each.noted for each in self._passes) or None
@@ -267,14 +279,18 @@ class Epochs(Part):
         """
         passes: list[Pass] = []
         number = first_step = None
-        left = 0
+        left, ended = 0, ()
         if _SHARED in state:
-            number, first_step, world_size, saved, at_end, left = state[_SHARED]
+            number, first_step, world_size, saved, at_end, left, ended = state[_SHARED]
             noted = state.get(str(self._rank), ()) if world_size == self._world_size else ()
             passes = [Pass.restored(each, *noted[i : i + 1]) for i, each in enumerate(saved)]
             for each in passes:
-                each.is_resized = world_size != self._world_size and not (
-                    each.has_position or each.is_complete
+                if world_size != self._world_size and not each.done:
+                    each.length = None
+                each.is_resized = (
+                    world_size != self._world_size
+                    and bool(each.done)  # else it is repeated as a whole
+                    and not (each.has_position or each.is_complete)
                 )
                 if each.is_resized and not each.global_batch:
                     raise CheckpointMismatch(
@@ -294,7 +310,7 @@ class Epochs(Part):
                 )
         self.steps, self._number, self._first_step, self._left = steps, number, first_step, left
         self._passes, self._calls, self._inner, self._restored = passes, 0, 0, None
-        self._is_loaded, self._done = True, {}
+        self._is_loaded, self._done = True, dict(ended)
         if self._own is not None and number is not None:
             self._own.resume_epoch(number)
 

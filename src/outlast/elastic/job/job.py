@@ -145,6 +145,7 @@ class Job:
         self.module = self._training.module
         self._skipped = self._training.skipped
         self._skipped.most = self._checks.max_skips
+        self._training.epochs.may_leave_out = self._skipped.most is not None
         self._ledger = connect_ledger("job", self._group)
         self._parameters = SameParameters(self._training, self._ledger, self.checkpointer)
         self._restoring = Restoring(

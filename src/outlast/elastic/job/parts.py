@@ -123,11 +123,13 @@ class ThirdPartyLoader(Part):
     loader whose state is a global position declares this with a true attribute `resizable`. With a
     method `resized`, it makes that position from the states of all ranks.
 
-    Until the next step, its state is the one that was loaded. The loader is not asked: torchdata's
-    begins an iteration then, which draws random numbers, and takes the order from the sampler
-    before the program has set its epoch; accelerate's has its state of before.
+    Until the next step or epoch, its state is the one that was loaded. The loader is not asked:
+    torchdata's begins an iteration then, which draws random numbers, and takes the order from the
+    sampler before the program has set its epoch; accelerate's has its state of before. But once
+    torchdata's was iterated, it is asked: it may have come to its end without a step.
 
-    If `required`, a checkpoint without this state is an error. `steps` returns those of the job.
+    If `required`, a checkpoint without this state is an error. `moment` returns the number of steps
+    of the job, and of the epochs that have ended since it began.
     """
 
     is_of_rank = True
@@ -139,21 +141,29 @@ class ThirdPartyLoader(Part):
         world_size: int,
         *,
         required: bool,
-        steps: Callable[[], int] | None = None,
+        moment: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
         super().__init__(source)
         self._rank, self._world_size, self._required = rank, world_size, required
-        self._steps = steps
-        self._loaded: tuple[int, Any] | None = None  # after which step, and the state
+        self._moment = moment
+        self._loaded: tuple[Any, Any] | None = None  # when, and the state
 
     def save(self) -> dict[str, Any]:
         """Keyed by rank, as a tuple, which a checkpoint stores as one value."""
         return {str(self._rank): (self._state(),)}
 
     def _state(self) -> Any:
-        if self._loaded and self._steps and self._loaded[0] == self._steps():
+        if self._loaded and self._loaded[0] == self._now():
             return self._loaded[1]
         return self._source.state_dict()
+
+    def _now(self) -> Any:
+        """Differs once there may be another state. One that is resizable can be asked at any time:
+        it differs from itself.
+        """
+        if self._moment is None or getattr(self._source, "resizable", False):
+            return object()
+        return self._moment(), id(getattr(self._source, "_iterator", None))
 
     def target(self, saved: Any) -> dict[str, Any]:
         return {}  # filled with the states of all ranks
@@ -178,8 +188,8 @@ class ThirdPartyLoader(Part):
             )
         if resized and hasattr(self._source, "resized"):
             own = (self._source.resized([state[str(rank)][0] for rank in range(len(state))]),)
-        self._loaded = (steps, own[0]) if steps else None
         self._source.load_state_dict(own[0])
+        self._loaded = (self._now(), own[0]) if steps else None
         if not steps:  # as before the first save, whose random numbers are restored next
             self._source.state_dict()
 

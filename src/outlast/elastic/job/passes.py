@@ -48,7 +48,7 @@ class Pass:
     """One call of `Job.batches` in an epoch.
 
     Attributes:
-        length: the number of batches of a whole pass.
+        length: the number of batches of a whole pass; `None` until this number of ranks begins it.
         has_position: whether the loader's own state, which the job saves, has the position.
         done: how many batches it had yielded at the last step that was made in it. An evaluation,
             in which no steps are made, has done none, and is repeated as a whole.
@@ -62,7 +62,7 @@ class Pass:
         is_resized: whether it was saved within its batches by another number of ranks.
     """
 
-    length: int
+    length: int | None
     has_position: bool
     done: int = 0
     is_over: bool = False
@@ -84,16 +84,16 @@ class Pass:
     @classmethod
     def restored(cls, saved: Any, noted: Noted | None = None) -> Pass:
         """The pass of which `saved` and `noted` were saved."""
-        length, has_position, done, is_over, is_exhausted, *more = saved  # older ones have no more
+        length, has_position, done, is_over, is_exhausted, batch = saved
         if not done:
             return cls(length, has_position)
         is_exhausted = is_exhausted or done == length
         is_over = is_over or is_exhausted
         found = cls(length, has_position, done, is_over, is_exhausted, taken=done, _noted=noted)
-        found.global_batch = more[0] if more else 0
+        found.global_batch = batch
         return found
 
-    def saved(self) -> tuple[int, bool, int, bool, bool, int]:
+    def saved(self) -> tuple[int | None, bool, int, bool, bool, int]:
         """What is the same on all ranks."""
         position = self.length, self.has_position, self.done, self.is_over, self.is_exhausted
         return *position, self.global_batch
@@ -152,7 +152,10 @@ class Pass:
         # Without noted generators: by another number of ranks.
         if self.has_position or (self._noted is None and not self.is_resized):
             found = iter(loader if self.has_position else ())
-            if isinstance(found, Generator):  # accelerate's begins, and draws, with its first batch
+            # accelerate's begins, and draws, with its first batch; in ours, that draws as always.
+            if isinstance(found, Generator) and not isinstance(
+                loader, ElasticLoader | ShardedStream
+            ):
                 found = chain(list(islice(found, 1)), found)
             _set(present)
             return found

@@ -79,8 +79,8 @@ class TrainingState:
         self.consistent_ddp = None if isinstance(model, Mapping) else consistent_ddp(model)
         self.counters = Counters(loader)
 
-        def steps() -> int:
-            return self.counters.steps
+        def moment() -> tuple[int, int]:
+            return self.counters.steps, self.epochs.ended
 
         self.epochs = Epochs(loader, states, rank, world_size, random=random)
         self.buckets = GradientBuckets([*by_name(model).values(), *states.values()])
@@ -100,10 +100,10 @@ class TrainingState:
             self.parts["loader"] = SamplerPart(loader)
         elif loader is not None:
             self.parts["loader"] = ThirdPartyLoader(
-                loader, rank, world_size, required=True, steps=steps
+                loader, rank, world_size, required=True, moment=moment
             )
         self._attached: dict[str, Part] = {
-            name: ThirdPartyLoader(each, rank, world_size, required=False, steps=steps)
+            name: ThirdPartyLoader(each, rank, world_size, required=False, moment=moment)
             if isinstance(each, DataLoader)
             else AttachedState(each)
             for name, each in states.items()

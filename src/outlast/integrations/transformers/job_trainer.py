@@ -30,6 +30,7 @@ from outlast.integrations.transformers.progress import (
     check_supported,
     count_steps,
     retention,
+    steps_of_epoch,
 )
 
 if TYPE_CHECKING:
@@ -115,6 +116,7 @@ class JobTrainerMixin(_Mixed):
         self.create_scheduler(num_training_steps=count_steps(self, loader))
         batch = declare_order(loader)
         self._losses.step_samples = batch * self.args.gradient_accumulation_steps
+        self._losses.epoch_steps = steps_of_epoch(self, loader)
         self._created_lr_scheduler = False  # else Trainer makes another one
         _make_equal_on_all_ranks(self.model)
         states = {"scheduler": self.lr_scheduler, "progress": self._progress}

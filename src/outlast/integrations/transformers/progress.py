@@ -61,11 +61,13 @@ class Losses:
     """The losses of this rank that the Trainer has not logged yet.
 
     A `Job` saves them as a data loader, that is, rank by rank. The position in the data, which
-    Trainer computes from the number of steps, fits another number of ranks if a step has as many
-    samples as before, which are the next ones of an order over all ranks.
+    Trainer computes from the number of steps, fits another number of ranks if an epoch has as many
+    steps as before, and a step as many samples, which are the next ones of an order over all ranks.
 
     Attributes:
         step_samples: the samples of a step, if there is such an order; else 0.
+        epoch_steps: the steps of an epoch. With `dataloader_drop_last`, each rank drops the rest of
+            its own batches, so equal steps do not mean as many.
     """
 
     resizable = True  # so that `load_state_dict` sees the other number, and can say what to do
@@ -73,14 +75,14 @@ class Losses:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._loaded: dict[str, Any] | None = None
-        self.step_samples = 0
+        self.step_samples = self.epoch_steps = 0
 
     def state_dict(self) -> dict[str, Any]:
         if self._loaded is not None:  # restored, and not handed to the Trainer yet
             return self._loaded
         trainer = self._trainer
         size = trainer.args.world_size
-        saved: dict[str, Any] = {"world_size": size, "step_samples": self.step_samples}
+        saved: dict[str, Any] = {"world_size": size, **self._data}
         if hasattr(trainer, "_tr_loss"):
             saved["sum"] = trainer._tr_loss.item()
             saved["total"] = trainer._total_loss_scalar
@@ -105,18 +107,24 @@ class Losses:
             CheckpointMismatch: if steps were made with another number of ranks, and other samples.
         """
         before, now = saved["world_size"], self._trainer.args.world_size
-        samples = saved.get("step_samples", 0)
-        if "sum" in saved and before != now and not (samples and samples == self.step_samples):
+        samples, steps = saved["step_samples"], saved["epoch_steps"]
+        fits = samples and {"step_samples": samples, "epoch_steps": steps} == self._data
+        if "sum" in saved and before != now and not fits:
             raise CheckpointMismatch(
                 f"this training was saved by {before} processes, and there are {now} now, with "
                 f"{samples} and {self.step_samples} samples in a step (0: their order is not known "
-                "for all processes): samples would be repeated and others skipped. Let "
-                "per_device_train_batch_size x gradient_accumulation_steps x processes be the same "
+                f"for all processes) and {steps} and {self.epoch_steps} steps in an epoch: samples "
+                "would be repeated and others skipped. Let per_device_train_batch_size x "
+                "gradient_accumulation_steps x processes and the steps of an epoch be the same "
                 f"as before, or continue with {before} processes; or write the model with "
                 "`trainer.save_model()` there, and begin a new training with it, in another "
                 "output_dir"
             )
         self._loaded = saved if "sum" in saved else None
+
+    @property
+    def _data(self) -> dict[str, int]:
+        return {"step_samples": self.step_samples, "epoch_steps": self.epoch_steps}
 
     def restore(self) -> None:
         """Gives the losses to the Trainer, once it has set its own to zero: the first loss that it
@@ -180,13 +188,19 @@ def count_steps(trainer: Trainer, loader: Any) -> int:
     Raises:
         ValueError: if it is unknown.
     """
-    args = trainer.args
+    args, per_epoch = trainer.args, steps_of_epoch(trainer, loader)
     if args.max_steps > 0:
         return int(args.max_steps)
-    try:
-        batches = len(loader)
-    except TypeError as e:
-        raise ValueError("the data set has no length: set max_steps in TrainingArguments") from e
-    per_epoch = max(math.ceil(batches / args.gradient_accumulation_steps), 1)
+    if not per_epoch:
+        raise ValueError("the data set has no length: set max_steps in TrainingArguments")
     steps: int = math.ceil(args.num_train_epochs * per_epoch)
     return steps
+
+
+def steps_of_epoch(trainer: Trainer, loader: Any) -> int:
+    """The number of optimizer steps of an epoch; 0 if it is unknown."""
+    try:
+        steps: int = math.ceil(len(loader) / trainer.args.gradient_accumulation_steps)
+    except TypeError:
+        return 0
+    return max(steps, 1)
