@@ -15,7 +15,7 @@ from benchmarks.rollback.ways import WAYS
 
 __all__ = ["run", "sheets"]
 
-_FAULTS = {1: 10, 16: 10, 128: 8, 1024: 4}
+_FAULTS = {1: 10, 128: 8, 1024: 4}
 _QUICK = {1: 2, 16: 2}
 _QUICK_WAYS = ("live", "cold")
 
