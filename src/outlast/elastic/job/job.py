@@ -288,8 +288,9 @@ class Job:
 
         Sets the epoch of a loader, sampler or data set with `set_epoch`. A loader with a state, as
         `ElasticLoader` has, is given to `Job`, too, and continues from its own position. Any other
-        `DataLoader` continues only with the same number of ranks: it draws the same order again,
-        and skips the indices of what is done. An `IterableDataset`, or any other iterable, is read
+        `DataLoader` draws the same order again, and skips the indices of what is done; with another
+        number of ranks, only if it has a `DistributedSampler` and batches as large over all ranks
+        (or a batch sampler with an attribute `resizable_batch`, the samples of such a batch). An `IterableDataset`, or any other iterable, is read
         again up to there.
 
         Raises:

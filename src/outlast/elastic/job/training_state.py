@@ -314,7 +314,7 @@ def check_stateful(loader: Any, states: Mapping[str, Any]) -> None:
             if isinstance(each, DataLoader):
                 hint = (
                     ": use outlast.elastic.ElasticLoader or torchdata's StatefulDataLoader, or "
-                    "leave it out, and a job that resumes begins its epoch again"
+                    "leave it out, and iterate it with job.batches()"
                 )
             raise ValueError(
                 f"{name!r} ({type(each).__name__}) has no {' and no '.join(lacks)}{hint}"
