@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
@@ -32,8 +32,9 @@ class CallWrapper:
         clock: Clock,
         estimator: GapEstimator | None,
         monitor_pid: int | None,
+        wake_monitor: Callable[[], None],
     ) -> None:
-        self.state, self.monitor_pid = state, monitor_pid
+        self.state, self.monitor_pid, self._wake_monitor = state, monitor_pid, wake_monitor
         self._page, self._atomic_section = page, atomic_section
         self._clock, self._estimator = clock, estimator
         self._last_ping: float | None = None
@@ -103,6 +104,9 @@ class CallWrapper:
             page.soft_limit = before
             self._note_phase()
             self._last_ping = None
+            if self._estimator is not None and not outer:
+                # Last, when the shorter limit is there: it sleeps by the one of the phase.
+                self._wake_monitor()
 
     def _note_phase(self) -> None:
         """A phase begins or ends. One that cleans up after an exception tells nothing of how far

@@ -137,6 +137,15 @@ def test_a_rank_that_hangs_after_a_ping_is_interrupted_and_takes_part(ranks: Ran
         assert_never_together(job)
 
 
+@pytest.mark.slow
+def test_the_monitor_is_woken_when_a_long_phase_ends(ranks: Ranks) -> None:
+    """It would look again after 200 s; the limit is a fraction of a second again."""
+    with ranks("lost", "hangs_after_a_long_phase") as job:
+        job.start_all()
+        assert job.wait_all(60) == {0: 0, 1: 0}, errors(job)
+        assert views(job) == {0: full(2), 1: full(2)}
+
+
 def test_an_adaptive_timeout_sees_a_hang_and_leaves_long_phases_alone(ranks: Ranks) -> None:
     with ranks("lost", "adaptive") as job:
         job.start_all()

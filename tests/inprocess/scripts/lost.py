@@ -147,6 +147,25 @@ def adaptive(call: CallWrapper) -> int:
 
 
 @scenario
+@wrapped(
+    **ADAPTIVE
+    | {"monitor_process_interval": seconds(200), "heartbeat_timeout": seconds(300)}
+    | {"barrier_timeout": seconds(400)}
+)
+def hangs_after_a_long_phase(call: CallWrapper) -> int:
+    """Rank 1 hangs after a phase in which its monitor process has gone to sleep for long."""
+    pause = threading.Event()
+    for _ in range(40):
+        call.ping()
+        pause.wait(0.005)
+    with call.long_phase(seconds(300)):
+        pause.wait(1.5)
+    if call.iteration == 0:
+        wait_forever()
+    return rank()
+
+
+@scenario
 @wrapped(rank_filter=MaxActiveWorldSize(2))
 def reserve(call: CallWrapper) -> str:
     """Two of three ranks are active; when one dies, the reserve rank takes over."""

@@ -290,8 +290,8 @@ class Job:
         `ElasticLoader` has, is given to `Job`, too, and continues from its own position. Any other
         `DataLoader` draws the same order again, and skips the indices of what is done; with another
         number of ranks, only if it has a `DistributedSampler` and batches as large over all ranks
-        (or a batch sampler with an attribute `resizable_batch`, the samples of such a batch). An `IterableDataset`, or any other iterable, is read
-        again up to there.
+        (or a batch sampler with an attribute `resizable_batch`, the samples of such a batch). An
+        `IterableDataset`, or any other iterable, is read again up to there.
 
         Raises:
             ValueError: outside of a loop over `epochs`; if a loader has a position that the job

@@ -120,6 +120,7 @@ class MonitorLoop:
                     # Closed without a message: the main process is ending. Its descriptors are
                     # closed before its pidfd becomes readable.
                     self._poll.unregister(self._end)
+                # After b"W", the next pause is by the timeouts that are in force now.
             else:
                 self._timeouts.check()
                 self._frozen.check()

@@ -54,6 +54,12 @@ class MonitorHandle:
         with contextlib.suppress(OSError):  # it has ended: the heartbeat thread notices
             self.socket.send(b"T")
 
+    def wake(self) -> None:
+        """Lets the monitor look at the timeouts now: one may have become shorter."""
+        # It has ended, which the heartbeat thread notices; or it has not read what woke it before.
+        with contextlib.suppress(OSError):
+            self.socket.send(b"W", socket.MSG_DONTWAIT)
+
     def dismiss(self, timeout: float) -> None:
         """Tells the monitor that the main process no longer needs it, and waits for its exit for at
         most `timeout` seconds: a monitor that serves the store may have to stay for other ranks.

@@ -97,6 +97,9 @@ class MonitorSupervisor:
     def pid(self) -> int:
         return self._handle.pid
 
+    def wake(self) -> None:
+        self._handle.wake()
+
     def watch(self, monitor_thread: int, report_loss: Callable[[str], None]) -> None:
         """Begins to watch the monitor process, which watches this package's threads in return: the
         one with the ID `monitor_thread`, and the heartbeat thread, which calls `report_loss` with

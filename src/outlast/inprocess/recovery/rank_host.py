@@ -323,6 +323,7 @@ class RankHost(RankFaults):
             self.clock,
             GapEstimator(soft) if isinstance(soft, Adaptive) else None,
             self.monitor.pid,
+            self.monitor.wake,
         )
         self.running.wrapper = call
         for observer in observers():
