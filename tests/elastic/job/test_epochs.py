@@ -210,8 +210,10 @@ def test_what_is_done_is_not_loaded_again(tmp_path: Path) -> None:
     assert data.loaded == list(range(2 * BATCH, SAMPLES))
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # of torchdata
+@pytest.mark.parametrize("saved", ["in the last step", "after the last batch"])
 def test_a_loader_with_a_state_that_was_resumed_at_its_end_begins_the_next_epoch(
-    tmp_path: Path,
+    tmp_path: Path, saved: str
 ) -> None:
     def seen(epochs: int, *, dies: bool = False) -> list[tuple[int, float]]:
         loader = StatefulDataLoader(Data(), BATCH)
@@ -223,6 +225,8 @@ def test_a_loader_with_a_state_that_was_resumed_at_its_end_begins_the_next_epoch
                     job.step()
                     found.append((epoch, batch[0].item()))
                 if dies and epoch == epochs - 1:
+                    if saved == "after the last batch":
+                        job.save()
                     job.checkpointer.wait()
                     raise Killed(found)
         return found

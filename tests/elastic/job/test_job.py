@@ -223,7 +223,7 @@ def test_all_ranks_raise_if_one_cannot_load_a_state(trainings: Made, bad_on: lis
         if rank in bad_on:
             assert refused["message"] == "the state 'bad' could not be loaded: it does not fit"
         else:
-            assert refused["message"].startswith("rank 1 could not load its state")
+            assert refused["message"].startswith("the state could not be loaded on rank 1")
         assert refused["same"], "the weights are unchanged"
         assert refused["states"] == {name: [value, [0.0] * 3] for name, value in new.items()}
         assert after == {"event": "after", "steps": 0, "place": [0, 0], "optimizer": 0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ class Timeouts(ProgressTimeouts):
         reports = SimpleNamespace(
             hard_timeout=lambda idle, what: self.sent.append(f"{what} {idle:g}"),
             soft_timeout=self._report,
+            native_frames=lambda said: said and self.sent.append(said),
         )
         plan = SimpleNamespace(page=page, soft=60.0, hard=hard, ping=600.0, grace=1.0, interval=1.0)
         self.all_idle, self.computes = True, False
@@ -32,7 +34,13 @@ class Timeouts(ProgressTimeouts):
         idle_ranks = SimpleNamespace(wait=self._wait, go_on=self._go_on)
         cpu = SimpleNamespace(progress=0.0, sample=self._sample)
         self.cpu = cpu
-        super().__init__(plan, clock, reports, 0, idle_ranks, cpu)  # type: ignore[arg-type]
+        self.read = True
+        self.frames = SimpleNamespace(
+            begin=lambda thread: None, is_over=lambda: self.read, said="", until=math.inf
+        )
+        super().__init__(
+            *(plan, clock, reports, 0, idle_ranks, cpu, self.frames)  # type: ignore[arg-type]
+        )
 
     def _report(self, idle: float, limit: float, what: str) -> None:
         self.page.reported_soft = self.page.iteration
@@ -68,6 +76,24 @@ def waiting(page: SharedPage, clock: FakeClock, **options: Any) -> Timeouts:
     page.heartbeat = clock.now()
     page.enter(Activity.WAITING, clock.now())
     return Timeouts(page, clock, **options)
+
+
+def test_the_signals_wait_until_the_native_frames_are_read(
+    page: SharedPage, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signals: list[signal.Signals] = []
+    monkeypatch.setattr(timeouts, "send_signal", lambda _, number: signals.append(number))
+    timer = waiting(page, clock)
+    timer.read, timer.frames.until = False, clock.now() + 2 * HARD_S
+    timer.after(HARD_S + 1)
+    assert (signals, timer.next_check()) == ([], timer.frames.until)
+    timer.after(1.5)  # more than the grace time: it has not begun
+    assert not signals
+    timer.read, timer.frames.said = True, "are f (libc.so.6)"
+    assert timer.after(0.5)[-1] == "are f (libc.so.6)"
+    assert signals == [signal.SIGTERM, signal.SIGCONT]
+    timer.after(1.1)
+    assert signals[-1] == signal.SIGKILL
 
 
 def test_a_wait_lasts_as_long_as_the_heartbeat_thread_runs(

@@ -74,6 +74,7 @@ class Epochs(Part):
         self._left = 0
         self.left_out = {}
         self._begin(as_int("epoch", number, at_least=0), None)
+        self._done = {}
 
     def loop(self, end: int) -> Iterator[int]:
         """The epochs from the present one to `end`, which is not included."""

@@ -149,13 +149,16 @@ class Pass:
             self._ends, self._present = False, {}
             return self._resumed(loader)
         present = generators.capture() if present is None else present
+        own_loader = isinstance(loader, ElasticLoader | ShardedStream)
+        if self.has_position and self.is_over and not own_loader:
+            _go_to_end(loader)
+            _set(present)
+            return iter(())
         # Without noted generators: by another number of ranks.
         if self.has_position or (self._noted is None and not self.is_resized):
             found = iter(loader if self.has_position else ())
             # accelerate's begins, and draws, with its first batch; in ours, that draws as always.
-            if isinstance(found, Generator) and not isinstance(
-                loader, ElasticLoader | ShardedStream
-            ):
+            if isinstance(found, Generator) and not own_loader:
                 found = chain(list(islice(found, 1)), found)
             _set(present)
             return found
@@ -231,6 +234,15 @@ class Pass:
         first = generators.mix64(xxhash.xxh3_64_intdigest(state) + self.worker_seed)
         for number, indices in enumerate(found, dropped):
             yield generators.Seeded(indices, generators.mix64(first + number))
+
+
+def _go_to_end(loader: Any) -> None:
+    """Goes on from a state without a batch that is left. One that knows it begins its next pass:
+    that is taken back.
+    """
+    state, found = loader.state_dict(), iter(loader)
+    if next(found, _END) is not _END:
+        loader.load_state_dict(state)
 
 
 def length_of(loader: Any) -> int:

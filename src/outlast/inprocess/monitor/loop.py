@@ -57,7 +57,9 @@ class MonitorLoop:
         emitter = Emitter(_sink(plan))
         self._reports = FaultReports(plan, main, emitter, self._store)
         self._frozen = FrozenNotice(plan, main, self._clock, emitter.host)
-        self._frames = NativeFrames(main, self._clock, self._poll)
+        # The other ranks wait for `patience`, at most, for one that is told to leave.
+        spare_s = (plan.patience - plan.hard - plan.grace) / 2
+        self._frames = NativeFrames(main, self._clock, self._poll, spare_s)
         self._timeouts = ProgressTimeouts(
             plan,
             self._clock,

@@ -11,7 +11,8 @@ import os
 import select
 import shutil
 import subprocess
-from typing import Any
+import tempfile
+from typing import IO, Any
 
 from outlast.clock import Clock
 from outlast.system.processes import is_stopped, open_process
@@ -25,25 +26,27 @@ class NativeFrames:
 
     Attributes:
         said: what is known of them, once `is_over`; empty without py-spy.
-        until: the time at which they are given up.
+        until: the time at which they are given up: after `spare_s`, or some seconds.
     """
 
-    def __init__(self, main: int, clock: Clock, poll: select.poll) -> None:
+    def __init__(self, main: int, clock: Clock, poll: select.poll, spare_s: float) -> None:
         self._main, self._clock, self._poll = main, clock, poll
+        self._limit_s = min(_LIMIT_S, spare_s)
         self._process: subprocess.Popen[bytes] | None = None
-        self._output, self._pidfd, self._thread = -1, -1, 0
+        self._output: IO[bytes] | None = None
+        self._pidfd, self._thread = -1, 0
         self.said, self.until = "", 0.0
 
     def begin(self, thread: int) -> None:
         """Starts py-spy. Of several threads, the one that holds the GIL counts, or `thread`."""
         command = find_py_spy()
         # A process that was stopped would go on when py-spy detaches from it.
-        if not command or is_stopped(self._main):
+        if not command or self._limit_s <= 0 or is_stopped(self._main):
             return
-        self._thread, self.until = thread, self._clock.now() + _LIMIT_S
-        self._output = os.memfd_create("py-spy")
+        self._thread, self.until = thread, self._clock.now() + self._limit_s
         dump = [command, "dump", "--native", "--json", "--pid", str(self._main)]
         try:
+            self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `close`
             self._process = subprocess.Popen(
                 dump, stdin=subprocess.DEVNULL, stdout=self._output, stderr=self._output
             )
@@ -58,17 +61,18 @@ class NativeFrames:
 
     def is_over(self) -> bool:
         """Whether there is nothing to wait for, or no longer. Call it regularly."""
-        if self._process is None:
+        if self._process is None or self._output is None:
             return True
         code = self._process.poll()
         if code is None and self._clock.now() < self.until:
             return False
-        output = os.pread(self._output, os.fstat(self._output).st_size, 0).decode(errors="replace")
+        self._output.seek(0)
+        output = self._output.read().decode(errors="replace")
         frames = frames_of(output, self._thread) if code == 0 else []
         if frames:
             self.said = f"are {' < '.join(frames[:_FRAMES])}"
         else:
-            took = f"it took longer than {_LIMIT_S:.0f} s"
+            took = f"it took longer than {self._limit_s:.0f} s"
             why = took if code is None else output.strip().partition("\n")[0] or f"code {code}"
             self.said = f"are not known: py-spy: {why}"
         self.close()
@@ -84,9 +88,9 @@ class NativeFrames:
             self._poll.unregister(self._pidfd)
             os.close(self._pidfd)
             self._pidfd = -1
-        if self._output >= 0:
-            os.close(self._output)
-            self._output = -1
+        if self._output is not None:
+            self._output.close()
+            self._output = None
 
 
 def find_py_spy() -> str:

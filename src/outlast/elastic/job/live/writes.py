@@ -86,8 +86,6 @@ class Writes:
         self._places: list[int] = []
         self._views: list[Any] = []
         self._on_devices: list[list[torch.Tensor]] = []
-        self._values: list[Any] = []
-        self._moments: list[torch.Tensor] = []
 
     def marks(self) -> Marks:
         tensors: Sequence[torch.Tensor] = self._sampled
@@ -123,13 +121,9 @@ class Writes:
         return marks.digests is None or marks.digests != self._digests()
 
     def _present_moments(self) -> list[torch.Tensor]:
-        """The optimizers' tensors: nearly always the same as after the step before."""
         states = itertools.chain.from_iterable(each.state.values() for each in self._optimizers)
-        values = list(itertools.chain.from_iterable(map(_values, states)))
-        if len(values) != len(self._values) or not all(map(operator.is_, values, self._values)):
-            self._values = values
-            self._moments = [value for value in values if isinstance(value, torch.Tensor)]
-        return self._moments
+        values = itertools.chain.from_iterable(map(_values, states))
+        return [value for value in values if isinstance(value, torch.Tensor)]
 
     def _digests(self) -> list[str]:
         return [digest(each) for each in (*self._parameters, *self._present_moments())]
