@@ -34,7 +34,7 @@ _NOISE = 0.01
 def run(quick: bool, large: bool = False) -> dict[str, Any]:
     """Segments at each interval, with a state of 192 MiB, or of 1.1 GB if `large`."""
     size = QUICK if quick else LARGE if large else SHARE
-    steps, rounds = (_QUICK_STEPS, 1) if quick else (_STEPS, 3)
+    steps, rounds = (_QUICK_STEPS, 1) if quick else (_STEPS, 2)
     return interference.measure(size, steps, rounds, names=(*_OURS, *_OTHERS), quick=quick)
 
 
