@@ -56,7 +56,7 @@ def test_gradients_that_the_abort_of_a_peer_has_ended(
     check(faulty, undisturbed(), 4, sources=("live",))
 
 
-@pytest.mark.parametrize("do", ["raise", "SIGKILL"])
+@pytest.mark.parametrize("do", [pytest.param("raise", marks=pytest.mark.exhaustive), "SIGKILL"])
 def test_a_step_that_is_left_out_because_of_garbage(
     ranks: Ranks, tmp_path: Path, undisturbed: Any, do: str
 ) -> None:
@@ -82,7 +82,7 @@ def test_a_save_of_what_the_device_has_not_computed(
     check(faulty, undisturbed(**plan), 4, 5, sources=("memory", "storage"))
 
 
-@pytest.mark.parametrize("do", ["raise", "SIGKILL"])
+@pytest.mark.parametrize("do", ["raise", pytest.param("SIGKILL", marks=pytest.mark.exhaustive)])
 def test_a_metric_that_is_reduced_after_the_optimizers_step(
     ranks: Ranks, tmp_path: Path, undisturbed: Any, do: str
 ) -> None:

@@ -184,7 +184,13 @@ MUTATIONS: dict[str, tuple[int, str, list[Mutation]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if number < 2 else pytest.param(name, marks=pytest.mark.exhaustive)
+        for number, name in enumerate(MUTATIONS)
+    ],
+)
 def test_the_simulation_of_launchers_finds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     first, found, mutations = MUTATIONS[name]
     for mutation in mutations:
