@@ -103,7 +103,7 @@ _GOALS = {  # at most so many times as long as torch's
 
 
 def _beside(seconds: dict[str, Any], pairs: tuple[tuple[str, str], ...]) -> list[tuple[str, ...]]:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, base in pairs:
         times, goal = _of(seconds[name]) / _of(seconds[base]), _GOALS.get(name)
         verdict = "-" if goal is None else "met" if times <= goal else "missed"
