@@ -131,7 +131,7 @@ def test_rollback_restores_each_way_and_redoes_only_what_a_checkpoint_lacks(tmp_
         alone, killed = ways["live"]
         assert alone["moved_bytes"] == 0
         assert killed["moved_bytes"] >= killed["size_bytes"]
-    assert set(data["cost"]) == {"10 tensors", "1,000 tensors", "10,000 tensors"}
+    assert set(data["cost"]) == {"10 tensors"}
     assert "After a SIGKILL" in done.stdout
 
 
