@@ -72,8 +72,8 @@ def test_recovery_runs_each_system_through_the_same_faults(tmp_path: Path) -> No
         assert len(found["faults"]) + found["missed"] == 2
     assert systems["outlast"]["5"]["faults"][0]["useful"] is not None
     for name in ("nvidia-resiliency-ext", "torchrun, lm-resiliency", "torchft"):  # not installed
-        assert systems[name].keys() & {"missing", "5"}
-        assert name in done.stdout
+        missing = systems[name].get("missing")
+        assert f"{missing} is not installed" in done.stdout if missing else "5" in systems[name]
 
 
 @pytest.mark.slow
