@@ -38,7 +38,7 @@ MISTAKES = (
     ValueError,
 )
 _OF_THE_DATA = (errors.NonFinite, errors.ReplicasDiffer)
-"""Found on all ranks: of the data, or of nobody knows which rank."""
+"""Found on all ranks at once: they name no host."""
 
 
 def may_be_of_host(error: str) -> bool:

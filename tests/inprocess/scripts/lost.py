@@ -153,7 +153,7 @@ def adaptive(call: CallWrapper) -> int:
     | {"barrier_timeout": seconds(400)}
 )
 def hangs_after_a_long_phase(call: CallWrapper) -> int:
-    """Rank 1 hangs after a phase in which its monitor process has gone to sleep for long."""
+    """Both ranks hang after a phase in which their monitor processes sleep for long."""
     pause = threading.Event()
     for _ in range(40):
         call.ping()

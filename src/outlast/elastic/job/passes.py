@@ -240,9 +240,14 @@ def _go_to_end(loader: Any) -> None:
     """Goes on from a state without a batch that is left. One that knows it begins its next pass:
     that is taken back.
     """
-    state, found = loader.state_dict(), iter(loader)
+    base = _base_of(loader)
+    state, found = base.state_dict(), iter(base)
     if next(found, _END) is not _END:
-        loader.load_state_dict(state)
+        base.load_state_dict(state)
+    if (
+        base is not loader
+    ):  # accelerate's has a copy, which is that of the last batch it has yielded
+        loader.dl_state_dict = base.state_dict()
 
 
 def length_of(loader: Any) -> int:

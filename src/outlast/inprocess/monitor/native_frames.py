@@ -26,7 +26,7 @@ class NativeFrames:
 
     Attributes:
         said: what is known of them, once `is_over`; empty without py-spy.
-        until: the time at which they are given up: after `spare_s`, or some seconds.
+        until: the time at which they are given up: `spare_s` after the beginning, or 15 s.
     """
 
     def __init__(self, main: int, clock: Clock, poll: select.poll, spare_s: float) -> None:
