@@ -39,7 +39,7 @@ class Timeouts(ProgressTimeouts):
             begin=lambda thread: None, is_over=lambda: self.read, said="", until=math.inf
         )
         super().__init__(
-            *(plan, clock, reports, 0, idle_ranks, cpu, self.frames)  # type: ignore[arg-type]
+            *(plan, 1, clock, reports, 0, idle_ranks, cpu, self.frames)  # type: ignore[arg-type]
         )
 
     def _report(self, idle: float, limit: float, what: str) -> None:
@@ -150,6 +150,19 @@ def test_a_long_phase_that_has_just_ended_was_no_silence(
     assert timeouts.after(500) == []  # with the GIL held all the time
     page.enter(Activity.WAITING, clock.now())
     assert timeouts.after(1) == []
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_process_that_is_stopped_is_in_no_long_phase(
+    page: SharedPage, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, stopped: bool
+) -> None:
+    monkeypatch.setattr(timeouts, "is_stopped", lambda pid: stopped)
+    page.heartbeat = clock.now()
+    page.enter(Activity.FUNCTION, clock.now())
+    page.iteration, page.long_limit = 1, 600.0
+    timer = Timeouts(page, clock)
+    sent = timer.after(59, 2, HARD_S - 61)
+    assert sent == (["soft: no progress 61", f"no progress {HARD_S:g}"] if stopped else [])
 
 
 @pytest.mark.parametrize("activity", [Activity.WAITING, Activity.FUNCTION])

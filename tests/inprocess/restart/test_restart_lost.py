@@ -98,7 +98,8 @@ def test_main_and_monitor_are_killed_together(ranks: Ranks, nprocs: int) -> None
 @pytest.mark.parametrize(
     ("how", "pings"),
     [
-        ("stop", "silent"),
+        pytest.param("stop", "silent", marks=pytest.mark.slow),
+        ("stop", "long"),
         pytest.param("gil", "silent", marks=pytest.mark.slow),
         pytest.param("native", "pings", marks=pytest.mark.slow),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -36,13 +37,14 @@ def killed_by_the_test(call: CallWrapper) -> int:
 @wrapped(**SHORT)
 def one_hangs(call: CallWrapper) -> int:
     """Rank 1 hangs in the way that the command line names; the others wait for it."""
-    how, pinging = sys.argv[2], sys.argv[3] == "pings"
+    how, pinging, long = sys.argv[2], sys.argv[3] == "pings", sys.argv[3] == "long"
     join_group()
     if call.iteration == 0:
         if rank() == 1:
             if pinging:
                 call.ping()
-            _hang(how)
+            with call.long_phase(seconds(1000)) if long else contextlib.nullcontext():
+                _hang(how)
         collective()
     return finish()
 

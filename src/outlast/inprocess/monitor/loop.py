@@ -62,6 +62,7 @@ class MonitorLoop:
         self._frames = NativeFrames(main, self._clock, self._poll, spare_s)
         self._timeouts = ProgressTimeouts(
             plan,
+            main,
             self._clock,
             self._reports,
             self._pidfd,

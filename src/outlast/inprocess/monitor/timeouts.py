@@ -6,6 +6,8 @@ it waits for other ranks of which one makes progress (`IdleRanks`). Of two limit
 whatever a rank does, one is for a rank that has pinged, and is between pings; the other one is for
 a wait.
 
+A declared long phase has limits of its own, but not for a process that is stopped.
+
 In other user code the limits are for its progress. The waits of the library (`Activity.WAITING`)
 have timeouts of their own; there the hard one is for the heartbeat thread. A process that is
 stopped, or in which some thread keeps the GIL, cannot apply its own timeouts either, and the other
@@ -171,6 +173,7 @@ class ProgressTimeouts:
     def __init__(
         self,
         plan: MonitorPlan,
+        main: int,
         clock: Clock,
         reports: FaultReports,
         pidfd: int | None,
@@ -179,7 +182,7 @@ class ProgressTimeouts:
         frames: NativeFrames,
     ) -> None:
         self._plan, self._page, self._clock = plan, plan.page, clock
-        self._reports, self._pidfd = reports, pidfd
+        self._main, self._reports, self._pidfd = main, reports, pidfd
         self._idle_ranks, self._cpu, self._frames = idle_ranks, cpu, frames
         self._terminating = False
         self._kill_at: float | None = None
@@ -231,7 +234,7 @@ class ProgressTimeouts:
             if late >= 0:
                 self._terminate(self._silent + late, now, "no Python code has run")
             return
-        soft, hard, ping = timeouts_in_force(self._plan, page, activity)
+        soft, hard, ping = self._limits(activity)
         if activity == Activity.LEAVING:
             idle = now - max(page.progress, self._continued)
             if idle >= hard:
@@ -253,6 +256,15 @@ class ProgressTimeouts:
             self._hung(idle, soft, hard)  # it waits for no other rank
         elif idle >= soft and page.blocked != Blocked.NO and self._idle_ranks.wait():
             self._hung(idle, soft, math.inf)  # it waits, and no rank makes progress
+
+    def _limits(self, activity: int) -> Limits:
+        """Those in force; in a long phase, for a process that is stopped, those outside of it."""
+        plan, page = self._plan, self._page
+        limits = timeouts_in_force(plan, page, activity)
+        long = activity == Activity.FUNCTION and page.long_limit
+        if long and plan.soft < limits.soft and self._frozen() >= plan.soft:
+            return Limits(plan.soft, plan.hard, limits.ping) if is_stopped(self._main) else limits
+        return limits
 
     def _hung(self, idle: float, soft: float, hard: float, what: str = "progress") -> None:
         page = self._page
@@ -335,12 +347,15 @@ class FrozenNotice:
         # Before the heartbeat thread's first interval is over, there is no timestamp of it.
         heartbeat = page.heartbeat or page.progress
         idle = self._clock.now() - heartbeat
-        timed = page.activity == Activity.FUNCTION and page.long_limit == 0
+        timed = page.activity == Activity.FUNCTION
         if not timed or heartbeat == self._told or idle < NOTICE_AFTER_S:
             return
+        stopped, long = is_stopped(self._main), page.long_limit
+        if long and not stopped:
+            return
         self._told = heartbeat
-        hard = timeouts_in_force(self._plan, page, Activity.FUNCTION).hard
-        stopped = is_stopped(self._main)
+        limits = timeouts_in_force(self._plan, page, Activity.FUNCTION)
+        hard = self._plan.hard if long else limits.hard
         why = "is stopped (SIGSTOP);" if stopped else "holds the GIL in C code; unless it computes,"
         write_for(
             self._main,
