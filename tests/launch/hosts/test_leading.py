@@ -46,7 +46,7 @@ class Agent:
         self.said: list[str] = []
         self.clock, self.leads, self.store = FakeClock(), leads, store or MemoryStore()
         hosts = HostsSpec(minimum=2, maximum=3, backend="c10d", endpoints=(("a", 1),))
-        job: Any = SimpleNamespace(nproc=1, max_restarts=None)
+        job: Any = SimpleNamespace(nproc=1, max_restarts=None, health=None)
         store: Any = self.store  # its keys are not forgotten
         log = JobLog(store, "a", "a")
         keys = JobKeys(self.store)

@@ -1,4 +1,4 @@
-"""The options for the health of a host, checked."""
+"""The options for the health of a host, checked, and the specifications of the checks."""
 
 from __future__ import annotations
 
@@ -22,6 +22,32 @@ class HealthSpec:
     free_bytes: int  # how much must be free there and in shared memory
     command: str  # of the user, for a shell; empty for none
     limit_s: float  # how long each check may take
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Neighbor:
+    """The other host of a pair, and how this one meets it.
+
+    Attributes:
+        key: of the pair in the store: a host has one port for all of its checks.
+        side: 0 for the host that serves the store, at `address` and `port`; 1 for the other one.
+        fd: the listening socket, on side 0.
+        devices: whether the accelerators take part.
+        limit_s: how long it may take.
+        kind: of the device of this rank, and how many ranks each host has; empty to find out.
+        rank: of this process among those of its host.
+    """
+
+    name: str
+    key: str
+    side: int
+    address: str
+    port: int
+    fd: int
+    devices: bool
+    limit_s: float
+    kind: str = ""
+    rank: int = 0
 
 
 def health_from_options(options: RunOptions) -> HealthSpec | None:

@@ -153,7 +153,8 @@ class RunOptions:
             "--health-check",
             metavar="off|quick|full",
             help="Check this host before it takes part in the job. quick: memory, shared memory, "
-            "and a file in --health-folder; full: also the accelerators, or else the CPU.",
+            "and a file in --health-folder; full: also the accelerators, or else the CPU, and the "
+            "network, by an all-reduce with other hosts.",
         ),
     ] = "off"
     health_command: Annotated[

@@ -34,13 +34,19 @@ Check = Callable[[], str]
 """Returns the figures, in words. An `OSError` or `RuntimeError` says what is wrong."""
 
 
-def main(specification: str) -> None:
+Checks = Iterator[tuple[str, "Check | None"]]
+"""Names of checks, and the checks. One without a check is what it takes to list the next."""
+
+
+def report_all(checks: Checks) -> None:
     """Make the checks, and report them."""
     reports = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what a check prints is not a report
     threading.Thread(target=_end_with_launcher, name="launcher", daemon=True).start()
-    for name, check in _checks(json.loads(specification), reports):
+    for name, check in checks:
         _report(reports, begins=name)
+        if check is None:
+            continue
         try:
             figures = check()
         except (OSError, RuntimeError, MemoryError) as e:
@@ -59,14 +65,14 @@ def _end_with_launcher() -> None:
     os.killpg(0, signal.SIGKILL)  # the launcher has made it the leader of its group
 
 
-def _checks(spec: dict[str, Any], reports: Any) -> Iterator[tuple[str, Check]]:
+def _checks(spec: dict[str, Any]) -> Checks:
     free, folder, command = spec["free_bytes"], spec["folder"], spec["command"]
     if spec["level"] != "off":
         yield "memory", check_memory
         yield SHM, lambda: check_folder(SHM, free)
         yield folder, lambda: check_folder(folder, free)
     if spec["level"] == "full":
-        _report(reports, begins="the list of devices")
+        yield "the list of devices", None
         from outlast.launch.health import device_checks  # it imports torch
 
         for device in device_checks.devices():
@@ -129,4 +135,4 @@ def _speed(size_bytes: int, seconds: float) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    report_all(_checks(json.loads(sys.argv[1])))

@@ -107,6 +107,24 @@ class Links(ChainEntry, frozen=True, tag="links"):
     waits_for: dict[str, list[str]] = msgspec.field(default_factory=dict)
 
 
+class Check(ChainEntry, frozen=True, tag="check"):
+    """Each of these hosts makes an all-reduce with its two neighbors in this ring, before any of
+    them that is new runs ranks.
+    """
+
+    attempt: int
+    key: str
+    hosts: tuple[str, ...]
+
+
+class Checked(ChainEntry, frozen=True, tag="checked"):
+    """What a check has found: as in `Links`."""
+
+    key: str
+    excluded: dict[str, str] = msgspec.field(default_factory=dict)
+    waits_for: dict[str, list[str]] = msgspec.field(default_factory=dict)
+
+
 class Blame(ChainEntry, frozen=True, tag="blame"):
     """A rank of this host was the first cause of a restart. `restart` names that, as it is counted
     once; `cause` is in words.
@@ -139,6 +157,8 @@ Entry: TypeAlias = (
     | End
     | Probe
     | Links
+    | Check
+    | Checked
     | Blame
     | Unfit
     | Finish
@@ -179,6 +199,8 @@ class JobPlan:
         probed: the key of the last probe of the links in this attempt.
         probe: the one whose result is not known yet.
         excluded: hosts that leave the job because of a broken link, with the reason.
+        check: that of neighbors whose result is not known yet.
+        checked: hosts that were in a check.
         blames: the faults of hosts that are counted; of a restart of all workers, this is its
             entry.
         unfit: hosts that leave the job because of their faults, with the reason.
@@ -199,6 +221,8 @@ class JobPlan:
     probed: str = ""
     probe: Probe | None = None
     excluded: dict[str, str] = dataclasses.field(default_factory=dict)
+    check: Check | None = None
+    checked: frozenset[str] = frozenset()
     blames: tuple[Blame, ...] = ()
     unfit: dict[str, str] = dataclasses.field(default_factory=dict)
     restart: Restart | None = None
@@ -254,6 +278,7 @@ class JobPlan:
                 used=entry.used,
                 probed="",
                 probe=None,
+                check=None,  # its reports are deleted with those of the attempt
                 restart=None,
             )
         if isinstance(entry, Take) and running:
@@ -267,6 +292,12 @@ class JobPlan:
             mine = (self.probe.attempt, self.probe.key) == (entry.attempt, entry.key)
             excluded = {**self.excluded, **entry.excluded}
             return replace(self, probe=None, excluded=excluded) if mine else self
+        if isinstance(entry, Check) and self.check is None:
+            return replace(self, check=entry)
+        if isinstance(entry, Checked) and self.check is not None and entry.key == self.check.key:
+            excluded = {**self.excluded, **entry.excluded}
+            checked = self.checked | set(self.check.hosts)
+            return replace(self, check=None, checked=checked, excluded=excluded)
         if isinstance(entry, Restart) and running and entry.attempt == self.attempt:
             plan = replace(self, stage=Stage.CLEARING, restart=entry)
             if not entry.process or not entry.blames:

@@ -8,13 +8,14 @@ claim the same number of the chain, and the second learns what was decided.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from outlast.coordination.records import SizeRecord
 from outlast.coordination.replicated.hosts import HostInfo
 from outlast.launch.agent.decisions import JobRecord, JobState
 from outlast.launch.config.hosts_spec import HostsSpec
 from outlast.launch.hosts.job.links import judge
+from outlast.launch.hosts.job.neighbors import next_check
 from outlast.launch.hosts.plan import (
     End,
     Entry,
@@ -50,6 +51,8 @@ class Facts:
         used: replacements of single workers in this attempt.
         suspicion: the key of the last suspicion that a link is broken; empty if there was none.
         links: of the probe that runs, which hosts each host could not reach.
+        checks: of the check of neighbors that runs, with which each host has failed, and why.
+        ready: hosts that can be checked.
         leader: ID of the host that leads.
         size: what the members need that hold a restart; `None` if they have not said so.
     """
@@ -59,7 +62,9 @@ class Facts:
     done: frozenset[str] = frozenset()
     used: int = 0
     suspicion: str = ""
-    links: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict)
+    links: Mapping[str, Collection[str]] = dataclasses.field(default_factory=dict)
+    checks: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
+    ready: Collection[str] = frozenset()
     size: SizeRecord | None = None
     leader: str = ""
 
@@ -84,10 +89,14 @@ class Decider:
         limits: what the options of the job allow.
         nproc: the number of ranks of each host.
         max_restarts: of all workers, in a job that does not use `Wrapper`.
+        checks: whether hosts are checked with a neighbor before they run ranks.
     """
 
-    def __init__(self, limits: HostsSpec, nproc: int, max_restarts: int) -> None:
+    def __init__(
+        self, limits: HostsSpec, nproc: int, max_restarts: int, *, checks: bool = False
+    ) -> None:
         self._limits, self._nproc, self._max_restarts = limits, nproc, max_restarts
+        self._checks = checks
         self._asked = limits.place >= 0  # each host has the place that it asks for
         self._since: dict[str, float] = {}
 
@@ -105,7 +114,8 @@ class Decider:
             self._forget("few", "enough")
             if present and present <= facts.done:
                 return Finish()
-            return self._links(plan, facts) or self._repair(plan, facts, now)
+            check = self._check(plan, facts) if self._checks else None
+            return self._links(plan, facts) or check or self._repair(plan, facts, now)
         return None
 
     def wait(self, plan: JobPlan, facts: Facts, now: float) -> Wait | None:
@@ -125,6 +135,8 @@ class Decider:
 
     def _wait_for_hosts(self, plan: JobPlan, now: float) -> Wait:
         limits, count = self._limits, len(plan.hosts)
+        if plan.check is not None:
+            return Wait("the check of hosts with their neighbors (--health-check full)")
         came = f"{count} joined: {', '.join([host.name for host in plan.hosts.values()][:8])}"
         if count < limits.minimum:
             until = now + limits.join_s - self._seconds("few", now)
@@ -173,6 +185,11 @@ class Decider:
         self._forget("few")
         if count < limits.maximum and self._seconds("enough", now) < self._last_call_s(plan):
             return None
+        if self._checks and count > 1:
+            fit = [host for host in hosts if host.id in plan.checked]
+            if len(fit) < min(count, limits.maximum):
+                return self._check(plan, facts)
+            hosts = fit
         try:
             places = assign(plan.places, hosts, limits.maximum, asked=self._asked)
         except PlaceConflict as e:
@@ -180,6 +197,9 @@ class Decider:
         self._since.clear()
         counts = plan.restart is not None and plan.restart.counts
         return Start(plan.attempt + 1, places, plan.used + facts.used + counts)
+
+    def _check(self, plan: JobPlan, facts: Facts) -> Entry | None:
+        return next_check(plan, facts.leader, facts.ready, facts.checks)
 
     def _links(self, plan: JobPlan, facts: Facts) -> Entry | None:
         if plan.probe is not None:
@@ -193,7 +213,11 @@ class Decider:
         """Bring a running attempt back to full size, or end it."""
         missing = plan.missing()
         out = {*plan.places, *plan.leaving}
-        spares = [host for host in plan.hosts.values() if host.id not in out]
+        spares = [
+            host
+            for host in plan.hosts.values()
+            if host.id not in out and (host.id in plan.checked or not self._checks)
+        ]
         if facts.job.state is JobState.PLAIN:
             return self._restart(plan, missing, spares, facts)
         if facts.job.state is not JobState.RUNNING or facts.job.stopping:

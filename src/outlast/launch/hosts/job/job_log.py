@@ -3,8 +3,9 @@
 job/cleared/A    log: hosts on which no process of attempt A is left
 job/done/A       log: hosts whose workers have ended in attempt A, with their exit codes
 job/replaced/A   number of replacements of single workers in attempt A
-job/links/A/KEY  log: hosts that could not be reached in a probe of the links, by each host
+job/links/A/KEY  log: other hosts with which a probe or a check has failed, and why, by each host
 job/link-ports   log: the port of each host to which others connect in a probe
+job/check-ports  log: the port of each host to which others connect in a check
 job/forgotten    the first attempt whose keys are not deleted
 job/failures     log: deaths of workers from which the job has not recovered
 job/bye          log: hosts that need the store no longer
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from outlast.coordination.records import lines
@@ -67,13 +69,19 @@ class JobLog:
     def link_ports(self) -> dict[str, int]:
         return {line["host"]: line["port"] for line in self._lines("job/link-ports")}
 
-    def report_links(self, attempt: int, key: str, unreached: frozenset[str]) -> None:
-        """A probe has ended on this host: it could not reach these hosts."""
-        self._append(f"job/links/{attempt}/{key}", unreached=sorted(unreached))
+    def open_check_port(self, port: int) -> None:
+        """Other hosts may connect to this port, for an all-reduce with this one."""
+        self._append("job/check-ports", port=port)
 
-    def links(self, attempt: int, key: str) -> dict[str, frozenset[str]]:
-        found = self._lines(f"job/links/{attempt}/{key}")
-        return {line["host"]: frozenset(line["unreached"]) for line in found}
+    def check_ports(self) -> dict[str, int]:
+        return {line["host"]: line["port"] for line in self._lines("job/check-ports")}
+
+    def report_links(self, attempt: int, key: str, failed: Mapping[str, str]) -> None:
+        """A probe or a check has ended on this host: it failed with these hosts, for a reason."""
+        self._append(f"job/links/{attempt}/{key}", failed=failed)
+
+    def links(self, attempt: int, key: str) -> dict[str, dict[str, str]]:
+        return {line["host"]: line["failed"] for line in self._lines(f"job/links/{attempt}/{key}")}
 
     def fail(self, death: Death) -> None:
         fields = {**dataclasses.asdict(death), "decision": death.decision.value}

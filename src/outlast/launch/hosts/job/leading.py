@@ -24,6 +24,7 @@ from outlast.launch.hosts.host_group import GroupState
 from outlast.launch.hosts.job.decider import Decider, Facts, Wait
 from outlast.launch.hosts.job.fault_limit import FaultLimit
 from outlast.launch.hosts.job.job_log import JobLog
+from outlast.launch.hosts.job.neighbors import unchecked
 from outlast.launch.hosts.plan import Entry, JobPlan, Stage
 from outlast.system.units import duration_text
 
@@ -81,7 +82,9 @@ class Leading:
         self._waits = WaitNotice(say)
         self._given_up: frozenset[int] = frozenset()
         self._ends = False
-        self._decider = Decider(hosts, job.nproc, job.max_restarts or 0)
+        self._checks = job.health is not None and job.health.level == "full"
+        restarts = job.max_restarts or 0
+        self._decider = Decider(hosts, job.nproc, restarts, checks=self._checks)
         self._fault_limit = FaultLimit(hosts, keys)
         self._told: set[tuple[int, str]] = set()  # what the members were told in an attempt
 
@@ -137,8 +140,12 @@ class Leading:
 
     def _facts(self, plan: JobPlan, job: JobRecord, leader: str) -> Facts:
         """What the next decision depends on. Nothing is read that it does not depend on."""
+        check, ready = plan.check, frozenset[str]()
+        if self._checks and check is None and unchecked(plan):
+            ready = frozenset(self._log.check_ports())
+        checks = {} if check is None else self._log.links(check.attempt, check.key)
         if plan.stage is Stage.FORMING:
-            return Facts()
+            return Facts(checks=checks, ready=ready, leader=leader)
         clears = plan.stage is Stage.CLEARING
         suspicion = self._keys.suspected_link() if plan.stage is Stage.RUNNING else ""
         probe = plan.probe
@@ -150,6 +157,8 @@ class Leading:
             used=self._log.replaced(plan.attempt) if clears or self._repairs(plan) else 0,
             suspicion=suspicion,
             links={} if probe is None else self._log.links(probe.attempt, probe.key),
+            checks=checks,
+            ready=ready,
             leader=leader,
         )
 

@@ -22,13 +22,13 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from outlast.coordination.replicated.hosts import HostInfo
 from outlast.errors import StoreError
 from outlast.launch.agent.resources import JobResources
 from outlast.launch.hosts.job.job_log import JobLog
-from outlast.launch.hosts.plan import JobPlan, Links, Probe
+from outlast.launch.hosts.plan import Checked, JobPlan, Links, Probe
 
 Address = tuple[str, int]
 
@@ -85,12 +85,12 @@ class HostLinks:
             # The agent meets the same error in its own operations, and handles it there.
             with contextlib.suppress(StoreError):
                 missed = unreached(self._me.address, self._addresses(wanted), self._lease_s)
-                self._log.report_links(entry.attempt, entry.key, missed)
+                self._log.report_links(entry.attempt, entry.key, dict.fromkeys(missed, ""))
 
         # A daemon: connections that are not answered must not keep the process alive.
         threading.Thread(target=work, name="link probe", daemon=True).start()
 
-    def decided(self, entry: Links, hosts: Iterable[HostInfo], *, leads: bool) -> None:
+    def decided(self, entry: Links | Checked, hosts: Iterable[HostInfo], *, leads: bool) -> None:
         """Say what was found.
 
         Raises:
@@ -100,12 +100,12 @@ class HostLinks:
             raise self._left_out(entry, hosts)
         for reason in entry.excluded.values():
             self._resources.console.say(reason)
-        if not entry.excluded and leads:
+        if isinstance(entry, Links) and not entry.excluded and leads:
             self._resources.console.say(
                 "all hosts reach each other: the restart has another cause than a broken link"
             )
 
-    def _left_out(self, entry: Links, hosts: Iterable[HostInfo]) -> LeftOut:
+    def _left_out(self, entry: Links | Checked, hosts: Iterable[HostInfo]) -> LeftOut:
         ends = entry.waits_for[self._me.id]
         addresses = self._addresses(hosts)
         broken = {host: address for host, address in addresses.items() if host in ends}
@@ -159,16 +159,32 @@ async def _connects(own: str, address: Address, patience_s: float) -> bool:
 
 
 def judge(
-    probe: Probe, plan: JobPlan, leader: str, reports: Mapping[str, frozenset[str]]
+    probe: Probe, plan: JobPlan, leader: str, reports: Mapping[str, Collection[str]]
 ) -> Links | None:
-    """What follows from the reports; `None` while one is missing of a host that is in the group.
+    """What follows from the reports; `None` while one is missing of a host that is in the group."""
+    found = broken_ends(probe.hosts, plan, leader, reports)
+    if found is None:
+        return None
+    excluded = {
+        host: f"{pair_text(plan, host, ends)} do not reach each other, though both still have "
+        f"their leases: {plan.hosts[host].name} leaves the job until they do"
+        for host, ends in found.items()
+    }
+    return Links(probe.attempt, probe.key, excluded, without_closed(found))
+
+
+def broken_ends(
+    names: Collection[str], plan: JobPlan, leader: str, reports: Mapping[str, Collection[str]]
+) -> dict[str, list[str]] | None:
+    """The hosts that have to leave, each with those with which its links are broken; `None` while a
+    report is missing of a host that is in the group. `reports` has the other ends, by host.
 
     Of the links that are left, the host with the most leaves: so one whose own network is at fault
     leaves, and not its peers. Of equal ones a spare, then one that does not lead, then the one at
     the highest place.
     """
-    there = {name: host for name, host in plan.hosts.items() if name in probe.hosts}
-    if there.keys() - reports.keys():
+    there = {host for host in plan.hosts if host in names}
+    if there - reports.keys():
         return None
     pairs = {
         (min(host, other), max(host, other))
@@ -187,22 +203,22 @@ def judge(
             host,
         )
 
-    left, excluded, waits_for = sorted(pairs), {}, {}
+    left, found = sorted(pairs), {}
     while left:
         leaves = max({host for pair in left for host in pair}, key=order)
-        ends = [a if b == leaves else b for a, b in left if leaves in (a, b)]
-        excluded[leaves] = _link_text(there[leaves], [there[end] for end in ends])
-        waits_for[leaves] = ends
+        found[leaves] = [a if b == leaves else b for a, b in left if leaves in (a, b)]
         left = [pair for pair in left if leaves not in pair]
-    for ends in waits_for.values():  # the port of a host that leaves too is closed
-        ends[:] = [end for end in ends if end not in excluded]
-    return Links(probe.attempt, probe.key, excluded, waits_for)
+    return found
 
 
-def _link_text(host: HostInfo, others: Sequence[HostInfo], shown: int = 4) -> str:
-    names = ", ".join(f"{other.name} ({other.address})" for other in others[:shown])
+def without_closed(found: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """What each host that leaves waits for: the port of one that leaves too is closed."""
+    return {host: [end for end in ends if end not in found] for host, ends in found.items()}
+
+
+def pair_text(plan: JobPlan, host: str, others: Sequence[str], shown: int = 4) -> str:
+    """A host and the other ends of its links, in words."""
+    one, *ends = (plan.hosts[name] for name in (host, *others[:shown]))
+    names = ", ".join(f"{end.name} ({end.address})" for end in ends)
     more = f" and {len(others) - shown} more" if len(others) > shown else ""
-    return (
-        f"host {host.name} ({host.address}) and host {names}{more} do not reach each other, though "
-        f"both still have their leases: {host.name} leaves the job until they do"
-    )
+    return f"host {one.name} ({one.address}) and host {names}{more}"

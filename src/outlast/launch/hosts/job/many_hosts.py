@@ -35,7 +35,10 @@ from outlast.launch.hosts.host_group import GroupState, HostGroup
 from outlast.launch.hosts.job.job_log import JobLog
 from outlast.launch.hosts.job.leading import GroupNotices, Leading, outcome_of
 from outlast.launch.hosts.job.links import HostLinks
+from outlast.launch.hosts.job.neighbors import HostNeighbors
 from outlast.launch.hosts.plan import (
+    Check,
+    Checked,
     End,
     Entry,
     GiveUp,
@@ -87,6 +90,8 @@ class ManyHosts:
         self._plan = JobPlan()
         self._state = GroupState()
         self._links = HostLinks(self._log, self._me, job.hosts.lease_s, resources)
+        limit_s = None if job.health is None else job.health.limit_s
+        self._neighbors = HostNeighbors(self._log, self._me, limit_s)
         self._notices: GroupNotices | None = None
         self._timer = resources.loop.call_later(0.0, lambda: None)
         self._leaves = self._leaves_alone = False
@@ -156,6 +161,7 @@ class ManyHosts:
     def close(self) -> None:
         self._timer.cancel()
         self._links.close()
+        self._neighbors.close()
         self._group.close(leave=self._over)
         assert self.lease_page is not None
         shutil.rmtree(self.lease_page.parent, ignore_errors=True)
@@ -195,6 +201,8 @@ class ManyHosts:
         plan = self._plan
         self._tell()
         self._leave_if_unfit()
+        if plan.check is not None:
+            self._neighbors.check(plan.check, plan)
         if plan.stage is Stage.RUNNING:
             self._start_attempt()
             if plan.probe is not None:
@@ -242,7 +250,8 @@ class ManyHosts:
         if ends or probes or stage is Stage.FINISHED or self._no_worker_left:
             pause_s = _OFTEN_S
         else:
-            pause_s = _WAITING_S if leads and waits else _SELDOM_S
+            checks = self._plan.check is not None
+            pause_s = _WAITING_S if leads and (waits or checks) else _SELDOM_S
         self._timer = self._resources.loop.call_later(pause_s, self._look)
 
     def _propose(self, wanted: Callable[[JobPlan], Entry | None]) -> None:
@@ -271,10 +280,14 @@ class ManyHosts:
             self._give_up(entry)
         elif isinstance(entry, Probe):
             self._links.probe(entry, self._plan.hosts.values())
-        elif isinstance(entry, Links):
+        elif isinstance(entry, Check):
+            self._neighbors.check(entry, self._plan)
+        elif isinstance(entry, Links | Checked):
             # In order: no worker is left when the agent closes this coordinator.
             self._over = self.host_id in entry.excluded
             leads = self._state.leader == self.host_id
+            if isinstance(entry, Checked) and (figures := self._neighbors.take_figures()):
+                self._say(f"checked with neighbors: {figures}")
             self._links.decided(entry, self._plan.hosts.values(), leads=leads)
         elif isinstance(entry, Unfit):
             self._leave_if_unfit()

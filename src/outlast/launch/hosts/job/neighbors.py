@@ -1,0 +1,163 @@
+"""The network of a host is checked before it runs ranks (`--health-check full`): each host of a
+check makes an all-reduce with the two beside it in a ring.
+
+A connection is not enough: a link may lose large packets, be far too slow, or give wrong data, and
+a device of the network may serve some accelerators only. When hosts have joined that were in no
+check, the leader's agent claims a `Check` of them; a host that joins a running job is checked with
+one of it, by their CPUs, as the accelerators train. From the reports, the leader decides who leaves
+as for broken links (`links.broken_ends`): a host that fails with both neighbors, and not these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import socket
+import threading
+from collections.abc import Collection, Mapping, Sequence
+
+from outlast.coordination.replicated.hosts import HostInfo
+from outlast.errors import StoreError
+from outlast.launch import environment
+from outlast.launch.config.health_spec import Neighbor
+from outlast.launch.health.check_process import CheckProcess
+from outlast.launch.hosts.job.job_log import JobLog
+from outlast.launch.hosts.job.links import broken_ends, pair_text, without_closed
+from outlast.launch.hosts.plan import Check, Checked, Entry, JobPlan, Stage
+
+_LIMIT_S = 60.0
+
+
+class HostNeighbors:
+    """The checks of this host with others. `limit_s` is for each; `None` takes the default."""
+
+    def __init__(self, log: JobLog, me: HostInfo, limit_s: float | None) -> None:
+        self._log, self._me = log, me
+        self._limit_s = _LIMIT_S if limit_s is None else limit_s
+        family = socket.AF_INET6 if ":" in me.address else socket.AF_INET
+        # Between two checks nobody accepts: a neighbor that is faster waits until this side does.
+        self._listener = socket.create_server((me.address, 0), family=family)
+        self._lock = threading.Lock()
+        self._processes: list[CheckProcess] = []
+        self._closed = False
+        self._figures: list[str] = []
+        log.open_check_port(self._listener.getsockname()[1])
+
+    def check(self, entry: Check, plan: JobPlan) -> None:
+        """Report with which hosts of `entry` an all-reduce fails."""
+        if self._me.id not in entry.hosts:
+            return
+
+        def work() -> None:
+            # The agent meets the same error in its own operations, and handles it there.
+            with contextlib.suppress(StoreError):
+                self._log.report_links(entry.attempt, entry.key, self._failed(entry, plan))
+
+        # A daemon: it must not keep the process alive.
+        threading.Thread(target=work, name="neighbors", daemon=True).start()
+
+    def take_figures(self) -> str:
+        """Those of the last check, in words, once."""
+        figures, self._figures = self._figures, []
+        return "; ".join(figures)
+
+    def close(self) -> None:
+        """End what still runs."""
+        with self._lock:
+            self._closed = True
+            for process in self._processes:
+                process.kill()
+        self._listener.close()
+
+    def _failed(self, entry: Check, plan: JobPlan) -> dict[str, str]:
+        ports, me = self._log.check_ports(), self._me.id
+        started: dict[str, CheckProcess] = {}
+        for first, second in _pairs(entry.hosts):
+            if me in (first, second):
+                other = second if me == first else first
+                neighbor = Neighbor(
+                    name=plan.host(other).name,
+                    key=f"{entry.key}/{first}",
+                    side=int(me == second),
+                    address=plan.host(first).address,
+                    port=ports[first],
+                    fd=self._listener.fileno(),
+                    # While ranks run, they have the accelerators.
+                    devices=plan.stage is not Stage.RUNNING,
+                    limit_s=self._limit_s,
+                )
+                if process := self._started(neighbor):
+                    started[other] = process
+        failed = {other: process.failure() for other, process in started.items()}
+        self._figures = [figure for process in started.values() for figure in process.figures]
+        with self._lock:
+            self._processes.clear()
+            for process in started.values():
+                process.end()
+        return {other: why for other, why in failed.items() if why}
+
+    def _started(self, neighbor: Neighbor) -> CheckProcess | None:
+        with self._lock:
+            if self._closed:
+                return None
+            interface = environment.gloo_interface(self._me.address)
+            process = CheckProcess(
+                "outlast.launch.health.neighbor_check",
+                dataclasses.asdict(neighbor),
+                self._limit_s,
+                first=f"the all-reduce with {neighbor.name}",
+                # Not its warnings about hosts without a name.
+                variables={"TORCH_CPP_LOG_LEVEL": "ERROR", **interface},
+                fds=[neighbor.fd] if neighbor.side == 0 else [],
+            )
+            self._processes.append(process)
+            return process
+
+
+def next_check(
+    plan: JobPlan, leader: str, ready: Collection[str], reports: Mapping[str, Mapping[str, str]]
+) -> Entry | None:
+    """The check that the leader claims, or its result; `None` if nothing is to be claimed now.
+
+    Args:
+        ready: the hosts that have said on which port they can be checked.
+        reports: of the check that runs: why it has failed, by host and neighbor.
+    """
+    if plan.check is not None:
+        return _judged(plan.check, plan, leader, reports)
+    new = unchecked(plan)
+    if not new or not new <= set(ready):
+        return None
+    known = [host for host in plan.hosts if host in plan.checked and host not in plan.leaving]
+    # Rather a spare, which has no ranks to disturb.
+    known.sort(key=lambda host: plan.place_of(host) is None)
+    hosts = (*known[-1:], *(host for host in plan.hosts if host in new))
+    return Check(plan.attempt, f"check/{plan.number}", hosts) if len(hosts) > 1 else None
+
+
+def unchecked(plan: JobPlan) -> set[str]:
+    """The hosts in the group that were in no check, and do not leave."""
+    return plan.hosts.keys() - plan.checked - plan.leaving.keys()
+
+
+def _judged(
+    check: Check, plan: JobPlan, leader: str, reports: Mapping[str, Mapping[str, str]]
+) -> Checked | None:
+    found = broken_ends(check.hosts, plan, leader, reports)
+    if found is None:
+        return None
+    excluded = {}
+    for host, ends in found.items():
+        why = reports[host].get(ends[0]) or reports[ends[0]][host]
+        excluded[host] = (
+            f"{pair_text(plan, host, ends)} fail the check of neighbors: {why}. "
+            f"{plan.hosts[host].name} leaves the job, and tries again"
+        )
+    return Checked(check.key, excluded, without_closed(found))
+
+
+def _pairs(hosts: Sequence[str]) -> list[tuple[str, str]]:
+    """Those of a ring: each host is the first of one pair at most, and serves that pair's store."""
+    pairs = list(itertools.pairwise(hosts))
+    return [*pairs, (hosts[-1], hosts[0])] if len(hosts) > 2 else pairs
