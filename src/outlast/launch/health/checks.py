@@ -39,10 +39,13 @@ Checks = Iterator[tuple[str, "Check | None"]]
 
 
 def report_all(checks: Checks) -> None:
-    """Make the checks, and report them."""
+    """Make the checks, and report them; then wait to be killed. The launcher reaps what has ended,
+    and the number of this process could be another's by the time it kills this group.
+    """
     reports = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what a check prints is not a report
-    threading.Thread(target=_end_with_launcher, name="launcher", daemon=True).start()
+    launcher = threading.Thread(target=_end_with_launcher, name="launcher", daemon=True)
+    launcher.start()
     for name, check in checks:
         _report(reports, begins=name)
         if check is None:
@@ -51,9 +54,11 @@ def report_all(checks: Checks) -> None:
             figures = check()
         except (OSError, RuntimeError, MemoryError) as e:
             _report(reports, failed=str(e) or repr(e))
-            return
+            break
         _report(reports, figures=figures)
-    _report(reports, healthy=True)
+    else:
+        _report(reports, healthy=True)
+    launcher.join()
 
 
 def _report(reports: Any, **line: object) -> None:
