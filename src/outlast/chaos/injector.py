@@ -17,7 +17,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from outlast.chaos.actions import fire, server_of
 from outlast.chaos.collectives import on_next_collective
@@ -30,6 +30,9 @@ from outlast.clock import Clock, MonotonicClock
 from outlast.errors import ChaosError
 from outlast.system.arguments import seconds
 
+if TYPE_CHECKING:
+    from outlast.inprocess import CallWrapper
+
 log = logging.getLogger(__name__)
 
 _HOLD_S = 2.0  # how long a phase of another thread waits for the training thread
@@ -40,24 +43,6 @@ _OPERATIONS: dict[str, tuple[Phase, Sequence[Kind]]] = {
     PUBLISHED: (Phase.COMMITTED, tuple(Kind)),
 }
 """The phase of an operation of a writer, and the kinds that fire then."""
-
-
-class ObservedState(Protocol):
-    """The part of `inprocess.State` that an injector reads."""
-
-    @property
-    def rank(self) -> int: ...
-
-
-class ObservedCall(Protocol):
-    """The part of `inprocess.CallWrapper` that an injector reads."""
-
-    @property
-    def iteration(self) -> int: ...
-    @property
-    def state(self) -> ObservedState: ...
-    @property
-    def monitor_pid(self) -> int | None: ...
 
 
 class Injector:
@@ -131,7 +116,7 @@ class Injector:
         self._fire_due(is_step=True)
         self._await_collective()
 
-    def entered(self, call: ObservedCall) -> None:
+    def entered(self, call: CallWrapper) -> None:
         self._rank = call.state.rank
         self._iteration = call.iteration
         self._monitor_pid = call.monitor_pid
@@ -140,7 +125,7 @@ class Injector:
         self._fire_due()
         self._await_collective()
 
-    def pinged(self, call: ObservedCall, pings: int) -> None:
+    def pinged(self, call: CallWrapper, pings: int) -> None:
         self._monitor_pid = call.monitor_pid
         counts = not self._own_steps and not self._job_steps
         if counts:

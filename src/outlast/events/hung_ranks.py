@@ -4,41 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from outlast.events.restart_causes import HUNG
+
+if TYPE_CHECKING:
+    from outlast.coordination.records import FaultRecord
+    from outlast.events.types import Fault
 
 UNJOINED = "; it has begun "
 """Begins what `hung_ranks` adds to the cause of a rank that others wait for."""
 _MIXED = "; collective "
 
-
-class HungFault(Protocol):
-    """The fields of a fault that describe a hung rank. `collectives` is -1 if unknown; `groups` are
-    those of `inprocess.interruption.flight_recorder`.
-    """
-
-    @property
-    def member(self) -> int: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def interruption(self) -> str: ...
-    @property
-    def cause(self) -> str: ...
-    @property
-    def consequence(self) -> bool: ...
-    @property
-    def own_report(self) -> bool: ...
-    @property
-    def pings(self) -> int: ...
-    @property
-    def collectives(self) -> int: ...
-    @property
-    def groups(self) -> Mapping[str, Mapping[str, Any]]: ...
-
-
-T = TypeVar("T", bound=HungFault)
+T = TypeVar("T", bound="Fault | FaultRecord")
+"""Of both: `collectives` is -1 if unknown; `groups` are those of `interruption.flight_recorder`."""
 
 
 def without_collectives(cause: str) -> str:
@@ -103,12 +82,12 @@ def hung_ranks(faults: Sequence[T]) -> list[T]:
     return found
 
 
-def _last(fault: HungFault) -> tuple[str, Mapping[str, Any]] | None:
+def _last(fault: Fault | FaultRecord) -> tuple[str, Mapping[str, Any]] | None:
     """The group of the collective that the rank has begun last."""
     return next(((name, each) for name, each in fault.groups.items() if each["last"]), None)
 
 
-def _awaited(member: int, reported: Mapping[int, HungFault]) -> set[int]:
+def _awaited(member: int, reported: Mapping[int, Fault | FaultRecord]) -> set[int]:
     """The members that have not begun the collective that this one has begun last."""
     last = _last(reported[member])
     if last is None:
@@ -121,7 +100,9 @@ def _awaited(member: int, reported: Mapping[int, HungFault]) -> set[int]:
     }
 
 
-def _unjoined(member: int, waits: Mapping[int, set[int]], reported: Mapping[int, HungFault]) -> str:
+def _unjoined(
+    member: int, waits: Mapping[int, set[int]], reported: Mapping[int, Fault | FaultRecord]
+) -> str:
     """In which collectives others wait for this member, in words."""
     found: dict[tuple[str, int, str], list[int]] = {}
     for other, behind in waits.items():
@@ -140,7 +121,7 @@ def _unjoined(member: int, waits: Mapping[int, set[int]], reported: Mapping[int,
     return "".join(texts)
 
 
-def _mixed(hung: Iterable[HungFault]) -> str:
+def _mixed(hung: Iterable[Fault | FaultRecord]) -> str:
     """The ranks that have begun different operations as the same collective, in words."""
     calls: dict[tuple[str, int, str], dict[str, list[int]]] = {}
     for fault in hung:

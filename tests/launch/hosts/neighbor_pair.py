@@ -38,9 +38,11 @@ class Pair:
 
     def __init__(self, limit_s: float = NET_S) -> None:
         store = MemoryStore()
+        self.own: list[int] = []
         self.logs = [Reports(store, host.id) for host in PAIR]
         self.hosts = [
-            HostNeighbors(log, host, limit_s) for log, host in zip(self.logs, PAIR, strict=True)
+            HostNeighbors(log, host, limit_s, self.own)
+            for log, host in zip(self.logs, PAIR, strict=True)
         ]
 
     def check(self, plan: JobPlan | None = None, *, only: int | None = None) -> None:

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import re
+import signal
+import time
+
+import pytest
 
 from launch.hosts.neighbor_pair import Pair
 from launch.hosts.test_decider import LIMITS, WRAPPED, Hosts, group, led
+from outlast.launch.hosts.job import neighbors
 from outlast.launch.hosts.job.decider import Decider, Facts
 from outlast.launch.hosts.plan import (
     Check,
     Checked,
+    End,
     Entry,
     JobPlan,
     Links,
@@ -61,7 +68,7 @@ def test_ranks_start_on_hosts_that_were_checked_together() -> None:
     job, there = Checking(), led("abc", "a")
     few = dataclasses.replace(WRAPPED, ready=frozenset("ab"))
     assert job.next_entry(there, few) is None  # c has no port yet
-    assert job.checks(there) == Checked("check/0")
+    assert job.checks(there) == Checked("check/0", ["a", "b", "c"])
     assert job.next_entry(there) == Start(0, ("a", "b", "c"))
 
 
@@ -84,8 +91,43 @@ def test_one_host_has_no_neighbor_and_is_checked_with_the_next_one() -> None:
     job.apply(Start(0, ("a",)))
     there = led("ab", "a")
     assert job.next_entry(there) is None
-    assert job.checks(there) == Checked("check/1")
+    assert job.checks(there) == Checked("check/1", ["a", "b"])
     assert job.next_entry(there) == Take(1, "b")
+
+
+def test_a_new_host_leaves_and_not_the_checked_one_with_which_it_fails() -> None:
+    job = Checking(minimum=3)
+    job.checks(led("abz", "a"))
+    job.apply(Start(0, ("a", "b", "z")))
+    found = job.checks(led("abzcd", "a"), z={"c": "slow", "d": "slow"})  # z is at fault, perhaps
+    assert isinstance(found, Checked)
+    assert set(found.excluded) == {"c", "d"}
+    assert job.next_entry(led("abz", "a")) is None
+
+
+def test_a_check_that_no_neighbor_has_ended_with_a_host_does_not_count() -> None:
+    job = Checking()
+    job.checks(led("abc", "a"))
+    job.apply(Start(0, ("a", "b", "c")), Check(0, "check/9", ("c", "d")))
+    there = led("abd", "a", lost="c")
+    reports = {"d": {"c": "the connection was lost"}}
+    found = job.next_entry(there, dataclasses.replace(WRAPPED, checks=reports))
+    assert found == Checked("check/9")
+    job.apply(found)
+    assert job.next_entry(there) is None  # not `Take`
+    ready = dataclasses.replace(WRAPPED, ready=frozenset("abd"))
+    assert isinstance(job.next_entry(there, ready), Check)
+
+
+def test_a_host_that_comes_again_and_again_does_not_make_the_others_wait_forever() -> None:
+    job = Checking()
+    for now in (0.0, 300.0, 601.0):
+        alone = led("a", "a").of(job.plan)
+        found = job._decider.next_entry(alone, WRAPPED, now)
+        assert isinstance(found, End) == (now > 600)
+        both = led("ab", "a").of(job.plan)
+        ready = dataclasses.replace(WRAPPED, ready=frozenset("ab"))
+        assert isinstance(job._decider.next_entry(both, ready, now + 200), Check | None)
 
 
 def test_a_spare_takes_a_place_once_it_was_checked_rather_with_another_spare() -> None:
@@ -116,7 +158,7 @@ def test_a_suspicion_is_looked_into_while_a_check_runs() -> None:
 
 
 def test_a_check_that_the_next_attempt_cuts_off_is_made_again() -> None:
-    """Its reports are deleted with those of its attempt."""
+    """The ranks of the next attempt need the accelerators."""
     job, there = Checking(), led("abcd", "a")
     job.checks(led("abc", "a"))
     started = Start(0, ("a", "b", "c")), Check(0, "check/9", ("c", "d"))
@@ -143,9 +185,33 @@ def test_a_neighbor_that_does_not_come_has_failed_in_time() -> None:
         assert pair.reports(1) == {"b": {"a": late}}
 
 
-def test_an_agent_that_ends_ends_its_check() -> None:
-    pair = Pair()
-    pair.check(only=0)
-    pair.close()
-    failed = pair.reports(0)["a"]
-    assert not failed or "was killed by SIGKILL" in failed["b"]
+def test_a_check_that_is_cancelled_reports_nothing_and_the_next_one_begins_after_its_end() -> None:
+    with contextlib.closing(Pair()) as pair:
+        pair.check(only=0)
+        first = pair.hosts[0]._run
+        pair.check()
+        assert pair.reports() == {"a": {}, "b": {}}
+        assert first is not None
+        assert (first.cancelled, first.over.is_set()) == (True, True)
+        assert pair.own == []
+
+
+def test_a_check_that_cannot_be_made_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(neighbors, "CheckProcess", refuse)
+    with contextlib.closing(Pair()) as pair:
+        pair.check()
+        told = "the check could not be made: OSError('no more processes')"
+        assert pair.reports() == {"a": {"b": told}, "b": {"a": told}}
+
+
+def test_a_process_that_dies_has_failed() -> None:
+    with contextlib.closing(Pair()) as pair:
+        pair.check(only=0)
+        while not pair.own:
+            time.sleep(0.01)
+        os.kill(pair.own[0], signal.SIGKILL)
+        told = "the all-reduce with b: its process was killed by SIGKILL"
+        assert pair.reports(0) == {"a": {"b": told}}

@@ -188,6 +188,7 @@ class ProgressTimeouts:
         self._kill_at: float | None = None
         self._silent = max(plan.hard, _SILENT_AT_LEAST_S)
         self._continued = 0.0
+        self._stopped_at = math.inf
 
     def continued(self) -> None:
         """This process could not run for a while: its host was paused, or all processes of the job
@@ -234,7 +235,11 @@ class ProgressTimeouts:
             if late >= 0:
                 self._terminate(self._silent + late, now, "no Python code has run")
             return
-        soft, hard, ping = self._limits(activity)
+        soft, hard, ping = timeouts_in_force(self._plan, page, activity)
+        stopped = self._stopped(now, soft) if in_function and page.long_limit else 0.0
+        if stopped:
+            self._hung(stopped, self._plan.soft, self._plan.hard)
+            return
         if activity == Activity.LEAVING:
             idle = now - max(page.progress, self._continued)
             if idle >= hard:
@@ -257,14 +262,16 @@ class ProgressTimeouts:
         elif idle >= soft and page.blocked != Blocked.NO and self._idle_ranks.wait():
             self._hung(idle, soft, math.inf)  # it waits, and no rank makes progress
 
-    def _limits(self, activity: int) -> Limits:
-        """Those in force; in a long phase, for a process that is stopped, those outside of it."""
-        plan, page = self._plan, self._page
-        limits = timeouts_in_force(plan, page, activity)
-        long = activity == Activity.FUNCTION and page.long_limit
-        if long and plan.soft < limits.soft and self._frozen() >= plan.soft:
-            return Limits(plan.soft, plan.hard, limits.ping) if is_stopped(self._main) else limits
-        return limits
+    def _stopped(self, now: float, soft: float) -> float:
+        """For how long the process is stopped, in a long phase, if that is longer than it may be
+        outside of it; else 0. Call it regularly.
+        """
+        if self._plan.soft >= soft or not is_stopped(self._main):
+            self._stopped_at = math.inf
+            return 0.0
+        self._stopped_at = min(self._stopped_at, now)
+        stopped = now - max(self._stopped_at, self._continued)
+        return stopped if stopped >= self._plan.soft else 0.0
 
     def _hung(self, idle: float, soft: float, hard: float, what: str = "progress") -> None:
         page = self._page

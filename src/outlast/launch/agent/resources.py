@@ -29,7 +29,7 @@ from outlast.launch.agent import orphan_killer
 from outlast.launch.agent.coordinator import Actions, Coordinator, OpenCoordinator
 from outlast.launch.config.job_spec import JobSpec
 from outlast.launch.event_loop import EventLoop
-from outlast.launch.workers.descendants import reap
+from outlast.launch.workers.descendants import reap, with_descendants
 from outlast.launch.workers.output import Console
 from outlast.launch.workers.worker_group import WorkerGroup
 from outlast.system.processes import become_subreaper
@@ -66,6 +66,7 @@ class JobResources:
         self.loop = EventLoop((signal.SIGCHLD, *FORWARDED), on_signal, clock=clock)
         self._stack = ExitStack()
         self._temporary: Path | None = None
+        self.checks: list[int] = []  # processes that check this host
         self._orphan_killer: subprocess.Popen[bytes] | None = None
         self._metrics: MetricsProcess | None = None
 
@@ -85,7 +86,8 @@ class JobResources:
         """The children that stay when the workers and their helpers are ended."""
         own = [] if self._orphan_killer is None else [self._orphan_killer.pid]
         metrics = [] if self._metrics is None else self._metrics.pids
-        return [*own, *metrics, *self.workers.standbys.pids]
+        checks = with_descendants(self.checks)
+        return [*own, *metrics, *checks, *self.workers.standbys.pids]
 
     def other_child_ended(self, pid: int, exit_code: int) -> None:
         """Note the end of a non-worker child: a worker's helper, a standby process, the orphan

@@ -124,6 +124,7 @@ def settings(options: RunOptions, hosts: HostsSpec) -> tuple[tuple[str, str], ..
         ("--host-timeout", f"{hosts.lease_s:g}"),
         ("--max-restarts", str(options.max_restarts)),
         ("--max-host-faults", str(options.max_host_faults)),
+        ("--health-check full", "yes" if options.health_check == "full" else "no"),
         ("script", f"-m {options.script}" if options.module else Path(options.script).name),
         ("content of the script", _contents(options)),
         ("command line of the script", shlex.join(options.args or ())),

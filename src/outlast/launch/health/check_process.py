@@ -21,10 +21,10 @@ _KILL_S = 5.0
 
 
 class CheckProcess:
-    """Runs a module that calls `checks.report_all`, in a process group of its own.
+    """Runs `checks`, in a process group of its own.
 
     Args:
-        specification: its argument, for JSON.
+        specification: its argument.
         limit_s: how long each check may take.
         first: what it begins with.
         variables: for its environment, besides this process's own.
@@ -33,7 +33,6 @@ class CheckProcess:
 
     def __init__(
         self,
-        module: str,
         specification: Mapping[str, Any],
         limit_s: float,
         *,
@@ -42,9 +41,9 @@ class CheckProcess:
         fds: Sequence[int] = (),
     ) -> None:
         self.figures: list[str] = []
-        self._limit_s, self._first = limit_s, first
+        self._limit_s, self._first, self._began = limit_s, first, time.monotonic()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, json.dumps(specification)],
+            [sys.executable, "-m", "outlast.launch.health.checks", json.dumps(specification)],
             env={**environment.checks_environment(), **(variables or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -56,14 +55,15 @@ class CheckProcess:
         """Which check has failed, and how; empty if all have passed."""
         stdout = self._process.stdout
         assert stdout is not None
-        name, begun, data = self._first, time.monotonic(), b""
+        name, begun, data = self._first, self._began, b""
         while True:
             left_s = begun + self._limit_s - time.monotonic()
             if not readable(stdout.fileno(), timeout=left_s):
                 return f"{name} has not ended within {self._limit_s:g} s (--health-timeout)"
             data += (more := os.read(stdout.fileno(), 1 << 16))
             if not more:
-                return f"{name}: its process {exit_text(self._process.wait())}"
+                code = self._process.wait()  # 0 also if the agent has reaped it
+                return f"{name}: its process {exit_text(code) if code else 'has ended'}"
             *lines, data = data.split(b"\n")
             for report in map(json.loads, lines):
                 if "failed" in report:
@@ -75,6 +75,10 @@ class CheckProcess:
                 else:
                     name = report["begins"]
                 begun = time.monotonic()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def kill(self) -> None:
         """Kill the process and its helpers; `failure` then returns."""

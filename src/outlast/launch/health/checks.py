@@ -2,9 +2,10 @@
 
     python -m outlast.launch.health.checks SPECIFICATION
 
-SPECIFICATION is a `HealthSpec` as JSON. For each check, a line of JSON on stdout says that it
-begins, and another one how it has ended. The first that fails is the last. Standard input is a pipe
-of the launcher: when that ends, this process and those that it has started are killed.
+SPECIFICATION is a `HealthSpec` or a `Neighbor` as JSON. For each check, a line of JSON on stdout
+says that it begins, and another one how it has ended. The first that fails is the last. Standard
+input is a pipe of the launcher: when that ends, this process and those that it has started are
+killed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from outlast.launch.config.health_spec import Neighbor
 from outlast.system.units import size_text
 
 SHM = "/dev/shm"
@@ -38,7 +40,7 @@ Checks = Iterator[tuple[str, "Check | None"]]
 """Names of checks, and the checks. One without a check is what it takes to list the next."""
 
 
-def report_all(checks: Checks) -> None:
+def main(specification: str) -> None:
     """Make the checks, and report them; then wait to be killed. The launcher reaps what has ended,
     and the number of this process could be another's by the time it kills this group.
     """
@@ -46,7 +48,8 @@ def report_all(checks: Checks) -> None:
     os.dup2(2, 1)  # what a check prints is not a report
     launcher = threading.Thread(target=_end_with_launcher, name="launcher", daemon=True)
     launcher.start()
-    for name, check in checks:
+    spec = json.loads(specification)
+    for name, check in _of_neighbor(spec) if "side" in spec else _of_host(spec):
         _report(reports, begins=name)
         if check is None:
             continue
@@ -70,7 +73,16 @@ def _end_with_launcher() -> None:
     os.killpg(0, signal.SIGKILL)  # the launcher has made it the leader of its group
 
 
-def _checks(spec: dict[str, Any]) -> Checks:
+def _of_neighbor(spec: dict[str, Any]) -> Checks:
+    def check() -> str:
+        from outlast.launch.health import neighbor_check  # it imports torch
+
+        return neighbor_check.check(Neighbor(**spec))
+
+    yield f"the all-reduce with {spec['name']}", check
+
+
+def _of_host(spec: dict[str, Any]) -> Checks:
     free, folder, command = spec["free_bytes"], spec["folder"], spec["command"]
     if spec["level"] != "off":
         yield "memory", check_memory
@@ -140,4 +152,4 @@ def _speed(size_bytes: int, seconds: float) -> str:
 
 
 if __name__ == "__main__":
-    report_all(_checks(json.loads(sys.argv[1])))
+    main(sys.argv[1])

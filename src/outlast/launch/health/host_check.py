@@ -27,8 +27,7 @@ def check_host(spec: HealthSpec | None, say: Callable[[str], None]) -> None:
     if spec is None:
         return
     host, began = socket.gethostname(), time.monotonic()
-    module, limit_s = "outlast.launch.health.checks", spec.limit_s
-    checks = CheckProcess(module, dataclasses.asdict(spec), limit_s)
+    checks = CheckProcess(dataclasses.asdict(spec), spec.limit_s)
     try:
         failure = checks.failure()
     finally:

@@ -1,11 +1,8 @@
-"""An all-reduce of this host with a neighbor, which runs the same; a program.
+"""An all-reduce of this host with a neighbor, which makes the same check.
 
-    python -m outlast.launch.health.neighbor_check SPECIFICATION
-
-SPECIFICATION is a `Neighbor` as JSON. Hosts with accelerators have a rank for each, as a training
-has: each may have a network device of its own. The first rank is this process, the others are
-helpers. What is summed are 32-bit integers in 64 bits: the sum is exact in any order, and every
-element is compared.
+Hosts with accelerators have a rank for each, as a training has: each may have a network device of
+its own. The first rank is this process, the others are helpers, which run this module. What is
+summed are 32-bit integers in 64 bits: the sum is exact in any order, and every element is compared.
 """
 
 from __future__ import annotations
@@ -13,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from outlast.launch.config.health_spec import Neighbor
-from outlast.launch.health.checks import Checks, report_all
+from outlast.system import devices as accelerators
 from outlast.system.units import size_text
 
 _ELEMENTS = 1 << 23
@@ -30,7 +29,8 @@ _REPEATS = 4
 _RIGHT = "right"
 
 
-def _check(neighbor: Neighbor) -> str:
+def check(neighbor: Neighbor) -> str:
+    """Returns the speed, in words; a `RuntimeError` says what is wrong."""
     store, kind = _store(neighbor), _kind(neighbor.devices)
     theirs = _exchanged(store, "kind", neighbor.side, kind)
     if theirs != kind:
@@ -38,9 +38,10 @@ def _check(neighbor: Neighbor) -> str:
     helpers = [_helper(neighbor, kind, rank) for rank in range(1, _count(kind))]
     speed, wrong = _sums(store, neighbor, kind)
     for helper in helpers:
-        assert helper.stdout is not None
-        told = helper.stdout.readline().strip() or "the helper of a device has ended"
-        wrong = wrong or ("" if told == _RIGHT else told)
+        with open(helper, encoding="utf-8") as pipe:
+            # A helper may wait in vain for a rank in which something is wrong.
+            told = _RIGHT if wrong else pipe.readline().strip()
+        wrong = wrong or ("" if told == _RIGHT else told or "the process of a device has ended")
     # Each waits for what the other has found: the store and the connections end with a process.
     try:
         theirs = _exchanged(store, "found", neighbor.side, wrong)
@@ -59,15 +60,20 @@ def _store(neighbor: Neighbor) -> Store:
         is_master=serves,
         master_listen_fd=neighbor.fd if serves else None,
         wait_for_workers=False,
-        timeout=datetime.timedelta(seconds=neighbor.limit_s),
+        timeout=_timeout(neighbor),
     )
     return PrefixStore(neighbor.key, store)
 
 
+def _timeout(neighbor: Neighbor) -> datetime.timedelta:
+    """Longer than the launcher's limit, which says what has not ended."""
+    return datetime.timedelta(seconds=2 * neighbor.limit_s)
+
+
 def _kind(devices: bool) -> str:
     """The device of the ranks, and how many there are."""
-    device = torch.accelerator.current_accelerator() if devices else None
-    return "cpu:1" if device is None else f"{device.type}:{torch.accelerator.device_count()}"
+    found = accelerators.available() if devices else None
+    return "cpu:1" if found is None else f"{found.type}:{torch.accelerator.device_count()}"
 
 
 def _count(kind: str) -> int:
@@ -84,16 +90,22 @@ def _exchanged(store: Store, what: str, side: int, own: str) -> str:
     return str(theirs)
 
 
-def _helper(neighbor: Neighbor, kind: str, rank: int) -> subprocess.Popen[str]:
-    """The process of another device; it ends with the process group of this one."""
-    one = dataclasses.replace(neighbor, kind=kind, rank=rank)
-    command = [sys.executable, "-m", __spec__.name, json.dumps(dataclasses.asdict(one))]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def _helper(neighbor: Neighbor, kind: str, rank: int) -> int:
+    """Starts the process of another device, which ends with the process group of this one; returns
+    the descriptor of a pipe for what is wrong.
+    """
+    read, write = os.pipe()
+    one = dataclasses.replace(neighbor, kind=kind, rank=rank, fd=write)
+    command = [sys.executable, "-m", __name__, json.dumps(dataclasses.asdict(one))]
+    subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[write])
+    os.close(write)
+    return read
 
 
 def _help(neighbor: Neighbor) -> None:
-    print(_sums(_store(neighbor), neighbor, neighbor.kind)[1] or _RIGHT, flush=True)
-    sys.stdin.read()
+    wrong = _sums(_store(neighbor), neighbor, neighbor.kind)[1]
+    os.write(neighbor.fd, f"{wrong or _RIGHT}\n".encode())
+    signal.pause()  # its connections are needed until the group is killed
 
 
 def _sums(store: Store, neighbor: Neighbor, kind: str) -> tuple[str, str]:
@@ -101,19 +113,21 @@ def _sums(store: Store, neighbor: Neighbor, kind: str) -> tuple[str, str]:
     name, count = kind.partition(":")[0], _count(kind)
     rank, size = neighbor.side * count + neighbor.rank, 2 * count
     device = name if name == "cpu" else f"{name}:{neighbor.rank}"
-    parts = [_numbers(rank) for rank in range(size)]
+    right = torch.zeros(_ELEMENTS, dtype=torch.long)
+    for each in range(size):
+        right += _numbers(each)
     began, wrong = 0.0, 0
     try:
         if name != "cpu":
-            torch.accelerator.set_device_index(neighbor.rank)
+            torch.get_device_module(name).set_device(neighbor.rank)
         dist.init_process_group(
             dist.get_default_backend_for_device(name),
             store=store,
             rank=rank,
             world_size=size,
-            timeout=datetime.timedelta(seconds=neighbor.limit_s),
+            timeout=_timeout(neighbor),
         )
-        right, own = sum(parts[1:], parts[0]).to(device), parts[rank].to(device)
+        right, own = right.to(device), _numbers(rank).to(device)
         for number in range(1 + _REPEATS):
             if number == 1:  # the first one makes the connections
                 began = time.monotonic()
@@ -133,14 +147,5 @@ def _numbers(rank: int) -> torch.Tensor:
     return torch.randint(-(2**31), 2**31, (_ELEMENTS,), generator=generator)
 
 
-def _main(specification: str) -> None:
-    neighbor = Neighbor(**json.loads(specification))
-    if neighbor.rank:
-        _help(neighbor)
-    else:
-        checks: Checks = iter([(f"the all-reduce with {neighbor.name}", lambda: _check(neighbor))])
-        report_all(checks)
-
-
 if __name__ == "__main__":
-    _main(sys.argv[1])
+    _help(Neighbor(**json.loads(sys.argv[1])))

@@ -118,9 +118,12 @@ class Check(ChainEntry, frozen=True, tag="check"):
 
 
 class Checked(ChainEntry, frozen=True, tag="checked"):
-    """What a check has found: as in `Links`."""
+    """What a check has found: the hosts that have passed, with one at least that stays too; the
+    others as in `Links`. A host that is in neither is checked again.
+    """
 
     key: str
+    passed: list[str] = msgspec.field(default_factory=list)
     excluded: dict[str, str] = msgspec.field(default_factory=dict)
     waits_for: dict[str, list[str]] = msgspec.field(default_factory=dict)
 
@@ -200,7 +203,7 @@ class JobPlan:
         probe: the one whose result is not known yet.
         excluded: hosts that leave the job because of a broken link, with the reason.
         check: that of neighbors whose result is not known yet.
-        checked: hosts that were in a check.
+        checked: hosts that have passed one.
         blames: the faults of hosts that are counted; of a restart of all workers, this is its
             entry.
         unfit: hosts that leave the job because of their faults, with the reason.
@@ -278,7 +281,7 @@ class JobPlan:
                 used=entry.used,
                 probed="",
                 probe=None,
-                check=None,  # its reports are deleted with those of the attempt
+                check=None,  # it would have the accelerators when ranks start
                 restart=None,
             )
         if isinstance(entry, Take) and running:
@@ -292,14 +295,14 @@ class JobPlan:
             mine = (self.probe.attempt, self.probe.key) == (entry.attempt, entry.key)
             excluded = {**self.excluded, **entry.excluded}
             return replace(self, probe=None, excluded=excluded) if mine else self
-        if isinstance(entry, Check) and self.check is None:
+        if isinstance(entry, Check) and self.check is None and not self.ends:
             return replace(self, check=entry)
         if isinstance(entry, Checked) and self.check is not None and entry.key == self.check.key:
             excluded = {**self.excluded, **entry.excluded}
-            checked = self.checked | set(self.check.hosts)
+            checked = self.checked | set(entry.passed)
             return replace(self, check=None, checked=checked, excluded=excluded)
         if isinstance(entry, Restart) and running and entry.attempt == self.attempt:
-            plan = replace(self, stage=Stage.CLEARING, restart=entry)
+            plan = replace(self, stage=Stage.CLEARING, restart=entry, check=None)
             if not entry.process or not entry.blames:
                 return plan
             owner = entry.process.rpartition(":")[0]  # see `records.process_name`
@@ -309,9 +312,9 @@ class JobPlan:
         if isinstance(entry, Unfit):
             return replace(self, unfit={**self.unfit, entry.host: entry.reason})
         if isinstance(entry, Stop) and not self.ends:
-            return replace(self, stage=Stage.ENDING, stop=entry)
+            return replace(self, stage=Stage.ENDING, stop=entry, check=None)
         if isinstance(entry, End) and not self.ends:
-            return replace(self, stage=Stage.ENDING, end=entry)
+            return replace(self, stage=Stage.ENDING, end=entry, check=None)
         if isinstance(entry, Finish) and (running or self.stage is Stage.ENDING):
             return replace(self, stage=Stage.FINISHED)
         return self

@@ -117,6 +117,15 @@ def descendants(keep: Iterable[int]) -> list[psutil.Process]:
     return [p for p in psutil.Process().children(recursive=True) if p.pid not in kept]
 
 
+def with_descendants(pids: Iterable[int]) -> list[int]:
+    """These processes of the launcher, and those that they have started."""
+    found = []
+    for pid in tuple(pids):
+        with contextlib.suppress(psutil.Error):  # it has ended
+            found += [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+    return found
+
+
 class OomKills:
     """Counts the kills in the cgroup of this process, where its children live too: a container, a
     job of a scheduler, a login. Without such a counter there never seem to be any.

@@ -134,10 +134,11 @@ class Decider:
         return None
 
     def _wait_for_hosts(self, plan: JobPlan, now: float) -> Wait:
-        limits, count = self._limits, len(plan.hosts)
+        hosts = [host for host in plan.hosts.values() if host.id not in plan.leaving]
+        limits, count = self._limits, len(hosts)
         if plan.check is not None:
             return Wait("the check of hosts with their neighbors (--health-check full)")
-        came = f"{count} joined: {', '.join([host.name for host in plan.hosts.values()][:8])}"
+        came = f"{count} joined: {', '.join([host.name for host in hosts][:8])}"
         if count < limits.minimum:
             until = now + limits.join_s - self._seconds("few", now)
             return Wait(f"{limits.minimum} hosts (--nnodes), {came}", until, "the job ends")
@@ -182,7 +183,8 @@ class Decider:
                 f"waited {waited} for {limits.minimum} hosts (--nnodes): "
                 f"only {count} joined: {names}"
             )
-        self._forget("few")
+        if not self._checks:  # one that is thrown out comes again and again
+            self._forget("few")
         if count < limits.maximum and self._seconds("enough", now) < self._last_call_s(plan):
             return None
         if self._checks and count > 1:

@@ -174,14 +174,18 @@ def judge(
 
 
 def broken_ends(
-    names: Collection[str], plan: JobPlan, leader: str, reports: Mapping[str, Collection[str]]
+    names: Collection[str],
+    plan: JobPlan,
+    leader: str,
+    reports: Mapping[str, Collection[str]],
+    new: Collection[str] = (),
 ) -> dict[str, list[str]] | None:
     """The hosts that have to leave, each with those with which its links are broken; `None` while a
     report is missing of a host that is in the group. `reports` has the other ends, by host.
 
     Of the links that are left, the host with the most leaves: so one whose own network is at fault
-    leaves, and not its peers. Of equal ones a spare, then one that does not lead, then the one at
-    the highest place.
+    leaves, and not its peers. Hosts in `new` leave before any other. Of equal ones a spare, then
+    one that does not lead, then the one at the highest place.
     """
     there = {host for host in plan.hosts if host in names}
     if there - reports.keys():
@@ -193,9 +197,10 @@ def broken_ends(
         if host in there and other in there
     }
 
-    def order(host: str) -> tuple[int, bool, bool, int, str]:
+    def order(host: str) -> tuple[bool, int, bool, bool, int, str]:
         place = plan.place_of(host)
         return (
+            host in new,
             sum(host in pair for pair in left),
             place is None,
             host != leader,

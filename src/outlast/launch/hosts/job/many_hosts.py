@@ -91,7 +91,7 @@ class ManyHosts:
         self._state = GroupState()
         self._links = HostLinks(self._log, self._me, job.hosts.lease_s, resources)
         limit_s = None if job.health is None else job.health.limit_s
-        self._neighbors = HostNeighbors(self._log, self._me, limit_s)
+        self._neighbors = HostNeighbors(self._log, self._me, limit_s, resources.checks)
         self._notices: GroupNotices | None = None
         self._timer = resources.loop.call_later(0.0, lambda: None)
         self._leaves = self._leaves_alone = False
@@ -272,6 +272,8 @@ class ManyHosts:
         self._plan = before.apply(entry)
         if self._plan == dataclasses.replace(before, number=self._plan.number):
             return  # it came too late, and has no meaning
+        if before.check is not None and self._plan.check is None:
+            self._neighbors.cancel()  # before its processes end with the workers
         if isinstance(entry, Start):
             self._start_attempt()
         elif isinstance(entry, Take):

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import socket
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableSequence, Sequence
 
 from outlast.coordination.replicated.hosts import HostInfo
 from outlast.errors import StoreError
@@ -30,80 +31,92 @@ _LIMIT_S = 60.0
 
 
 class HostNeighbors:
-    """The checks of this host with others. `limit_s` is for each; `None` takes the default."""
+    """The checks of this host with others, one at a time.
 
-    def __init__(self, log: JobLog, me: HostInfo, limit_s: float | None) -> None:
-        self._log, self._me = log, me
+    Args:
+        limit_s: for each; `None` takes the default.
+        own: gets the numbers of the processes while they run. The agent does not end these with
+            the workers: a host whose own processes were ended would seem to have failed.
+    """
+
+    def __init__(
+        self, log: JobLog, me: HostInfo, limit_s: float | None, own: MutableSequence[int]
+    ) -> None:
+        self._log, self._me, self._own = log, me, own
         self._limit_s = _LIMIT_S if limit_s is None else limit_s
         family = socket.AF_INET6 if ":" in me.address else socket.AF_INET
         # Between two checks nobody accepts: a neighbor that is faster waits until this side does.
         self._listener = socket.create_server((me.address, 0), family=family)
-        self._lock = threading.Lock()
-        self._processes: list[CheckProcess] = []
-        self._closed = False
-        self._figures: list[str] = []
+        self._run: _Run | None = None
         log.open_check_port(self._listener.getsockname()[1])
 
     def check(self, entry: Check, plan: JobPlan) -> None:
         """Report with which hosts of `entry` an all-reduce fails."""
+        before = self._run
+        self.cancel()
         if self._me.id not in entry.hosts:
             return
+        self._run = run = _Run()
+        others = [b if a == self._me.id else a for a, b in self._pairs(entry)]
 
         def work() -> None:
-            # The agent meets the same error in its own operations, and handles it there.
-            with contextlib.suppress(StoreError):
-                self._log.report_links(entry.attempt, entry.key, self._failed(entry, plan))
+            if before is not None:  # two servers on one listener would take each other's neighbors
+                before.over.wait()
+            try:
+                failed = self._failed(run, entry, plan)
+            except StoreError:
+                failed = None  # the agent meets it in its own operations, and handles it there
+            except Exception as e:  # noqa: BLE001 - the leader waits for a report
+                failed = dict.fromkeys(others, f"the check could not be made: {e!r}")
+            finally:
+                run.end()
+                run.over.set()
+            if failed is not None and not run.cancelled:
+                with contextlib.suppress(StoreError):
+                    self._log.report_links(entry.attempt, entry.key, failed)
 
         # A daemon: it must not keep the process alive.
         threading.Thread(target=work, name="neighbors", daemon=True).start()
 
+    def cancel(self) -> None:
+        """The result is not wanted any more: end what still runs, without a report."""
+        if self._run is not None:
+            self._run.cancel()
+
     def take_figures(self) -> str:
         """Those of the last check, in words, once."""
-        figures, self._figures = self._figures, []
+        if self._run is None:
+            return ""
+        figures, self._run.figures = self._run.figures, []
         return "; ".join(figures)
 
     def close(self) -> None:
         """End what still runs."""
-        with self._lock:
-            self._closed = True
-            for process in self._processes:
-                process.kill()
+        self.cancel()
         self._listener.close()
 
-    def _failed(self, entry: Check, plan: JobPlan) -> dict[str, str]:
-        ports, me = self._log.check_ports(), self._me.id
-        started: dict[str, CheckProcess] = {}
-        for first, second in _pairs(entry.hosts):
-            if me in (first, second):
-                other = second if me == first else first
-                neighbor = Neighbor(
-                    name=plan.host(other).name,
-                    key=f"{entry.key}/{first}",
-                    side=int(me == second),
-                    address=plan.host(first).address,
-                    port=ports[first],
-                    fd=self._listener.fileno(),
-                    # While ranks run, they have the accelerators.
-                    devices=plan.stage is not Stage.RUNNING,
-                    limit_s=self._limit_s,
-                )
-                if process := self._started(neighbor):
-                    started[other] = process
-        failed = {other: process.failure() for other, process in started.items()}
-        self._figures = [figure for process in started.values() for figure in process.figures]
-        with self._lock:
-            self._processes.clear()
-            for process in started.values():
-                process.end()
-        return {other: why for other, why in failed.items() if why}
+    def _pairs(self, entry: Check) -> list[tuple[str, str]]:
+        return [pair for pair in _ring(entry.hosts) if self._me.id in pair]
 
-    def _started(self, neighbor: Neighbor) -> CheckProcess | None:
-        with self._lock:
-            if self._closed:
-                return None
-            interface = environment.gloo_interface(self._me.address)
-            process = CheckProcess(
-                "outlast.launch.health.neighbor_check",
+    def _failed(self, run: _Run, entry: Check, plan: JobPlan) -> dict[str, str]:
+        ports, me = self._log.check_ports(), self._me.id
+        interface = environment.gloo_interface(self._me.address)
+        started: dict[str, CheckProcess] = {}
+        for first, second in self._pairs(entry):
+            other = second if me == first else first
+            neighbor = Neighbor(
+                name=plan.host(other).name,
+                key=f"{entry.key}/{first}",
+                side=int(me == second),
+                address=plan.host(first).address,
+                port=ports[first],
+                fd=self._listener.fileno(),
+                # While ranks run, they have the accelerators.
+                devices=plan.stage is not Stage.RUNNING,
+                limit_s=self._limit_s,
+            )
+            start = functools.partial(
+                CheckProcess,
                 dataclasses.asdict(neighbor),
                 self._limit_s,
                 first=f"the all-reduce with {neighbor.name}",
@@ -111,8 +124,47 @@ class HostNeighbors:
                 variables={"TORCH_CPP_LOG_LEVEL": "ERROR", **interface},
                 fds=[neighbor.fd] if neighbor.side == 0 else [],
             )
+            if process := run.start(start, self._own):
+                started[other] = process
+        failed = {other: process.failure() for other, process in started.items()}
+        run.figures = [figure for process in started.values() for figure in process.figures]
+        return {other: why for other, why in failed.items() if why}
+
+
+class _Run:
+    """The processes of one check. One thread starts and ends them, another may cancel it."""
+
+    def __init__(self) -> None:
+        self.figures: list[str] = []
+        self.cancelled, self.over = False, threading.Event()
+        self._lock = threading.Lock()
+        self._processes: list[CheckProcess] = []
+        self._own: MutableSequence[int] = []
+
+    def start(
+        self, start: Callable[[], CheckProcess], own: MutableSequence[int]
+    ) -> CheckProcess | None:
+        with self._lock:
+            if self.cancelled:
+                return None
+            process = start()
+            own.append(process.pid)
+            self._own = own
             self._processes.append(process)
             return process
+
+    def cancel(self) -> None:
+        with self._lock:
+            self.cancelled = True
+            for process in self._processes:
+                process.kill()
+
+    def end(self) -> None:
+        with self._lock:
+            for process in self._processes:
+                process.end()
+                self._own.remove(process.pid)
+            self._processes.clear()
 
 
 def next_check(
@@ -144,7 +196,8 @@ def unchecked(plan: JobPlan) -> set[str]:
 def _judged(
     check: Check, plan: JobPlan, leader: str, reports: Mapping[str, Mapping[str, str]]
 ) -> Checked | None:
-    found = broken_ends(check.hosts, plan, leader, reports)
+    new = [host for host in check.hosts if host not in plan.checked]
+    found = broken_ends(check.hosts, plan, leader, reports, new)
     if found is None:
         return None
     excluded = {}
@@ -154,10 +207,16 @@ def _judged(
             f"{pair_text(plan, host, ends)} fail the check of neighbors: {why}. "
             f"{plan.hosts[host].name} leaves the job, and tries again"
         )
-    return Checked(check.key, excluded, without_closed(found))
+    passed = {
+        host
+        for pair in _ring(check.hosts)
+        if all(end in plan.hosts and end not in found for end in pair)
+        for host in pair
+    }
+    return Checked(check.key, sorted(passed), excluded, without_closed(found))
 
 
-def _pairs(hosts: Sequence[str]) -> list[tuple[str, str]]:
-    """Those of a ring: each host is the first of one pair at most, and serves that pair's store."""
+def _ring(hosts: Sequence[str]) -> list[tuple[str, str]]:
+    """The pairs of a ring. Each host is the first of one at most, for which it serves the store."""
     pairs = list(itertools.pairwise(hosts))
     return [*pairs, (hosts[-1], hosts[0])] if len(hosts) > 2 else pairs
