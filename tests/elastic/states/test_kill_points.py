@@ -16,18 +16,25 @@ Ranks = Callable[..., Job]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asynchronous", [pytest.param("", marks=pytest.mark.exhaustive), "yes"])
+@pytest.mark.parametrize(
+    ("asynchronous", "stride"),
+    [
+        ("yes", 2),
+        pytest.param("yes", 1, marks=pytest.mark.exhaustive),
+        pytest.param("", 1, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_every_point_at_which_a_save_can_be_killed(
-    ranks: Ranks, folder: Path, tmp_path: Path, asynchronous: str
+    ranks: Ranks, folder: Path, tmp_path: Path, asynchronous: str, stride: int
 ) -> None:
-    """A child process saves and is killed at its first kill point, at its second, and so on, until
-    one completes.
+    """A child process saves and is killed at its first kill point, then at one `stride` later, and
+    so on, until one completes.
     """
     states = [Text("a", "old"), Text("b", "old")]
     outcomes = []
     told = tmp_path / "other.told"  # the program has been told that its save is committed
     killed_after = 0
-    for point in range(1000):
+    for point in range(0, 1000, stride):
         for state in states:
             state.text = "old"
         save_all_states()  # also removes leftovers of the previous kill
@@ -51,6 +58,6 @@ def test_every_point_at_which_a_save_can_be_killed(
     assert outcomes[-1] == "new"
     # Before that, the writer process commits beside the program: of two points, the later one may
     # be reached earlier.
-    assert killed_after > 1
-    assert outcomes.count("old") > 10
+    assert killed_after > 0
+    assert outcomes.count("old") > 5
     assert outcomes.count("new") > 1

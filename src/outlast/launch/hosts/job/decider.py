@@ -134,11 +134,11 @@ class Decider:
         return None
 
     def _wait_for_hosts(self, plan: JobPlan, now: float) -> Wait:
-        hosts = [host for host in plan.hosts.values() if host.id not in plan.leaving]
-        limits, count = self._limits, len(hosts)
+        there = [host for host in plan.hosts.values() if host.id not in plan.leaving]
+        limits, count = self._limits, len(there)
         if plan.check is not None:
             return Wait("the check of hosts with their neighbors (--health-check full)")
-        came = f"{count} joined: {', '.join([host.name for host in hosts][:8])}"
+        came = f"{count} joined: {', '.join([host.name for host in there][:8])}"
         if count < limits.minimum:
             until = now + limits.join_s - self._seconds("few", now)
             return Wait(f"{limits.minimum} hosts (--nnodes), {came}", until, "the job ends")
