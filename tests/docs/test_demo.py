@@ -40,6 +40,7 @@ def test_no_step_is_made_twice_and_the_weights_are_the_same(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_several_models_end_with_the_same_weights(tmp_path: Path) -> None:
     """The rank that is killed may have been the only one that had completed its last step."""
     plan = tmp_path / "plan.json"

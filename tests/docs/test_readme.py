@@ -98,6 +98,7 @@ def test_an_injected_fault_is_in_the_report(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_losses_through_an_exception_are_the_same(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     assert paste(tmp_path, blocks("docs/quickstart.md", "sh")[1]).endswith("no differing loss\n")

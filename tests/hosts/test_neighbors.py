@@ -56,6 +56,7 @@ def test_a_job_begins_once_its_hosts_are_checked_and_a_spare_is_checked_too(
     cluster.check(weights)
 
 
+@pytest.mark.exhaustive
 def test_a_broken_link_is_found_before_ranks_use_it(
     four: Network, tmp_path: Path, weights: str
 ) -> None:

@@ -27,7 +27,7 @@ INSTALLED = importlib.util.find_spec("deepspeed")
 @pytest.mark.skipif(not INSTALLED, reason="needs the extra `deepspeed`: make test-ports")
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_zero_survives_faults_bit_by_bit(tmp_path: Path, stage: int, zygote: Zygote) -> None:
     expected = losses_of(tmp_path / "undisturbed", SCRIPT, [str(stage), "saved"], nprocs=2)
     # The last line of each rank is the hash of the final weights.

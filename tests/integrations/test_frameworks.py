@@ -26,7 +26,7 @@ NET_S = 300.0
     ("framework", "script"),
     [
         ("lightning", "lightning_fits"),
-        ("lightning", "lightning_checkpoints"),
+        pytest.param("lightning", "lightning_checkpoints", marks=pytest.mark.exhaustive),
         ("transformers", "trainer_runs"),
         ("accelerate", "accelerate_loops"),
     ],

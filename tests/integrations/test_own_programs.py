@@ -34,6 +34,7 @@ def test_lightning(tmp_path: Path, zygote: Zygote) -> None:
     check_same(faulty, undisturbed)
 
 
+@pytest.mark.exhaustive
 def test_lightning_files(tmp_path: Path, zygote: Zygote) -> None:
     """One version of the logs, with each row once; the best checkpoints, and no others; each sample
     once, with the same random numbers in the workers.
@@ -86,6 +87,7 @@ def test_trainer(tmp_path: Path, zygote: Zygote) -> None:
     check_same(faulty, undisturbed)
 
 
+@pytest.mark.exhaustive
 def test_accelerate(tmp_path: Path, zygote: Zygote) -> None:
     pytest.importorskip("accelerate", reason="make test-ports")
     faults = [

@@ -20,6 +20,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_faults_change_nothing(tmp_path: Path) -> None:
     paths = os.pathsep.join(map(str, (HERE.parent, HERE / "plugin")))

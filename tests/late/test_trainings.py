@@ -13,6 +13,7 @@ from late.trainings import MEMORY, ahead, check
 pytestmark = pytest.mark.slow
 
 
+KILLED = pytest.param("SIGKILL", marks=pytest.mark.exhaustive)
 TIMEOUTS = {"soft_timeout": 4, "hard_timeout": 6, "termination_grace_time": 1}
 
 
@@ -34,7 +35,7 @@ def test_no_step_is_lost_on_a_device(
     check(faulty, undisturbed(), *steps)
 
 
-@pytest.mark.parametrize("do", ["raise", "SIGKILL"])
+@pytest.mark.parametrize("do", ["raise", KILLED])
 @pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}])
 def test_hosts_ahead_of_gradients_that_never_come(
     ranks: Ranks, tmp_path: Path, undisturbed: Any, options: dict[str, Any], do: str
@@ -126,7 +127,7 @@ def test_accumulated_gradients_and_an_average(
     check(faulty, undisturbed(**plan), *steps)
 
 
-@pytest.mark.parametrize("do", ["raise", "SIGKILL"])
+@pytest.mark.parametrize("do", ["raise", KILLED])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("step", [2, 7])
 def test_a_scaler_that_skips_steps(
@@ -140,7 +141,7 @@ def test_a_scaler_that_skips_steps(
     check(faulty, undisturbed(**plan), step)
 
 
-@pytest.mark.parametrize("do", ["raise", "SIGKILL"])
+@pytest.mark.parametrize("do", ["raise", KILLED])
 @pytest.mark.parametrize("at", ["forward 5", "done 5"])
 @pytest.mark.parametrize("kind", ["fsdp", "hsdp"])
 def test_a_sharded_model(
