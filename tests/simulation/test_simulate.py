@@ -29,10 +29,10 @@ _CHUNK = 500
     "first",
     [
         0,
-        *(pytest.param(n, marks=pytest.mark.slow) for n in range(_CHUNK, SEEDS // 2, _CHUNK)),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in range(_CHUNK, SEEDS // 4, _CHUNK)),
         *(
             pytest.param(n, marks=[pytest.mark.slow, pytest.mark.exhaustive])
-            for n in range(SEEDS // 2, SEEDS, _CHUNK)
+            for n in range(SEEDS // 4, SEEDS, _CHUNK)
         ),
     ],
 )
