@@ -20,7 +20,14 @@ _CHUNK = 500
 
 @pytest.mark.parametrize(
     "first",
-    [pytest.param(n, marks=[pytest.mark.slow] if n else []) for n in range(0, SEEDS, _CHUNK)],
+    [
+        0,
+        *(pytest.param(n, marks=pytest.mark.slow) for n in range(_CHUNK, SEEDS // 4, _CHUNK)),
+        *(
+            pytest.param(n, marks=[pytest.mark.slow, pytest.mark.exhaustive])
+            for n in range(SEEDS // 4, SEEDS, _CHUNK)
+        ),
+    ],
 )
 def test_no_schedule_breaks_what_must_always_hold(first: int) -> None:
     runs = [simulate_etcd(seed) for seed in range(first, first + _CHUNK)]
