@@ -178,6 +178,7 @@ def test_two_hosts_make_an_all_reduce() -> None:
             assert re.fullmatch(rf"all-reduce with {other} at \S+ \w?B/s \(cpu:1\)", figures)
 
 
+@pytest.mark.slow
 def test_a_neighbor_that_does_not_come_has_failed_in_time() -> None:
     with contextlib.closing(Pair(limit_s=3.0)) as pair:
         pair.check(only=1)
@@ -185,6 +186,7 @@ def test_a_neighbor_that_does_not_come_has_failed_in_time() -> None:
         assert pair.reports(1) == {"b": {"a": late}}
 
 
+@pytest.mark.slow
 def test_a_check_that_is_cancelled_reports_nothing_and_the_next_one_begins_after_its_end() -> None:
     with contextlib.closing(Pair()) as pair:
         pair.check(only=0)
@@ -207,6 +209,7 @@ def test_a_check_that_cannot_be_made_has_failed(monkeypatch: pytest.MonkeyPatch)
         assert pair.reports() == {"a": {"b": told}, "b": {"a": told}}
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_has_failed() -> None:
     with contextlib.closing(Pair()) as pair:
         pair.check(only=0)
