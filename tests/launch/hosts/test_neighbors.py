@@ -198,6 +198,15 @@ def test_a_check_that_is_cancelled_reports_nothing_and_the_next_one_begins_after
         assert pair.own == []
 
 
+def test_nothing_is_left_of_a_check_when_an_agent_closes() -> None:
+    pair = Pair()
+    pair.check(only=0)
+    while not pair.own:
+        time.sleep(0.01)
+    pair.close()
+    assert pair.own == []  # it was reaped
+
+
 def test_a_check_that_cannot_be_made_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError("no more processes")

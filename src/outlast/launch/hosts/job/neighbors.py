@@ -27,7 +27,7 @@ from outlast.launch.hosts.job.job_log import JobLog
 from outlast.launch.hosts.job.links import broken_ends, pair_text, without_closed
 from outlast.launch.hosts.plan import Check, Checked, Entry, JobPlan, Stage
 
-_LIMIT_S = 60.0
+_LIMIT_S, _END_S = 60.0, 5.0
 
 
 class HostNeighbors:
@@ -91,8 +91,10 @@ class HostNeighbors:
         return "; ".join(figures)
 
     def close(self) -> None:
-        """End what still runs."""
+        """End what still runs, and wait for that: this process may be about to end."""
         self.cancel()
+        if self._run is not None:
+            self._run.over.wait(_END_S)
         self._listener.close()
 
     def _pairs(self, entry: Check) -> list[tuple[str, str]]:
