@@ -169,6 +169,7 @@ def test_a_check_that_the_next_attempt_cuts_off_is_made_again() -> None:
     assert job.plan.apply(Checked("check/9")).checked == frozenset("abc")  # too late
 
 
+@pytest.mark.slow
 def test_two_hosts_make_an_all_reduce() -> None:
     with contextlib.closing(Pair()) as pair:
         pair.check()
