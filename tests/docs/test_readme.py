@@ -86,7 +86,6 @@ def test_the_first_program_survives(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 def test_an_injected_fault_is_in_the_report(tmp_path: Path) -> None:
     (program,) = blocks("README.md", "python")
     (tmp_path / "train.py").write_text(program)

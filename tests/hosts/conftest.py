@@ -26,6 +26,13 @@ def network(_allowed: None) -> Iterator[Network]:
         yield network
 
 
+@pytest.fixture
+def four(_allowed: None) -> Iterator[Network]:
+    """A network with the hosts h1, h2, h3 and h4."""
+    with Network(["h1", "h2", "h3", "h4"]) as network:
+        yield network
+
+
 @pytest.fixture(scope="session")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The hash of the weights of a run without faults, in one process."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,12 +15,6 @@ from hosts.cluster import Cluster, Started
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SCRIPT = Path(__file__).parent / "scripts" / "short_soft_timeout.py"
-
-
-@pytest.fixture
-def four(_allowed: None) -> Iterator[Network]:
-    with Network([f"h{number}" for number in range(1, 5)]) as network:
-        yield network
 
 
 def started(network: Network, tmp_path: Path, *options: str) -> tuple[Cluster, dict[str, Started]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,12 +29,6 @@ if '"side"' in sys.orig_argv[-1]:
 
     dist.all_reduce = wrong
 """
-
-
-@pytest.fixture
-def four(_allowed: None) -> Iterator[Network]:
-    with Network([f"h{number}" for number in range(1, 5)]) as network:
-        yield network
 
 
 def test_a_job_begins_once_its_hosts_are_checked_and_a_spare_is_checked_too(

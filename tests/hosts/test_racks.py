@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,6 @@ from network import Network
 from hosts.cluster import Cluster
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def four(_allowed: None) -> Iterator[Network]:
-    with Network(["h1", "h2", "h3", "h4"]) as network:
-        yield network
 
 
 def copied(cluster: Cluster) -> set[int]:

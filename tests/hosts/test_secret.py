@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,12 +20,6 @@ import sys
 from outlast.coordination.stores.tcp_client import TcpClient
 print("read", TcpClient(sys.argv[1], int(sys.argv[2]), 60.0).read("any"))
 """
-
-
-@pytest.fixture
-def four(_allowed: None) -> Iterator[Network]:
-    with Network(["h1", "h2", "h3", "h4"]) as network:
-        yield network
 
 
 def variables(pid: int) -> dict[str, str]:

@@ -18,6 +18,7 @@ TESTS = Path(__file__).parents[1]
     "most",
     [
         40,
+        pytest.param(1500, marks=pytest.mark.slow),
         pytest.param(4000, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
     ],
 )

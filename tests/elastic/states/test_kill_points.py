@@ -58,6 +58,6 @@ def test_every_point_at_which_a_save_can_be_killed(
     assert outcomes[-1] == "new"
     # Before that, the writer process commits beside the program: of two points, the later one may
     # be reached earlier.
-    assert killed_after > 0
-    assert outcomes.count("old") > 5
+    assert killed_after > (1 if stride == 1 else 0)
+    assert stride * outcomes.count("old") > 10
     assert outcomes.count("new") > 1

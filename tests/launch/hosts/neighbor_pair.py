@@ -33,12 +33,24 @@ class Reports(JobLog):
         self.made.set()
 
 
+class Pids(list[int]):
+    """The processes of checks, and an event for the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = threading.Event()
+
+    def append(self, pid: int) -> None:
+        super().append(pid)
+        self.begun.set()
+
+
 class Pair:
     """The two hosts, which share a store. `close` ends their checks."""
 
     def __init__(self, limit_s: float = NET_S) -> None:
         store = MemoryStore()
-        self.own: list[int] = []
+        self.own = Pids()
         self.logs = [Reports(store, host.id) for host in PAIR]
         self.hosts = [
             HostNeighbors(log, host, limit_s, self.own)

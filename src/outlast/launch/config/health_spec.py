@@ -6,8 +6,10 @@ import dataclasses
 import math
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from outlast.launch.config.options import RunOptions
+if TYPE_CHECKING:  # the checks import this module, and have no options
+    from outlast.launch.config.options import RunOptions
 
 LEVELS = ("off", "quick", "full")
 _FREE_GB = 1.0
@@ -22,6 +24,11 @@ class HealthSpec:
     free_bytes: int  # how much must be free there and in shared memory
     command: str  # of the user, for a shell; empty for none
     limit_s: float  # how long each check may take
+
+    @property
+    def checks_neighbors(self) -> bool:
+        """Whether the network is checked too, in a job on several hosts."""
+        return self.level == "full"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

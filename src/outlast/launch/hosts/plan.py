@@ -118,8 +118,8 @@ class Check(ChainEntry, frozen=True, tag="check"):
 
 
 class Checked(ChainEntry, frozen=True, tag="checked"):
-    """What a check has found: the hosts that have passed, with one at least that stays too; the
-    others as in `Links`. A host that is in neither is checked again.
+    """What a check has found. `passed` are the hosts that have made an all-reduce with a host that
+    stays; `excluded` and `waits_for` are as in `Links`. A host in neither is checked again.
     """
 
     key: str
@@ -202,8 +202,8 @@ class JobPlan:
         probed: the key of the last probe of the links in this attempt.
         probe: the one whose result is not known yet.
         excluded: hosts that leave the job because of a broken link, with the reason.
-        check: that of neighbors whose result is not known yet.
-        checked: hosts that have passed one.
+        check: the check of neighbors whose result is not known yet.
+        checked: hosts that have passed a check of neighbors.
         blames: the faults of hosts that are counted; of a restart of all workers, this is its
             entry.
         unfit: hosts that leave the job because of their faults, with the reason.

@@ -82,7 +82,7 @@ class Leading:
         self._waits = WaitNotice(say)
         self._given_up: frozenset[int] = frozenset()
         self._ends = False
-        self._checks = job.health is not None and job.health.level == "full"
+        self._checks = job.health is not None and job.health.checks_neighbors
         restarts = job.max_restarts or 0
         self._decider = Decider(hosts, job.nproc, restarts, checks=self._checks)
         self._fault_limit = FaultLimit(hosts, keys)

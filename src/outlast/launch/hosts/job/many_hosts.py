@@ -90,7 +90,8 @@ class ManyHosts:
         self._plan = JobPlan()
         self._state = GroupState()
         self._links = HostLinks(self._log, self._me, job.hosts.lease_s, resources)
-        limit_s = None if job.health is None else job.health.limit_s
+        checks = job.health is not None and job.health.checks_neighbors
+        limit_s = job.health.limit_s if job.health is not None and checks else None
         self._neighbors = HostNeighbors(self._log, self._me, limit_s, resources.checks)
         self._notices: GroupNotices | None = None
         self._timer = resources.loop.call_later(0.0, lambda: None)

@@ -27,27 +27,30 @@ from outlast.launch.hosts.job.job_log import JobLog
 from outlast.launch.hosts.job.links import broken_ends, pair_text, without_closed
 from outlast.launch.hosts.plan import Check, Checked, Entry, JobPlan, Stage
 
-_LIMIT_S, _END_S = 60.0, 5.0
+_END_S = 5.0
 
 
 class HostNeighbors:
     """The checks of this host with others, one at a time.
 
     Args:
-        limit_s: for each; `None` takes the default.
-        own: gets the numbers of the processes while they run. The agent does not end these with
-            the workers: a host whose own processes were ended would seem to have failed.
+        limit_s: for each; `None` if the job makes no such checks: then no port is opened.
+        own: has the process IDs while they run. The agent does not end these with the workers: a
+            host whose own processes were ended would seem to have failed.
     """
 
     def __init__(
         self, log: JobLog, me: HostInfo, limit_s: float | None, own: MutableSequence[int]
     ) -> None:
         self._log, self._me, self._own = log, me, own
-        self._limit_s = _LIMIT_S if limit_s is None else limit_s
+        self._limit_s = limit_s or 0.0
+        self._run: _Run | None = None
+        self._listener: socket.socket | None = None
+        if limit_s is None:
+            return
         family = socket.AF_INET6 if ":" in me.address else socket.AF_INET
         # Between two checks nobody accepts: a neighbor that is faster waits until this side does.
         self._listener = socket.create_server((me.address, 0), family=family)
-        self._run: _Run | None = None
         log.open_check_port(self._listener.getsockname()[1])
 
     def check(self, entry: Check, plan: JobPlan) -> None:
@@ -56,7 +59,7 @@ class HostNeighbors:
         self.cancel()
         if self._me.id not in entry.hosts:
             return
-        self._run = run = _Run()
+        self._run = run = _Run(self._own)
         others = [b if a == self._me.id else a for a, b in self._pairs(entry)]
 
         def work() -> None:
@@ -95,12 +98,14 @@ class HostNeighbors:
         self.cancel()
         if self._run is not None:
             self._run.over.wait(_END_S)
-        self._listener.close()
+        if self._listener is not None:
+            self._listener.close()
 
     def _pairs(self, entry: Check) -> list[tuple[str, str]]:
         return [pair for pair in _ring(entry.hosts) if self._me.id in pair]
 
     def _failed(self, run: _Run, entry: Check, plan: JobPlan) -> dict[str, str]:
+        assert self._listener is not None
         ports, me = self._log.check_ports(), self._me.id
         interface = environment.gloo_interface(self._me.address)
         started: dict[str, CheckProcess] = {}
@@ -126,7 +131,7 @@ class HostNeighbors:
                 variables={"TORCH_CPP_LOG_LEVEL": "ERROR", **interface},
                 fds=[neighbor.fd] if neighbor.side == 0 else [],
             )
-            if process := run.start(start, self._own):
+            if process := run.start(start):
                 started[other] = process
         failed = {other: process.failure() for other, process in started.items()}
         run.figures = [figure for process in started.values() for figure in process.figures]
@@ -136,22 +141,19 @@ class HostNeighbors:
 class _Run:
     """The processes of one check. One thread starts and ends them, another may cancel it."""
 
-    def __init__(self) -> None:
+    def __init__(self, own: MutableSequence[int]) -> None:
         self.figures: list[str] = []
         self.cancelled, self.over = False, threading.Event()
         self._lock = threading.Lock()
         self._processes: list[CheckProcess] = []
-        self._own: MutableSequence[int] = []
+        self._own = own
 
-    def start(
-        self, start: Callable[[], CheckProcess], own: MutableSequence[int]
-    ) -> CheckProcess | None:
+    def start(self, start: Callable[[], CheckProcess]) -> CheckProcess | None:
         with self._lock:
             if self.cancelled:
                 return None
             process = start()
-            own.append(process.pid)
-            self._own = own
+            self._own.append(process.pid)
             self._processes.append(process)
             return process
 
@@ -191,7 +193,7 @@ def next_check(
 
 
 def unchecked(plan: JobPlan) -> set[str]:
-    """The hosts in the group that were in no check, and do not leave."""
+    """The hosts in the group that have passed no check, and do not leave."""
     return plan.hosts.keys() - plan.checked - plan.leaving.keys()
 
 

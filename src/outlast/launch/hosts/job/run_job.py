@@ -59,21 +59,17 @@ def run_job(job: JobSpec, hosts: HostsSpec) -> int:
                 return Agent(job, open_coordinator).run()
             except LeftOut as e:
                 say_early(f"{e}; the workers of this host were ended, and it waits for its links")
-                again = f"{e.wait()}: this host tries to join the job again as a new host"
-                pause_s = _paused(pause_s, began, again)
+                pause_s = _paused(pause_s, began, e.wait())
             except StoreError as e:
-                say_early(
-                    f"host {socket.gethostname()} takes no part in the job any longer: {e}; its "
-                    "workers were ended"
-                )
-                pause_s = _paused(pause_s, began, "it tries to join again as a new host")
+                why = f"host {socket.gethostname()} takes no part in the job any longer: {e}; its "
+                pause_s = _paused(pause_s, began, f"{why}workers were ended")
 
 
-def _paused(pause_s: float, began: float, what: str) -> float:
-    """Says what follows in `pause_s`, and waits for it; returns the pause of the next time. A host
-    that is lost again and again costs the others a restart each time.
+def _paused(pause_s: float, began: float, why: str) -> float:
+    """Waits before this host joins again; returns the next pause. A host that is lost again and
+    again costs the others a restart each time.
     """
-    say_early(f"{what} in {pause_s:.0f} s")
+    say_early(f"{why}: this host tries to join the job again as a new host in {pause_s:.0f} s")
     time.sleep(pause_s)
     lasted = time.monotonic() - began > _LASTING_S
     return _FIRST_PAUSE_S if lasted else min(2 * pause_s, _LAST_PAUSE_S)
