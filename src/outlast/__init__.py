@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from outlast import async_checkpoint, chaos, elastic, errors, events, inprocess
     from outlast.async_checkpoint import Checkpointer, Retention, SaveHandle
-    from outlast.elastic import ElasticLoader, Job, ReplicaCheck, ShardedStream, StragglerCheck
+    from outlast.elastic import (
+        ElasticLoader,
+        Job,
+        ReplicaCheck,
+        ShardedStream,
+        StragglerCheck,
+        per_rank,
+    )
     from outlast.inprocess import CallWrapper, Wrapper
 
     __version__: str
@@ -39,6 +46,7 @@ __all__ = [
     "errors",
     "events",
     "inprocess",
+    "per_rank",
 ]
 
 _PACKAGES = {
@@ -52,6 +60,7 @@ _PACKAGES = {
     "ShardedStream": "elastic",
     "StragglerCheck": "elastic",
     "Wrapper": "inprocess",
+    "per_rank": "elastic",
 }
 
 

@@ -28,6 +28,7 @@ user code derives from `BaseException`, so that `except Exception` does not catc
             +-- CheckpointUnsavable      the state to save contains what cannot be saved
             +-- CheckpointReadError      a checkpoint cannot be read now, and may be intact
             +-- CheckpointTimeout        a wait for storage or other ranks exceeded its timeout
+            +-- UnevenRanks              the ranks have not made the same steps
             +-- SaveCancelled            a save was dropped for all ranks; a CancelledError too
             +-- FolderInUse              another job saves into the same folder
             +-- FolderUnusable           nothing can be saved in the folder: no access, read-only
@@ -79,6 +80,7 @@ __all__ = [
     "SaveCancelled",
     "SkipBatches",
     "StoreError",
+    "UnevenRanks",
     "UnrecoverableFault",
 ]
 
@@ -223,6 +225,14 @@ class CheckpointTimeout(CheckpointError, TimeoutError):
     """A wait of a save exceeded the checkpointer's `timeout`; names the folder and what was waited
     for, such as a disk that does not respond.
     """
+
+
+class UnevenRanks(CheckpointError):
+    """The ranks meet, at a save or at the end of a `Job`, and have not made the same steps; names
+    the steps of each, and what to do. What they have is no one state: it is not saved.
+    """
+
+    permanent = True
 
 
 class SaveCancelled(CheckpointError, CancelledError):

@@ -26,6 +26,28 @@ wait
 """
 
 
+BEFORE_LOOP = """
+import torch
+from torch import nn
+
+import outlast
+
+torch.manual_seed(0)
+features, targets = torch.randn(32, 20), torch.randn(32, 1)
+inputs = features
+model = nn.Linear(20, 1)
+optimizer = torch.optim.Adam(model.parameters())
+"""
+LOOP = """
+    for _ in range(job.steps, 100):
+        nn.functional.mse_loss(model(features), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        job.step()
+print(f"best {best.loss:.4f}")
+"""
+
+
 def blocks(page: str, language: str) -> list[str]:
     text = (ROOT / page).read_text()
     return re.findall(rf"^```{language}[^\n]*\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
@@ -54,7 +76,7 @@ def path() -> str:
 
 def test_every_block_is_one_that_a_test_runs() -> None:
     languages = [re.findall(r"^```(\w+)", (ROOT / page).read_text(), re.M) for page in PAGES]
-    assert languages == [["sh", "python", "sh", "sh", "console"], ["sh", "sh"]]
+    assert languages == [["sh", "python", "sh", "sh", "console", "python"], ["sh", "sh"]]
     install = blocks("README.md", "sh")[0].replace("<this repository>", "repository")
     subprocess.run(["sh", "-n"], input=install, text=True, check=True)
 
@@ -63,7 +85,7 @@ def test_every_block_is_one_that_a_test_runs() -> None:
 def test_the_first_program_survives(tmp_path: Path) -> None:
     if os.getuid() != 0 or subprocess.run([*ALONE, "true"], check=False).returncode != 0:
         pytest.skip("no namespace of processes can be made here")
-    (program,) = blocks("README.md", "python")
+    program, _ = blocks("README.md", "python")
     _, run, kill = blocks("README.md", "sh")
     (tmp_path / "train.py").write_text(program)
     (tmp_path / "run.sh").write_text(run)
@@ -86,8 +108,25 @@ def test_the_first_program_survives(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_functions_of_a_step(tmp_path: Path) -> None:
+    _, example = blocks("README.md", "python")
+    head, mark, tail = example.partition("    ...  # the loop, as above\n")
+    assert mark
+    assert not tail
+    assert 'best=1, mode="min"' in head  # its metric is a loss
+    (tmp_path / "train.py").write_text(BEFORE_LOOP + head + LOOP)
+    run = f"{sys.executable} train.py"
+    first, again = (paste(tmp_path, run) for _ in range(2))
+    rows = [line.split(",") for line in (tmp_path / "log.csv").read_text().splitlines()]
+    assert [int(step) for step, *_ in rows] == [50, 100]
+    best = min(float(loss) for _, loss, _ in rows)
+    assert float(rows[1][2]) == best
+    assert first.splitlines()[-1] == again.splitlines()[-1] == f"best {best:.4f}"
+
+
+@pytest.mark.slow
 def test_an_injected_fault_is_in_the_report(tmp_path: Path) -> None:
-    (program,) = blocks("README.md", "python")
+    program, _ = blocks("README.md", "python")
     (tmp_path / "train.py").write_text(program)
     printed = paste(tmp_path, blocks("docs/quickstart.md", "sh")[0])
     assert "1 restart: 1 x ChaosError" in printed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,14 @@ def _released_states() -> Iterator[None]:
     storage = sys.modules.get("outlast.elastic.states.storage")
     if storage is not None:
         storage.release()
+
+
+@pytest.fixture(autouse=True)
+def _signal_handler() -> Iterator[None]:
+    """torch installs one for SIGCHLD with the first worker process, and leaves it."""
+    before = signal.getsignal(signal.SIGCHLD)
+    yield
+    signal.signal(signal.SIGCHLD, before)
 
 
 @pytest.fixture

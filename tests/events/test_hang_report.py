@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from outlast.events.hung_ranks import hung_ranks
+from outlast.events.hung_ranks import BETWEEN, IN_STEP, LEFT, NO_MORE, hung_ranks, is_uneven
 from outlast.events.types import Fault
 
 
@@ -126,3 +126,59 @@ def test_operations_that_differ_are_said() -> None:
     assert "; collective" not in hung_ranks(same)[0].cause
     gathers = [in_torch(n, tp=group(7, call=f"all_gather of int64 [{n}]")) for n in range(2)]
     assert "is all_gather" not in hung_ranks(gathers)[0].cause
+
+
+def loop(member: int, made: int, passes: int, at: str, *, waits: bool = True) -> Fault:
+    """A rank whose loop is there."""
+    own = rank(member, waits=waits)
+    return dataclasses.replace(own, cause="at a line", made=made, passes=passes, loop_at=at)
+
+
+def test_a_rank_that_has_no_more_batches_is_named_with_the_steps_of_each() -> None:
+    said = [loop(0, 18, 1, IN_STEP), loop(1, 18, 2, NO_MORE), loop(2, 18, 1, IN_STEP)]
+    for faults in itertools.permutations(said):
+        first, *others = hung_ranks(faults)
+        text = "rank 1 has no more batches (18 steps), ranks 0, 2 are in step 19; all ranks must"
+        assert first.member == 1
+        assert first.cause.startswith(text)
+        assert first.cause.endswith("; at a line")
+        assert "DistributedSampler" in first.cause
+        assert is_uneven(first.cause)
+        assert {other.cause for other in others} == {"at a line"}
+        assert hung_ranks([first, *others]) == [first, *others]
+
+
+@pytest.mark.parametrize(
+    ("over", "behind", "said", "certain"),
+    [
+        ((39, 3, LEFT), (39, 2, IN_STEP), "has left its loop (39 steps), rank 0 is in step 40", 1),
+        ((39, 3, LEFT), (41, 2, BETWEEN), "has left its loop (39 steps), rank 0 has made 41; ", 1),
+        ((39, 3, LEFT), (41, 2, IN_STEP), "has left its loop (39 steps), rank 0 is in step 42", 1),
+        (
+            (9, 1, IN_STEP),
+            (9, 0, IN_STEP),
+            "has no more batches (9 steps), rank 0 waits, perhaps in",
+            0,
+        ),
+        ((9, 1, LEFT), (9, 0, ""), "has left its loop (9 steps), rank 0 is in step 10", 1),
+        ((9, 1, LEFT), (9, 0, BETWEEN), "", 0),  # in what follows the step
+        ((10, 1, NO_MORE), (9, 0, IN_STEP), "", 0),  # it has made its last step with all others
+        ((9, 1, NO_MORE), (9, 1, IN_STEP), "", 0),
+        ((9, 1, NO_MORE), (-1, 0, ""), "", 0),  # it has no job
+    ],
+)
+def test_only_a_step_that_the_others_wait_in_counts(
+    over: tuple[int, int, str], behind: tuple[int, int, str], said: str, certain: bool
+) -> None:
+    cause = hung_ranks([loop(0, *behind), loop(1, *over)])[0].cause
+    assert said in cause
+    assert bool(said) == cause.startswith("rank 1 ")
+    assert is_uneven(cause) == bool(certain)
+
+
+@pytest.mark.parametrize("hangs", [0, 1])
+def test_a_rank_that_hangs_by_itself_is_the_cause(hangs: int) -> None:
+    """In its evaluation, say, or in the last step."""
+    said = [loop(0, 9, 0, IN_STEP, waits=hangs != 0), loop(1, 9, 1, NO_MORE, waits=hangs != 1)]
+    assert hung_ranks(said)[0].member == hangs
+    assert hung_ranks(said)[0].cause == "at a line"

@@ -35,8 +35,8 @@ from outlast.events.types import (
     Fault,
     LauncherEnded,
     Lost,
-    NothingToRestore,
     PlannedFault,
+    StepsDone,
     WorkerExited,
     WorkerStarted,
 )
@@ -50,7 +50,8 @@ def test_the_parts_of_a_restart_follow_each_other() -> None:
         wait = BarrierPassed(name="replacements", seconds=0.125)
         run.write(member, wait, 8.0 + 0.375)  # in the part that ends with the entry
     run.restart(at=8.0)
-    own(run, 0, NothingToRestore(), 10.5)
+    for member, seconds in ((0, 0.5), (3, 0.25)):  # the last rank begins it at 10.25
+        own(run, member, CheckpointRestored(step=5, source="live", seconds=seconds), 10.5)
     run.complete(at=20.0)
     report = build(run.events)
     (restart,) = report.restarts
@@ -63,12 +64,26 @@ def test_the_parts_of_a_restart_follow_each_other() -> None:
     assert recovery.clean_up == FINALIZE + HEALTH
     assert recovery.replacements == 0.125
     assert recovery.entry == RESTART - cleaned - 0.125
-    assert recovery.restore == 2.0
+    assert (recovery.setup, recovery.restore) == (1.75, 0.25)
     assert (recovery.hang, recovery.total) == (0.0, RESTART + 2.0)
     (host,) = report.hosts
     parts = host.lost.restart_parts
     assert (parts.detection, parts.abort, parts.entry) == (SEEN, ABORT, recovery.entry)
     assert parts.uneven == 0.0
+
+
+def test_the_rank_whose_steps_take_the_most_cpu_time_is_named() -> None:
+    run = SyntheticRun()
+    run.begin(at=0.0)
+    for rank in run.view:
+        for number, last in enumerate((10, 20)):  # the second record includes the first
+            done = StepsDone(first=0, last=last, cpu_seconds=last * (0.06 if rank == 2 else 0.02))
+            own(run, rank, done, 2.0 + number)
+        own(run, rank, StepsDone(first=20, last=30, cpu_seconds=0.1), 5.0)  # after a restore
+    run.complete(at=20.0)
+    report = build(run.events)
+    assert [(each.rank, each.steps) for each in report.step_cpu][:1] == [(2, 30)]
+    assert "without waiting: 43.3 ms on rank 2 (" in " ".join(describe("ending", report))
 
 
 def test_the_wait_for_a_rank_that_must_be_terminated_is_not_clean_up() -> None:

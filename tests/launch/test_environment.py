@@ -22,7 +22,8 @@ print(json.dumps({"pid": os.getpid(), "rank": int(os.environ["RANK"]), "env": di
 """
 # Variables for torchrun's own use, which the workers inherit.
 ITS_OWN = {"TORCHELASTIC_SIGNALS_TO_HANDLE", "COLUMNS", "LINES"}
-OURS = {"OUTLAST_AGENT", "OUTLAST_REPLACEMENT", "OUTLAST_JOB", "OUTLAST_TEST_ID", "TMPDIR"}
+OURS = {f"OUTLAST_{name}" for name in ("AGENT", "EVENTS_DIR", "JOB", "REPLACEMENT", "TEST_ID")}
+OURS.add("TMPDIR")
 # They differ between any two runs.
 OF_ONE_RUN = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID"}
 

@@ -48,6 +48,6 @@ def eventful_run(host: str = "a") -> list[Event]:
     run.restart(21.0, lost=[2], joiners=[host])
     for member in run.view:
         run.write(member, CheckpointRestored(step=40, source="memory", seconds=0.125), 22.0)
-        run.write(member, StepsDone(first=40, last=100), 40.0)
+        run.write(member, StepsDone(first=40, last=100, cpu_seconds=1.2), 40.0)
     run.complete(41.0)
     return sorted(run.events, key=lambda event: event.time)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,8 @@ from events.synthetic_run import SyntheticRun
 from metrics.replay import Logs, eventful_run
 from outlast.events.emitter import JsonlSink
 from outlast.events.report import Restart, build
-from outlast.events.types import Fault, LauncherEnded, Seen
+from outlast.events.types import Entered, Fault, LauncherEnded, NothingToRestore, Seen
+from outlast.inprocess.monitor.shared_page import SharedPage
 from outlast.metrics import instruments
 from outlast.metrics.collect import Collector, Labels, Listener, time_states
 from outlast.metrics.instruments import INSTRUMENTS, Instrument, Kind
@@ -127,6 +130,19 @@ def test_members_and_the_newest_checkpoint(tmp_path: Path) -> None:
     assert numbers[instruments.CHECKPOINT_AGE] == {(): 145.0 - 104.5}
     assert numbers[instruments.CHECKPOINT_STEP] == {(): 40}
     assert numbers[instruments.STEP] == {(): 100}
+
+
+def test_a_step_is_seen_before_it_is_recorded(tmp_path: Path) -> None:
+    logs, page = Logs(tmp_path / "run"), SharedPage()
+    try:
+        page.step = 33
+        run = LiveRun(logs.folder, alive=lambda: True)
+        place = {"host": run.own_host, "pid": os.getpid(), "time": time.monotonic()}
+        logs.write([Entered(rank=0, member=0, iteration=0, **place)])  # type: ignore[arg-type]
+        logs.write([NothingToRestore(rank=0, **place)])  # type: ignore[arg-type]
+        assert Collector(run).values()[instruments.STEP] == {(): 33}
+    finally:
+        page.close()
 
 
 def test_time_goes_on_between_two_events_while_the_run_lives(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import dataclasses
 import os
 import signal
 import subprocess
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from events.synthetic_run import SyntheticRun
 from metrics.replay import Logs, eventful_run
 from outlast.events.event import Event
 from outlast.events.types import (
+    Entered,
     Fault,
     HostLost,
     LauncherEnded,
@@ -23,6 +26,7 @@ from outlast.events.types import (
     WorkerExited,
     WorkerStarted,
 )
+from outlast.inprocess.monitor.shared_page import SharedPage
 from outlast.metrics.live_run import LiveRun
 from outlast.metrics.screen import Screen
 
@@ -52,14 +56,42 @@ def test_a_running_job(logs: Logs) -> None:
     assert lines[0].startswith("run  running · 45.00 s · goodput ")
     assert "2 restarts: 1 x ValueError (rank 1), 1 x died (rank 2)" in lines[0]
     assert "3 active · 0 reserve · 0 joining · 0 restarting · 1 lost so far · 1 host" in lines[1]
-    assert " ".join(lines[3].split()) == "rank state host pid restarts step steps/s progress"
-    assert " ".join(lines[4].split()) == "0 running a 1000 2 100 3.33 5.00 s ago"
+    assert " ".join(lines[3].split()) == (
+        "rank state host pid restarts step steps/s CPU/step progress"
+    )
+    assert " ".join(lines[4].split()) == "0 running a 1000 2 100 3.33 20.0 ms 5.00 s ago"
     assert [line.split()[0] for line in lines[4:7]] == ["0", "1", "2"]
     text = "\n".join(lines)
     assert "last fault  Rank 2 (pid 1002, host a) died: main process ended; 24.00 s ago" in text
     assert "20 steps redone" in text
     assert "checkpoints newest: step 40, 1.0 MB, 40.50 s old; 1 committed, 0 failed" in text
     assert "steps done again" in text
+
+
+def test_the_slow_rank_is_the_one_that_uses_the_cpu(logs: Logs) -> None:
+    page = SharedPage()
+    try:
+        page.step, page.function_thread = 10, threading.get_native_id()
+        run = LiveRun(logs.folder, alive=lambda: True)
+        place = {"host": run.own_host, "pid": os.getpid(), "time": time.monotonic()}
+        logs.write([Entered(rank=0, member=0, iteration=0, **place)])  # type: ignore[arg-type]
+        run.poll()
+        (process,) = run.state.current
+        screen = Screen(run)
+        assert screen._progress(process)[2] is None
+        before = time.thread_time()
+        while time.thread_time() < before + 0.1:
+            pass
+        page.step = 20
+        cpu = screen._progress(process)[2]
+        assert cpu is not None
+        spent = time.thread_time() - before
+        assert 0.5 * spent / 10 < cpu < 2 * spent / 10  # Linux counts it in ticks
+        again = screen._progress(process)[2]  # no step since: still that of the last ones
+        assert again is not None
+        assert cpu <= again < 2 * (time.thread_time() - before) / 10
+    finally:
+        page.close()
 
 
 def test_a_finished_run_says_so(logs: Logs) -> None:

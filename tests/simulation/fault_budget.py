@@ -22,6 +22,7 @@ class Schedule:
         per_host: the ranks of each host; 0 for no loss of a host.
         host_losses, new_hosts: hosts that die or are cut off, and hosts that take their places.
         launcher_losses: launchers that are lost, or lose the lead, while they report a lost host.
+        p_keeps: how likely a member keeps something that is saved before the job ends.
     """
 
     members: int = 4
@@ -43,6 +44,7 @@ class Schedule:
     host_losses: int = 0
     new_hosts: int = 0
     launcher_losses: int = 0
+    p_keeps: float = 0.0
 
     @classmethod
     def of(cls, seed: int) -> Schedule:
@@ -69,6 +71,7 @@ class Schedule:
             host_losses=hosts.randint(1, 3) if per_host else 0,
             new_hosts=hosts.randint(0, 3),
             launcher_losses=hosts.randint(0, 3),
+            p_keeps=random.Random(f"keeps {seed}").choice([0.0, 0.0, 0.6, 1.0]),
         )
 
 

@@ -36,6 +36,8 @@ class Invariants:
         self.causes: dict[int, int] = {}
         self.stopped_at: int | None = None
         self.reporters = 0
+        self.saved: set[int] = set()  # the members that have saved what they keep
+        self.end: Decision | None = None  # that after which the members only save
         self.broken: list[str] = []
         self.timeouts_seen = 0
 
@@ -74,7 +76,9 @@ class Invariants:
                 f"R2: {host.name} enters {k} while {other.name} is in {other.iteration}",
             )
             self.must(
-                other.assigned is None or other.member in expected,
+                other.assigned is None or other.member in expected or not other.keeps
+                if host.machine.record.saves
+                else other.assigned is None or other.member in expected,
                 f"R1: {other.name} is alive, and not in the view of {k}",
             )
 
@@ -115,17 +119,33 @@ class Invariants:
         """
         told = self.told_to_stop.get(record.iteration, False)
         self.must(record.stop is not None or not told, f"{record} lacks the request to stop")
-        if record.stop is not None:
+        if record.stop is not None and not record.saves:
             self.last.add(record.iteration)
         self.must(len(self.last) <= 1, f"iterations {sorted(self.last)} follow a stop")
         if record.iteration not in self.known:
             return
         lost, asked = self.known[record.iteration]
         self.must(not record.expected & lost, f"R1: {record} has lost members: {sorted(lost)}")
-        if self.schedule.grow is GrowPolicy.NEVER:
+        if self.schedule.grow is GrowPolicy.NEVER or record.saves:
             return
         left_out = set(asked) - record.expected - self._ledger()
         self.must(not left_out, f"R1: {record} leaves out {sorted(left_out)}, which asked before")
+
+    def ends(self, decision: Decision) -> None:
+        """R5: one iteration in which members save precedes the end, which it does not change."""
+        if decision.view.saves:
+            at = decision if self.end is None else self.end
+            self.must(at == decision, f"R5: members save in {at.view}, and in {decision.view}")
+            self.end = decision
+        elif decision.ends and self.end is None:
+            k, stop = decision.view.iteration - 1, decision.view.stop
+            keep = {said["member"] for said in self._read(f"term/{k}/arrived") if "keeps" in said}
+            lost = keep <= self._ledger() or (stop is not None and bool(stop.done))
+            self.must(lost, f"R5: the job ends, and {sorted(keep)} have not saved what they keep")
+        elif decision.ends and self.end is not None:
+            kept = (decision.history, decision.ended_by, decision.view.ends_job)
+            before = (self.end.history, self.end.ended_by, self.end.view.ends_job)
+            self.must(kept == before, f"R5: the job ends with {kept}, and was to end with {before}")
 
     def caused(self, iteration: int, cause: FaultRecord | None) -> None:
         """R6: all members name the same first cause, a fault of that iteration."""
@@ -202,6 +222,7 @@ class Invariants:
             allowed |= self.stopped_at is not None
         elif isinstance(error, RestartAbort):
             allowed |= any(said.get("ends_job") for said in self._read(barrier.LEDGER))
+            allowed |= self.end is not None and self.end.ended_by is not None
         elif isinstance(error, RankLostError):
             allowed |= host.member in self.suspected
         elif type(error) is RestartError and self.schedule.grow is GrowPolicy.NEVER:

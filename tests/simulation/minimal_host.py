@@ -17,6 +17,7 @@ class MinimalHost:
     preferred_rank: int
     member = -1
     rules = Rules()
+    keeps = False
 
     async def wait_over(self, link: Link, iteration: int, timeout: float | None) -> bytes:
         return await link.wait_for(f"over/{iteration}", timeout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from typing import TYPE_CHECKING, Any
 
 from outlast.clock import Clock
@@ -67,6 +68,7 @@ class SimulatedMember(MinimalHost):
         self.assigned: AssignedRank | None = None
         self.inside = self.leaving = False
         self.given: BaseException | None = None
+        self.keeps = random.Random(f"{name} of {schedule}").random() < schedule.p_keeps
 
     async def live(self) -> Any:
         """The whole life of the member, as a session runs it."""
@@ -89,6 +91,10 @@ class SimulatedMember(MinimalHost):
         alive = [m for m in record.slots() if m is not None]
         size = len(alive) - len(alive) % self.schedule.divisor
         rank = alive.index(member)
+        if record.saves:
+            self.invariants.must(self.keeps, f"R5: {self.name} is to save, and keeps nothing")
+            self.assigned = AssignedRank(rank, len(alive))
+            return self.assigned
         if size and rank >= size:
             raise self.give(RankDiscarded(self.name))
         size = size or len(alive)
@@ -101,6 +107,8 @@ class SimulatedMember(MinimalHost):
         return self.name if self.assigned is not None and self.assigned.rank == 0 else None
 
     async def initialize(self, iteration: int, store: str) -> FaultRecord | None:
+        if self.machine.record.saves:
+            return None
         self.maybe_leave("initialize")
         if self.budget.spend("faults", 0.05):
             return self.fault(iteration, "initialize")
@@ -121,6 +129,9 @@ class SimulatedMember(MinimalHost):
                 fault = self.fault(iteration, "in a finally")
                 return Raised(dataclasses.replace(fault, overtaken=True))
             return Interrupted()
+        if self.machine.record.saves:
+            self.invariants.saved.add(self.member)
+            return Returned(None)
         if self.machine.record.stop is not None:  # as `Job` does, after its last save
             await self.machine.membership.finish_stop("saved")
             raise self.give(SystemExit(STOPPED))
@@ -128,14 +139,15 @@ class SimulatedMember(MinimalHost):
         return Returned(self.name)
 
     async def settle(self, iteration: int) -> None:
-        self.maybe_leave("finalize")
         self.inside = False
+        self.maybe_leave("finalize")
 
     def decided(self, decision: Decision, *, reports: bool) -> None:
         k, ended = decision.view.iteration - 1, decision.history.cause
-        if ended is not None:
+        self.invariants.ends(decision)
+        if ended is not None and decision.ends:
             self.invariants.stopped(k, ended, reports)
-        elif not decision.ends:
+        elif not decision.ends_job:
             self.invariants.caused(k, decision.cause)
 
     def give(self, error: BaseException) -> BaseException:

@@ -129,6 +129,21 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
         'await barrier.complete(self.link, f"start/{at}", view.expected)',
         "pass",
     ),
+    "the job ends before its members have saved": (
+        decision._saving,
+        "if not roster or",
+        "if True or",
+    ),
+    "members save as often as one of them is lost": (
+        next_record,
+        "if before.view.saves:",
+        "if False:",
+    ),
+    "a member saves that keeps nothing": (
+        decision._saving,
+        'if record.get("keeps")',
+        "if True",
+    ),
     "a loss decides nothing": (
         MembershipProtocol.wake_for_lost,
         "await self.decide(at)",

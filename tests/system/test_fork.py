@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from outlast.system.waiting import readable
+from procs import default_signals
 
 # A parent with a helper, which writes a letter for each one that it reads.
 PARENT = """
@@ -30,7 +31,9 @@ signal.pause()
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_helper_outlives_a_signal_as_long_as_its_parent_lives(number: signal.Signals) -> None:
     command = [sys.executable, "-c", PARENT]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, preexec_fn=default_signals
+    ) as parent:
         assert parent.stdin is not None
         assert parent.stdout is not None
         helper = int(parent.stdout.readline())

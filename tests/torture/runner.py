@@ -29,6 +29,7 @@ from .failing_calls import Subject as FailingSubject
 
 TESTS = Path(__file__).parents[1]
 _HOSTS = "hosts:"
+_JOBS = (_HOSTS, "programs")
 _SLICE_S = 25.0
 _NET_S = 600.0
 """How long a trial may take beyond its slice, before it counts as a hang."""
@@ -79,19 +80,23 @@ def trials() -> dict[str, Trial]:
         "fail:save-recycled": fail(lambda: c.FailingSave("save-recycled", keep=1)),
         "fail:restore": fail(c.FailingRestore),
         "forged:checkpointer": forge,
-        **host_trials(),
+        **trials_of_jobs(),
     }
 
 
-def host_trials() -> dict[str, Trial]:
-    """Those on several hosts. They need no torch in this process: it takes long to import."""
+def trials_of_jobs() -> dict[str, Trial]:
+    """Those whose subject is a whole job, and not a process whose calls are recorded. They need no
+    torch in this process: it takes long to import.
+    """
     from .hosts.jobs import try_jobs
     from .hosts.store import try_liveness, try_safety
+    from .programs.trial import try_programs
 
     return {
         "hosts:safety": try_safety,
         "hosts:liveness": try_liveness,
         "hosts:jobs": try_jobs,
+        "programs": try_programs,
     }
 
 
@@ -142,10 +147,10 @@ def run_trial(
 def _child(name: str, seed: int, seconds: float, most: int | None) -> int:
     logging.disable(logging.CRITICAL)
     faulthandler.dump_traceback_later(seconds + _NET_S, exit=True)
-    on_hosts = name.startswith(_HOSTS)
-    if not on_hosts:
+    of_job = name.startswith(_JOBS)
+    if not of_job:
         initialize()
-    result = (host_trials() if on_hosts else trials())[name](
+    result = (trials_of_jobs() if of_job else trials())[name](
         Calls.attached(), seed, time.monotonic() + seconds, most
     )
     print(json.dumps(dataclasses.asdict(result)), flush=True)
@@ -203,7 +208,7 @@ def main() -> int:
         print(f"not possible here: {why}", file=sys.stderr)
         return 2
     only = tuple((options.only or "").split(","))
-    known = host_trials() if all(name.startswith(_HOSTS) for name in only) else trials()
+    known = trials_of_jobs() if all(name.startswith(_JOBS) for name in only) else trials()
     names = [name for name in known if name.startswith(only)]
     for method, why in _not_possible(names).items():
         print(f"without {method} {why}", flush=True)

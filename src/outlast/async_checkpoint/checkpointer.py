@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from outlast.async_checkpoint.environment import ranks
+from outlast.async_checkpoint.environment import events_folder, ranks
 from outlast.async_checkpoint.handle import SaveHandle
 from outlast.async_checkpoint.kept_state import KeptState
 from outlast.async_checkpoint.peer_copies.arrangement import DEFAULT_BYTES_PER_S, check_replicas
@@ -37,6 +37,7 @@ from outlast.coordination.stores.store import MemoryStore
 from outlast.coordination.training_step import report_step, restart_count
 from outlast.errors import CheckpointError, SaveCancelled
 from outlast.events.emitter import Emitter, Sink
+from outlast.events.spool import keep_events_beside
 from outlast.system.arguments import Duration, as_int, as_timedelta, as_wait
 
 __all__ = ["Checkpointer"]
@@ -150,6 +151,8 @@ class Checkpointer:
             self._restorer = Restorer(self._session, self._ranks, group, self._emitter)
             try:
                 self._restorer.open(f"process {os.getpid()} on {socket.gethostname()}, job {job}")
+                if not alone:
+                    keep_events_beside(events_folder(), self._url, warn=self.rank == 0)
                 self._restorer.copies = arrange_copies(
                     self._session, self._ranks, ledger, self._emitter, replica_bandwidth
                 )
@@ -186,6 +189,7 @@ class Checkpointer:
         *,
         metric: float | None = None,
         finite: Collection[str] = (),
+        place: str = "",
     ) -> SaveHandle:
         """Saves `state_dict` as it is now. Returns as soon as training may continue.
 
@@ -198,6 +202,7 @@ class Checkpointer:
             metric: the quality of the checkpoint, for `Retention(best=...)`.
             finite: the names of tensors that must be finite, such as "model.0.weight", the same on
                 all ranks: see `Retention`. An `outlast.Job` names its parameters.
+            place: where in its data the training is, in words: as the step, the same on all ranks.
 
         Raises:
             TypeError: if `step` is not an integer (NumPy's are), or `state_dict` is not a dict.
@@ -205,13 +210,14 @@ class Checkpointer:
             CheckpointTimeout: if it cannot begin within `timeout`, because the disk or another rank
                 does not respond; names what it waited for.
             CheckpointError: if something cannot be saved (names it), or if an earlier save failed;
-                in the latter case this one is in progress anyway.
+                in the latter case this one is in progress anyway. `UnevenRanks` if that was because
+                of ranks that save different steps.
         """
         self._check_open()
         step = as_int("step", step, at_least=0)
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a dict, not a {type(state_dict).__name__}")
-        handle = self._saves.save(step, state_dict, metric, finite)
+        handle = self._saves.save(step, state_dict, metric, finite, place)
         if not self._alone:  # its steps are none of the training: see `elastic.states`
             report_step(step)
         return handle
@@ -232,8 +238,8 @@ class Checkpointer:
         A snapshot that is still in memory is used if all ranks have it and no checkpoint on
         storage is newer. A checkpoint that is incomplete or damaged is skipped in favor of the
         one before, with a warning in the log and an event. Tensors are filled in place, resharded
-        as needed; other values are replaced; an empty dict is filled with all that the checkpoint
-        has under its name.
+        as needed; other values are replaced; an empty dict or list is filled with all that the
+        checkpoint has under its name.
 
         Args:
             state_dict: the state to load into.
@@ -261,6 +267,8 @@ class Checkpointer:
             self._saves.seal_all()
             found = self._restorer.restore(state_dict, step, strict, tuple(optional), weights_only)
         self._saves.prepare(state_dict)
+        if found is not None and not self.kept.resumes:
+            self.kept.resume(found)
         return found
 
     def checkpoints(self) -> list[CheckpointInfo]:

@@ -47,9 +47,8 @@ class TensorDifference:
 
 @dataclasses.dataclass
 class Difference:
-    """What differs between two checkpoints: names that only one of them has; names with another
-    kind, dtype or shape in each (`kinds`); tensors; values, as text. `equal` is how many names are
-    equal.
+    """What differs between two checkpoints: names that only one of them has; those of other kind,
+    dtype or shape in each (`kinds`); tensors; values, as text; how many names are `equal`.
     """
 
     only_in_a: list[str] = dataclasses.field(default_factory=list)
@@ -65,8 +64,7 @@ class Difference:
 
 
 def compare(a: Source, b: Source) -> Difference:
-    """Compares all tensors and values of two checkpoints. What has the same stored checksums is
-    equal, and is not read.
+    """Compares two checkpoints: all tensors and values. What has equal checksums is not read.
 
     Raises:
         CheckpointError: if a part that is read is missing or damaged.
@@ -100,9 +98,7 @@ def _kind(entry: TensorEntry | ValueEntry) -> str:
 
 
 def _stored(source: Source, entry: TensorEntry | ValueEntry) -> Any:
-    """The parts, and the checksums of all chunks in which they are. If both are equal, so is the
-    data: each part is at the same place of equal chunks.
-    """
+    """The parts, with the checksums and the place in their chunks: if equal, so is the data."""
     parts: list[tuple[Shard | ValueEntry, list[int], list[int], int]]
     if isinstance(entry, TensorEntry):
         parts = [

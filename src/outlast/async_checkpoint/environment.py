@@ -42,9 +42,7 @@ def failure_domain() -> str:
 
 
 def own_address() -> str:
-    """The address at which other hosts reach this one: as set by the launcher, or the one that
-    faces the host of `MASTER_ADDR`.
-    """
+    """The address of this host for others: from the launcher, or that towards `MASTER_ADDR`."""
     given = os.environ.get("OUTLAST_HOST_ADDR", "")
     if given:
         return given
@@ -53,11 +51,7 @@ def own_address() -> str:
 
 
 def copies_key() -> bytes:
-    """What the launchers of the job have derived from its secret for copies; empty without one.
-
-    Raises:
-        ValueError: if the variable is not a key.
-    """
+    """What the launchers have derived from the secret for copies, if any, or a `ValueError`."""
     text = os.environ.get("OUTLAST_COPIES_KEY", "")
     try:
         return bytes.fromhex(text)

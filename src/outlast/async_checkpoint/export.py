@@ -41,9 +41,7 @@ TreePath = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """What to export of a checkpoint: the path of each tensor and value in the exported tree, by
-    its name in the checkpoint, in the order of the checkpoint.
-    """
+    """What to export: the path in the exported tree of each tensor and value, by its name."""
 
     source: Source
     tensors: Mapping[str, TreePath]
@@ -65,10 +63,8 @@ class Selection:
 
 def select(source: Source, root: str, patterns: Sequence[str]) -> Selection:
     """Selects tensors and values: those under `root` of which the name (without the root) is equal
-    to a pattern, is under it, or matches it as a glob; without patterns, all.
-
-    Raises:
-        ValueError: if the root, or a pattern, selects nothing, or if no tensor is selected.
+    to a pattern, is under it, or matches it as a glob; without patterns, all. A `ValueError` if the
+    root or a pattern selects nothing, or all of them no tensor.
     """
     under: dict[str, TreePath] = {}
     entries = source.contents.entries
@@ -100,11 +96,7 @@ def select(source: Source, root: str, patterns: Sequence[str]) -> Selection:
 
 
 def write(
-    chosen: Selection,
-    output: Path,
-    kind: str,
-    step: int,
-    progress: Callable[[int], None],
+    chosen: Selection, output: Path, kind: str, step: int, progress: Callable[[int], None]
 ) -> dict[str, str]:
     """Writes a file in a format of `SUFFIXES`. It replaces `output` in one step, when it is
     complete and durable. Every byte that is read is verified.
@@ -158,7 +150,7 @@ def _write_torch(
 ) -> dict[str, str]:
     import torch
 
-    from outlast.async_checkpoint.restore.load import put
+    from outlast.async_checkpoint.restore.fit import put
 
     found: dict[str, Any] = {}
     left_out: dict[str, str] = {}

@@ -41,9 +41,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def not_finite_in(buffer: SnapshotBuffer, names: Collection[str]) -> list[str]:
-    """Which of the tensors with these names have values that are not finite in the snapshot of
-    `buffer`, as far as this rank saves them.
-    """
+    """Which of these tensors have values that are not finite in `buffer`, as far as saved here."""
     structure, targets = buffer.structure, buffer.targets
     if structure is None:
         return []

@@ -8,9 +8,10 @@ from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout  # another class before Python 3.11
 from typing import TypeVar
 
+from outlast.coordination.waits import waits
 from outlast.system.arguments import Duration, as_wait
 
-__all__ = ["Handle", "SaveHandle"]
+__all__ = ["Handle", "LaterSave", "SaveHandle"]
 
 T = TypeVar("T")
 
@@ -82,7 +83,8 @@ class Handle(Future[T]):
     def _await_end(self, timeout_s: float | None) -> bool:
         """Waits for the end; returns whether it came in time. Raises no error of the operation."""
         try:
-            super().exception(timeout_s)
+            with waits():
+                super().exception(timeout_s)
         except (builtins.TimeoutError, FutureTimeout):
             return False
         return True
@@ -142,6 +144,36 @@ class SaveHandle(Handle[int]):
 
     def __repr__(self) -> str:
         return f"<SaveHandle step={self.step} {self._state_text}>"
+
+
+class LaterSave(SaveHandle):
+    """A save that begins later: until `begun`, a wait for it is a `ValueError`."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(step, _ended)
+        self._save: SaveHandle | None = None
+
+    def begun(self, save: SaveHandle) -> None:
+        """The save has begun: this handle ends as `save` does."""
+        self._save = save
+        save.add_done_callback(lambda _: self._end(save._failure(), save.step))
+
+    def result(self, timeout: Duration | None = None) -> int:
+        """See `Handle.result`."""
+        return self._present.result(timeout)
+
+    def exception(self, timeout: Duration | None = None) -> Exception | None:
+        """See `Handle.exception`."""
+        return self._present.exception(timeout)
+
+    @property
+    def _present(self) -> SaveHandle:
+        if self._save is None:
+            raise ValueError(
+                f"the save of step {self.step} begins when what it is a part of is over: the "
+                "functions of job.after_steps(), or the end of the epoch. Wait for it after that"
+            )
+        return self._save
 
 
 def _ended() -> None:

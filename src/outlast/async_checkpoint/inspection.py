@@ -56,12 +56,7 @@ __all__ = [
 
 
 class VerifiedBytes(io.RawIOBase):
-    """Bytes of a checkpoint, as a file. Each chunk is verified when it is read.
-
-    Raises:
-        CheckpointError: by a read, if a chunk is missing or not what was written; names the file.
-        CheckpointReadError: by a read, if it cannot be read now.
-    """
+    """Bytes of a checkpoint, as a file. Each read verifies, and raises as `read_verified`."""
 
     def __init__(self, source: Source, file: str, at: int, size_bytes: int) -> None:
         super().__init__()
@@ -107,12 +102,7 @@ class VerifiedBytes(io.RawIOBase):
 
 
 def open_bytes(storage: Storage, folder: str) -> dict[str, BinaryIO]:
-    """Opens the tensors of bytes, each of one part, in a checkpoint; by name.
-
-    Raises:
-        CheckpointError: if the manifest is missing, damaged or of a later format.
-        CheckpointReadError: if it cannot be read now.
-    """
+    """Opens the tensors of bytes, each of one part, by name. Raises as `read_manifest`."""
     manifest = read_manifest(storage, folder)
     found: dict[str, tuple[str, int, int]] = {}
     for name, tensor in manifest.tensors.items():
@@ -128,10 +118,7 @@ def open_bytes(storage: Storage, folder: str) -> dict[str, BinaryIO]:
 def tensor_checksums(storage: Storage, folder: str) -> dict[str, str]:
     """The type, shape and checksum of each tensor, by its flat name, to compare checkpoints of two
     runs. Those of the manifest are of files: another number of ranks, or another distribution of
-    the tensors over them, changes them.
-
-    Raises:
-        CheckpointError: if a file is missing, or is not what was saved: see `verify_folder`.
+    the tensors over them, changes them. Raises as `verify_folder`.
     """
     from outlast.async_checkpoint.restore.whole_tensors import batches, read_tensors
 

@@ -7,25 +7,39 @@ and treats the state that the caller has restored like one that it has loaded it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from outlast.async_checkpoint.beside import Beside
+from outlast.async_checkpoint.handle import SaveHandle
 from outlast.async_checkpoint.restore.restorer import Restorer
 from outlast.async_checkpoint.save.folder_session import FolderSession
+from outlast.async_checkpoint.save.left_saves import LeftSave
 from outlast.async_checkpoint.save.saves import Saves
+from outlast.async_checkpoint.storage.system_errors import NO_ROOM as NO_ROOM
+from outlast.async_checkpoint.writer.handover import take_over
 from outlast.events.emitter import Emitter
 from outlast.events.types import CheckpointRestored
+from outlast.system.notices import notice
 from outlast.system.shared_memory import SharedMemory
+
+log = logging.getLogger("outlast.checkpoint")
 
 
 class KeptState:
-    """One rank's part."""
+    """One rank's part.
+
+    Attributes:
+        resumes: whether the caller calls `resume` after a restore. Otherwise the checkpointer does.
+    """
 
     def __init__(
         self, session: FolderSession, restorer: Restorer, saves: Saves, emitter: Emitter
     ) -> None:
         self._session, self._restorer, self._saves = session, restorer, saves
         self._emitter = emitter
+        self.resumes = False
 
     @property
     def memories(self) -> list[SharedMemory]:
@@ -35,12 +49,24 @@ class KeptState:
         found = (self._session.kept, self._session.inherited)
         return [memory for memory in found if memory is not None]
 
+    def left_by(self, rank: int, world_size: int) -> SharedMemory | None:
+        """What a dead process of another rank, on this host, has kept for its replacement; once."""
+        snapshots, kept = take_over(self._session.socket_path(rank, world_size))
+        for each in snapshots:
+            each.memory.close()
+        return kept
+
     @property
     def restored_from(self) -> str:
         """Where the state was found that was last restored: "storage", "memory", "copies" on other
         hosts, or the caller's own source; empty if none was found.
         """
         return self._restorer.restored_from
+
+    @property
+    def lacking(self) -> list[tuple[Any, ...]]:
+        """The paths of what the last restore from a checkpoint has not found in it."""
+        return self._restorer.lacking
 
     @property
     def timeout_s(self) -> float:
@@ -68,13 +94,45 @@ class KeptState:
         ranks = self._restorer.ranks
         self._session.keep(memory, self._session.socket_path(ranks.rank, ranks.world_size))
 
-    def newest(self, after: int) -> int | None:
-        """The step of the newest checkpoint, on storage or in memory, that is later than `after`.
-        All ranks call this, and get the same answer. It may turn out to be damaged.
+    def beside(self, make: Callable[[], Beside]) -> None:
+        """Calls `make` at each save, on the training thread: what it returns belongs to it."""
+        self._saves.shared.beside = make
+
+    def resume(
+        self,
+        step: int,
+        sync: Callable[[], object] = lambda: None,
+        finite: Callable[[], Collection[str]] = tuple,
+    ) -> list[tuple[LeftSave, SaveHandle | None]]:
+        """After a restore of `step`, on all ranks: completes the saves with a metric that were cut
+        off before that; `sync` as in `Beside`. Returns them, without a handle if a rank has lost
+        its snapshot.
+        """
+        found = [
+            (each, self._saves.resume(each, sync, finite()) if each.is_whole else None)
+            for each in self._restorer.take_left(step)
+        ]
+        if self._restorer.ranks.rank == 0:
+            for each, handle in found:
+                if handle is not None:
+                    text = "completing the save of step %d, which a fault had cut off"
+                    notice(log, text, each.step)
+        return found
+
+    def make_room(self, step: int, ends: float) -> None:
+        """On rank 0, after a save of `step` failed: removes checkpoints that its commit would. It
+        is given up at the monotonic time `ends`.
+        """
+        self._saves.make_room(step, ends)
+
+    def newest(self, after: int, step: int | None = None) -> int | None:
+        """The step of the newest checkpoint, on storage or in memory, that is later than `after`,
+        or `step`, if there is that one. All ranks call this, and get the same answer. It may turn
+        out to be damaged.
         """
         restorer = self._restorer
         with restorer.ranks.operation():
-            found = restorer.candidates(restorer.snapshots(after), None)
+            found = restorer.candidates(restorer.snapshots(after), step)
         return found[0].step if found and found[0].step > after else None
 
     def restored(

@@ -20,17 +20,13 @@ _WRITER = "outlast.async_checkpoint.writer.main"
 
 
 class Observer(Protocol):
-    """Called as part of a save or restore: an exception of an observer is one of the save or the
-    restore.
-    """
+    """Called as part of a save or restore, which an exception of an observer fails."""
 
     def saving(self) -> None:
         """Called in a save, on the training thread, before the snapshot is copied."""
 
     def committing(self) -> None:
-        """Called on ranks other than 0, in the thread of the saves, when all ranks have written
-        their files, and rank 0 commits the checkpoint.
-        """
+        """Called on ranks other than 0, in the thread of the saves, when rank 0 commits."""
 
     def restoring(self) -> None:
         """Called in a restore, on the training thread, before the first tensor is loaded."""
@@ -57,9 +53,7 @@ def notify(event: Literal["saving", "committing", "restoring"]) -> None:
 
 
 def set_writer_program(module: str | None) -> None:
-    """Makes later writer processes run `python -m module`, which calls `run_writer` (in
-    `inspection.py`); `None` for the default.
-    """
+    """Lets later writers run `python -m module`, which calls `run_writer`; `None`: the default."""
     global _program
     _program = module or _WRITER
 

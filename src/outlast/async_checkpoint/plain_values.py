@@ -29,9 +29,8 @@ import torch
 _TAG = "__outlast__"  # the key that marks a node; part of the checkpoint's format
 # Longer integers are pickled in a way that torch does not read.
 _MOST_BITS = 2000
-# Containers within one another. `encode` and `decode` take up to four Python frames for each: the
-# recursion limit is no measure, as what a save accepts, a load might not. This many take 600 of
-# Python's usual 1000 frames; the others are for the program.
+# Containers within one another: they take up to 600 of Python's usual 1000 frames. The recursion
+# limit itself is no measure, as what a save accepts, a load might not.
 _MOST_LEVELS = 150
 _PYTHON_ATOMS = (bool, int, float, complex, str, bytes, bytearray, type(None))
 _ATOMS = (*_PYTHON_ATOMS, torch.Size, torch.dtype, torch.device)
@@ -48,11 +47,7 @@ class Unsavable(ValueError):
 
 
 def encode(value: Any) -> Any:
-    """The value, or an equal one of plain data.
-
-    Raises:
-        Unsavable: if it could not be loaded again, or refers to itself.
-    """
+    """The value, or an equal one of plain data; `Unsavable` if it could not be loaded again."""
     try:
         return _encode(value, set())
     except RecursionError:  # the program itself is deep in calls
@@ -104,8 +99,10 @@ def _encode(value: Any, above: set[int]) -> Any:
     if kind in _PATHS:
         return {_TAG: "path", "of": kind.__name__, "text": str(value)}
     if kind is range:
-        args = _encode_all((value.start, value.stop, value.step), set())
-        return {_TAG: "range", "args": args}
+        return {_TAG: "range", "args": _encode_all((value.start, value.stop, value.step), set())}
+    if kind is io.BytesIO:
+        content = _encode(value.getvalue(), set())
+        return {_TAG: "BytesIO", "content": content, "at": value.tell()}
     if kind is decimal.Decimal:
         return {_TAG: "decimal", "text": str(value)}
     if kind.__module__ in ("datetime", "zoneinfo") and (node := _time(value, kind)):
@@ -250,11 +247,7 @@ def _imported(name: str) -> type | None:
 
 
 def decode(data: Any, like: Any = None) -> Any:
-    """The value that was encoded. `like` is the present value, which may have its classes.
-
-    Raises:
-        Exception: if the data is not what `encode` returns, or a class is not there any more.
-    """
+    """The encoded value; `like` is the present one. Any exception may say that it does not fit."""
     return _Decoder(like).decode(data)
 
 
@@ -347,6 +340,11 @@ class _Decoder:
             found = numpy.frombuffer(data.tobytes(), dtype).reshape(shape).copy()
         return found if node[_TAG] == "array" else found[()]
 
+    def file(self, node: Any) -> Any:
+        found = io.BytesIO(self.decode(node["content"]))
+        found.seek(int(node["at"]))
+        return found
+
     def dict(self, node: Any) -> Any:
         pairs = [(self.decode(key), self.decode(value)) for key, value in node["items"]]
         return _one_of(_DICTS, node)(dict(pairs))
@@ -384,6 +382,7 @@ _DECODERS: dict[str, Callable[[_Decoder, Any], Any]] = {
     "path": lambda _, node: _one_of(_PATHS, node)(str(node["text"])),
     "range": lambda _, node: range(*map(int, node["args"])),
     "decimal": lambda _, node: decimal.Decimal(str(node["text"])),
+    "BytesIO": _Decoder.file,
 }
 
 

@@ -137,6 +137,22 @@ class Retention:
             kept.update(step for _, step in rated[: self.best])
         return [info for info in ordered if info.step not in kept]
 
+    def removable_before(
+        self, checkpoints: Sequence[CheckpointInfo], planned: int
+    ) -> tuple[list[CheckpointInfo], int]:
+        """Those of `removable` that may go before the commit of step `planned`, and the step of the
+        one that training can continue from until then. That one stays, and so does the newest.
+        """
+        ordered = sorted(checkpoints, key=lambda info: info.step)
+        if not ordered:
+            return [], planned
+        newest = ordered[-1].step
+        usable = self._usable(ordered, newest)
+        there = [info for info in ordered if info.step != planned]
+        new = CheckpointInfo(planned, "", 0, 0, None, 0)
+        removable = self.removable([*there, new], planned)
+        return [info for info in removable if info.step not in (newest, usable)], usable
+
     @staticmethod
     def _usable(ordered: Sequence[CheckpointInfo], committed: int) -> int:
         """The step of the newest checkpoint that training can continue from, as far as known."""

@@ -1,13 +1,11 @@
 """State dicts: walks of nested state, its parts as torch sees them, and which rank saves them.
 
-A path is a tuple of keys; the index of a list is a tuple, `(i,)`, so that it differs from the same
-number as a dict key.
+A path is a tuple of keys; the index of a list is a tuple, `(i,)`: unlike a number as a dict key.
 
 The planner of torch.distributed.checkpoint lists the parts of a state dict that a rank holds
 (`describe`): whole tensors, shards of DTensors and ShardedTensors, values. A part that several
 ranks hold is saved by one of them (`share_out`): a large one by the rank with the least to save so
-far, a small one by the lowest rank. This is decided again only when the state dict of a rank has a
-new structure.
+far, a small one by the lowest rank. This is decided again when a state dict has a new structure.
 
 Ranks exchange JSON, so nothing from another host is unpickled.
 """
@@ -23,6 +21,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from outlast.async_checkpoint.storage.entries import ITEM_BYTES, is_covered, tree_path
 from outlast.errors import CheckpointError, CheckpointUnsavable
@@ -206,6 +206,13 @@ def describe(state_dict: Mapping[str, Any]) -> list[Item]:
         if item.type is WriteItemType.BYTE_IO or data is None or not _plain(path, state_dict):
             items.append(Item(name, path, "value"))
             continue
+        leaf = look_up(state_dict, path)
+        if is_traceable_wrapper_subclass(leaf) and not isinstance(leaf, DTensor):
+            inner = ", ".join(leaf.__tensor_flatten__()[0])
+            raise CheckpointUnsavable(
+                f"{name!r} is a {type(leaf).__name__}, which has no data of its own, but wraps "
+                f"tensors: save these, its {inner}"
+            )
         dtype = str(data.properties.dtype).removeprefix("torch.")
         if dtype not in ITEM_BYTES:
             raise CheckpointUnsavable(
@@ -236,6 +243,13 @@ def _paths(state_dict: Mapping[str, Any]) -> dict[Path, Path]:
             if not isinstance(key, str | int) or isinstance(key, bool):
                 where = "".join(f"[{k[0] if isinstance(k, tuple) else k!r}]" for k in path)
                 raise ValueError(f"state_dict{where} has the key {key!r}; keys are text or numbers")
+            plain = str.__str__(key) if isinstance(key, str) else int.__repr__(key)
+            if str(key) != plain:  # a restore would find neither the one nor the other
+                where = ".".join(map(str, torch_path(path)))
+                raise CheckpointUnsavable(
+                    f"{where!r} has the key {key!r}, whose text {str(key)!r} is not its value "
+                    f"{plain!r}: use the value as the key"
+                )
         found[torch_path(path)] = path
     return found
 
@@ -255,8 +269,7 @@ def share_out(
     the order of its plan. `fixed` are the keys that ranks save already, by an earlier decision.
 
     Raises:
-        CheckpointError: if ranks hold different tensors under one name, or if parts of a tensor
-            are missing or overlap.
+        CheckpointError: if tensors of one name differ between ranks, or parts lack or overlap.
     """
     fixed = fixed or {}
     owner: dict[Key, int] = {key: rank for rank, keys in fixed.items() for key in keys}

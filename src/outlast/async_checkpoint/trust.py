@@ -60,11 +60,8 @@ class Trusted:
 
 
 def trusted(checkpointer: Checkpointer) -> Trusted | None:
-    """What may be restored, the same on all ranks; `None` if all checkpoints can be trusted. All
-    ranks call this.
-
-    Raises:
-        CheckpointError: if none can be trusted, or the record cannot be read.
+    """What may be restored; `None` if all checkpoints can be trusted. On all ranks, the same. A
+    `CheckpointError` if none can be trusted, or the record cannot be read.
     """
 
     def look(_: list[Any]) -> list[Any] | None:

@@ -14,16 +14,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
+from outlast.campaign import generate
 from outlast.campaign import round as rounds
-from outlast.campaign.generate import (
-    OF_SCRIPTS,
-    Card,
-    Shape,
-    parse_kinds,
-    plans,
-    reference_plan,
-    shorten,
-)
+from outlast.campaign.generate import Card, Shape
 from outlast.campaign.network import unavailable
 from outlast.campaign.options import Options
 from outlast.campaign.plan import OF_HOSTS, Fault, RoundPlan, hosts_for
@@ -87,8 +80,8 @@ class Campaign:
         most = options.per_round if options.seconds is None else min(options.per_round, _FEW)
         faults = most if self._wanted is None else max(1, min(most, self._wanted))
         shape = self._possible(Shape(ranks=options.ranks, faults=faults, kinds=self._kinds))
-        reference, steps = self._reference(reference_plan(options.seed, shape))
-        self._run_all(plans(options.seed, shape.with_steps(steps)), reference)
+        reference, steps = self._reference(generate.reference_plan(options.seed, shape))
+        self._run_all(generate.plans(options.seed, shape.with_steps(steps)), reference)
         return self.result()
 
     def replay(self, plan: RoundPlan) -> CampaignResult:
@@ -231,7 +224,7 @@ class Campaign:
         faults = list(plan.all_faults)
         repeated = self._options.shrink and fails(faults)
         if repeated:
-            faults = shorten(faults, fails, _MOST_RUNS)
+            faults = generate.shorten(faults, fails, _MOST_RUNS)
         note(plan.only(faults), repeated)
 
     def _run_one(
@@ -263,11 +256,11 @@ class Campaign:
 
 
 def _kinds(names: str, own: bool) -> tuple[Card, ...]:
-    chosen = parse_kinds([name for part in names.split(",") if (name := part.strip())])
+    chosen = generate.parse_kinds([name for part in names.split(",") if (name := part.strip())])
     if own:
         return chosen
     if not names:
-        return OF_SCRIPTS
+        return generate.OF_SCRIPTS
     if others := [str(kind) for kind in chosen if not isinstance(kind, Kind)]:
         raise ValueError(f"{', '.join(others)}: only for the training of the campaign")
     return chosen

@@ -54,12 +54,10 @@ class Shape:
 
     @property
     def steps(self) -> int:
-        """The steps of the training."""
         return self.known_steps or self.faults * GAP_STEPS + _UNDISTURBED_STEPS
 
     @property
     def gap(self) -> int:
-        """The steps between two faults."""
         return max(1, (self.steps - _UNDISTURBED_STEPS) // self.faults)
 
     def with_steps(self, steps: int) -> Shape:
@@ -69,10 +67,8 @@ class Shape:
 
 
 def parse_kinds(names: Sequence[str] = ()) -> tuple[Card, ...]:
-    """The kinds of these names; all without names.
-
-    Raises:
-        ValueError: for an unknown name; lists the known ones.
+    """The kinds of these names; all without names. A `ValueError` for an unknown name lists the
+    known ones.
     """
     cards: dict[str, Card] = {str(card): card for card in (*Kind, *Action)}
     for name in names:
@@ -160,7 +156,6 @@ def shorten(items: Sequence[T], fails: Callable[[list[T]], bool], most_runs: int
         items: all of them together are known to fail.
         fails: whether these items fail. It should always answer the same for the same items; each
             part is tried only once.
-        most_runs: how often `fails` may be called.
     """
     current = list(range(len(items)))
     tried: dict[tuple[int, ...], bool] = {}

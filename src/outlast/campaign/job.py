@@ -53,8 +53,6 @@ class Job:
         number: of the launchers of this round on this machine.
         faults: what is left to do to the launcher or to hosts.
         command: `outlast run`, its options, its script, and the script's arguments.
-        directory: where it is started; `None`: here.
-        temporary: the folder of its temporary files.
         folder: of the round, with the record of fired faults, and the output of the launchers.
 
     Attributes:

@@ -51,7 +51,8 @@ class _Namespaces:
         if self._process.stdout.readline() != b"ready\n":
             _, error = self._process.communicate()
             raise NetworkError(f"{name} does not start: {error.decode().strip()}")
-        self.init = self._first_process()
+        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
+        self.init = int(children.read_text().split()[0])
 
     def ip(self, *commands: str) -> None:
         """Runs commands of `ip` inside."""
@@ -59,24 +60,14 @@ class _Namespaces:
         _run(f"nsenter --target {self.init} --net ip -batch -", batch)
 
     def close(self) -> None:
-        """Ends all processes, and with them the namespaces."""
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.init, signal.SIGKILL)
         self._process.communicate()
 
-    def _first_process(self) -> int:
-        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
-        return int(children.read_text().split()[0])
-
 
 class Network:
-    """Hosts h1, h2, ... with the addresses 10.78.0.1, 10.78.0.2, ..., and the switch between them.
-
-    Args:
-        count: how many hosts.
-        folder: for the file that has their names.
-    """
+    """Hosts h1, h2, ... with the addresses 10.78.0.1, 10.78.0.2, ..., and a switch between them."""
 
     def __init__(self, count: int, folder: Path) -> None:
         self.names = tuple(f"h{number}" for number in range(1, count + 1))
@@ -93,7 +84,6 @@ class Network:
             raise
 
     def close(self) -> None:
-        """Ends all hosts, and the switch."""
         for host in self._hosts.values():
             host.close()
         self._hosts.clear()

@@ -24,17 +24,14 @@ rank.
 class Progress:
     """Follows the events of a running job, or the notes of the own training. The steps of a script
     come every ten seconds, and at its end.
-
-    Attributes:
-        last: the highest step that is known to be completed.
-        events: how many events have been read.
     """
 
     def __init__(self, folder: Path, *, own: bool) -> None:
         self._folder = folder
         self._own = own
         self._followers: dict[Path, Follower] = {}
-        self.last = self.events = 0
+        self.last = 0  # the highest step that is known to be completed
+        self.events = 0  # how many events have been read
 
     def update(self) -> bool:
         before = self.events

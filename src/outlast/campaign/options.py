@@ -19,21 +19,17 @@ class Options:
             metavar="[-- SCRIPT ARGUMENT...]",
             help="A script that trains with Job, and saves to a relative folder, or to one below "
             "'{folder}' in an argument. Default: a training of the campaign's own.",
-            show_default=False,
         ),
     ] = None
     faults: Annotated[
         int | None,
         typer.Option(
-            "--faults",
             min=1,
             help="How many faults to fire. Default: 1000, of a script 20; no limit with --seconds.",
-            show_default=False,
         ),
     ] = None
     seconds: Annotated[
-        float | None,
-        typer.Option("--seconds", min=1, help="End after about this time.", show_default=False),
+        float | None, typer.Option(min=1, help="End after about this time.", show_default=False)
     ] = None
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the plans and the training.")] = 0
     ranks: Annotated[int, typer.Option("--nproc-per-node", min=1, help="Ranks of each job.")] = 4
@@ -44,8 +40,7 @@ class Options:
         ),
     ] = "cpu"
     kinds: Annotated[
-        str,
-        typer.Option("--kinds", metavar="KIND,...", help="Only these kinds. Default: all."),
+        str, typer.Option(metavar="KIND,...", help="Only these kinds. Default: all.")
     ] = ""
     per_round: Annotated[
         int, typer.Option("--faults-per-round", min=1, help="Faults in one job.")
@@ -53,29 +48,19 @@ class Options:
     jobs: Annotated[
         int | None,
         typer.Option(
-            "--jobs",
-            min=1,
-            help="Rounds at the same time. Default: the number of cores, at most 8.",
-            show_default=False,
+            min=1, help="Rounds at the same time. Default: the number of cores, at most 8."
         ),
     ] = None
-    standby: Annotated[
-        int, typer.Option("--standby", min=0, help="Standby processes of each job.")
-    ] = 2
+    standby: Annotated[int, typer.Option(min=0, help="Standby processes of each job.")] = 2
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out",
             metavar="DIR",
             help="Write results.json, and keep failed rounds. Default: a new temporary folder.",
-            show_default=False,
         ),
     ] = None
     replay: Annotated[
-        Path | None,
-        typer.Option(
-            "--replay", metavar="FILE", help="Run the plan of one round.", show_default=False
-        ),
+        Path | None, typer.Option("--replay", metavar="FILE", help="Run the plan of one round.")
     ] = None
     keep: Annotated[
         bool,
@@ -87,10 +72,8 @@ class Options:
     markdown: Annotated[
         Path | None,
         typer.Option(
-            "--markdown",
             metavar="FILE",
             help="Write the table there too; if the file is a page with the lines "
             "'<!-- campaign: begin -->' and '<!-- campaign: end -->', between them.",
-            show_default=False,
         ),
     ] = None

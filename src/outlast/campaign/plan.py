@@ -91,7 +91,6 @@ class RoundPlan:
         return values
 
     def to_json(self) -> str:
-        """The plan as `load` reads it."""
         return json.dumps(self.to_dict(), indent=2)
 
     @classmethod

@@ -52,9 +52,6 @@ class Program:
     Args:
         own: whether it is the training of the campaign, which writes notes (`training.py`).
             Only this one is told of `device`.
-
-    Raises:
-        CampaignError: if there is no such script.
     """
 
     def __init__(self, command: Sequence[str], *, own: bool = False, device: str = "cpu") -> None:
@@ -115,7 +112,6 @@ class Program:
         return first
 
     def steps(self, folder: Path) -> int:
-        """The steps of a run that has ended."""
         progress = self.progress(folder)
         progress.update()
         if not progress.last:

@@ -117,7 +117,6 @@ class CampaignResult:
         return sum(one.productive_seconds for one in self.rounds) / wall if wall else None
 
     def totals(self) -> dict[str, str]:
-        """Faults, rounds, time, goodput, and the number of problems of each kind."""
         count = len(self.fired)
         rate = f" ({self.seconds / count:.1f} s each)" if count else ""
         return {
@@ -186,21 +185,17 @@ class CampaignResult:
 
 
 class Display:
-    """Shows a campaign on a terminal: its state on one line; elsewhere, a line per round.
-
-    Attributes:
-        faults: how many faults are to be fired; `None` if that is not known.
-    """
+    """Shows a campaign on a terminal: its state on one line; elsewhere, a line per round."""
 
     def __init__(self, console: Console, status: Status) -> None:
         self._console = console
         self._status = status
+        # how many faults are to be fired; `None` if that is not known
         self.faults: int | None = None
         self._fired = 0
         self._failed = 0
 
     def running(self, steps: Mapping[str, int]) -> None:
-        """These jobs are running, and each has come to this step."""
         failed = f", {self._failed} rounds failed" if self._failed else ""
         jobs = "".join(f"; {what}: step {step}" for what, step in steps.items())
         self._status.update(f"{self._so_far()}{failed}{jobs}")

@@ -24,11 +24,7 @@ STOPPED = 143
 
 
 class Round:
-    """A round in a folder, which must not exist yet.
-
-    Args:
-        standby: how many standby processes its job has.
-    """
+    """A round in a folder, which must not exist yet."""
 
     def __init__(self, plan: RoundPlan, folder: Path, program: Program, standby: int) -> None:
         self._plan = plan
@@ -110,7 +106,6 @@ class Round:
         ]
 
     def _check(self, temporary: Path) -> None:
-        """Adds what the events and the files say to the result."""
         result, plan, folder, program = self._result, self._plan, self._folder, self._program
         problems, stages = result.problems, []
         try:

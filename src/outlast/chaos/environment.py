@@ -8,21 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """Settings from environment variables.
+    """Settings from environment variables."""
 
-    Attributes:
-        plan: the path of the plan (`OUTLAST_CHAOS`).
-        state: the directory of the records of fired faults (`OUTLAST_CHAOS_STATE`).
-        rank: the rank that the launcher gave this process.
-        job: values that identify this job among others on the same machine.
-        store_port: the port of the job's store (`MASTER_PORT`).
-    """
-
-    plan: str | None
-    state: str | None
-    rank: int | None
-    job: tuple[str, ...]
-    store_port: int | None = None
+    plan: str | None  # the path of the plan (`OUTLAST_CHAOS`)
+    state: str | None  # the directory of the records of fired faults (`OUTLAST_CHAOS_STATE`)
+    rank: int | None  # the rank that the launcher gave this process
+    job: tuple[str, ...]  # values that identify this job among others on the same machine
+    store_port: int | None = None  # the port of the job's store (`MASTER_PORT`)
 
     @classmethod
     def read(cls) -> Environment:

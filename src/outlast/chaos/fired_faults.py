@@ -25,13 +25,8 @@ from outlast.events.types import PlannedFault
 
 
 class MarkerDirectory:
-    """Claims of all processes that share a directory.
-
-    Args:
-        path: the directory, created with access for this user only if it is missing.
-
-    Raises:
-        ChaosError: if it cannot be created, or is not a private directory of this user.
+    """Claims of all processes that share a directory. A `ChaosError` says if it is not,
+    and cannot be made, private to this user.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -54,7 +49,6 @@ class MarkerDirectory:
         (self.path / key).unlink(missing_ok=True)
 
     def records(self) -> list[dict[str, Any]]:
-        """The records of all claims, ordered by their monotonic time."""
         found: list[dict[str, Any]] = []
         for marker in self.path.iterdir():
             with contextlib.suppress(ValueError):  # not yet written, or the writer died

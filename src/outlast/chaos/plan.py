@@ -266,7 +266,6 @@ class Fields:
         return self._values.get(name) is not None
 
     def integer(self, name: str, least: int = 0) -> int:
-        """An integer of at least `least`."""
         return self.as_integer(self._get(name), name, least)
 
     def number(self, name: str, low: float, high: float) -> float:
@@ -295,7 +294,6 @@ class Fields:
         return tuple(check(item, f"{name}[{index}]") for index, item in enumerate(value))
 
     def as_integer(self, value: Any, name: str, least: int = 0) -> int:
-        """Checks a value, which errors call `name`."""
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise self._wrong(name, value, f"an integer of at least {least}")
         return value

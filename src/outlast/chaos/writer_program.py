@@ -41,7 +41,6 @@ class Injector:
             connection.close()  # the main process has ended, or its injector was removed
 
     def ask(self, operation: str) -> tuple[Kind | None, float]:
-        """The fault of this operation, and how many seconds it lasts."""
         with self._lock:
             if self._stream is None:
                 return None, 0.0

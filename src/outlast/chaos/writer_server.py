@@ -96,10 +96,7 @@ class WriterServer:
                 continue
             self._writers[pid] = connection
             threading.Thread(
-                target=self._serve,
-                args=(pid, connection),
-                name="outlast-chaos-writer",
-                daemon=True,
+                target=self._serve, args=(pid, connection), name="outlast-chaos-writer", daemon=True
             ).start()
 
     def _serve(self, pid: int, connection: socket.socket) -> None:

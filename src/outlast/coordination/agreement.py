@@ -70,9 +70,7 @@ class Agreement:
 
     @contextlib.contextmanager
     def operation(self) -> Iterator[None]:
-        """A block of steps, and of what this rank does between them: see the module. A step outside
-        of any block is one by itself.
-        """
+        """A block of steps, and of work between them: see the module. A step alone is one too."""
         self._depth += 1
         try:
             yield
@@ -87,8 +85,7 @@ class Agreement:
 
     def attempt(self, work: Callable[[], T]) -> T | CallFailure:
         """Runs `work` on every rank. Returns what `work` returned on this rank; or, if it raised a
-        `CheckpointError` or an `OSError` on any rank, the failure of one of them, the same on all
-        ranks.
+        `CheckpointError` or an `OSError` on any, the failure of one, the same on all.
 
         Raises:
             BaseException: what else `work` raised here.
@@ -180,9 +177,7 @@ class Agreement:
             ) from e
 
     def _leave(self, error: BaseException) -> None:
-        """This rank leaves the operation by an exception that the other ranks do not know of. All
-        ranks count the step in which they learn of it.
-        """
+        """This rank leaves by an exception; all ranks count the step in which they learn of it."""
         if self.world_size == 1:
             return
         if isinstance(error, OutlastError):

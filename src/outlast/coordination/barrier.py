@@ -53,9 +53,7 @@ def summary(done: bytes) -> dict[int, dict[str, Any]]:
 
 
 async def log(link: Link, name: str) -> dict[int, dict[str, Any]]:
-    """The record of each member that has arrived so far. The values in `most` of `arrive` are the
-    greatest of all members.
-    """
+    """The record of each member that has arrived so far, with the greatest values of `most`."""
     records = sorted(lines(await link.read(f"{name}/arrived")), key=lambda each: each["member"])
     most: dict[str, int] = {}
     for record in records:
@@ -91,18 +89,14 @@ async def record_arrival(
 async def arrive(
     link: Link, name: str, member: int, expected: frozenset[int], **values: Any
 ) -> bytes | None:
-    """Records the arrival of `member`, and completes the barrier if it is the last: then returns
-    the value of `done`.
-    """
+    """Records the arrival; the last member completes the barrier, and gets the value of `done`."""
     if await record_arrival(link, name, member, expected, **values):
         return await complete(link, name, expected)
     return None
 
 
 async def complete(link: Link, name: str, expected: frozenset[int]) -> bytes | None:
-    """Completes the barrier if every member of `expected` is accounted for; returns the value of
-    `done`, or `None` if a member is missing.
-    """
+    """Completes the barrier if all are accounted for: the value of `done`, else `None`."""
     arrived = await log(link, name)
     absent = expected - arrived.keys()
     if absent and absent - await lost_members(link):

@@ -41,9 +41,12 @@ from typing import Any
 import msgspec
 
 from outlast.coordination.stores.store import MemoryStore, Store
+from outlast.coordination.waits import waits
 from outlast.errors import AsyncCallError
 from outlast.system.error_text import describe, traceback_text
 
+DIFFERENT_ORDER = "scheduled in different order on different ranks"
+"""How the cause of a failure begins: ranks have announced different calls under one index."""
 _WIDTH = 16
 """How many members a group of the tree has. A rank reads that many records one after another."""
 _BETWEEN = b"\x1e"
@@ -110,8 +113,7 @@ class CallLedger:
     """One rank's part in the protocol of background calls. Stateless.
 
     Every method raises `StoreError` if the store cannot be reached. Only those whose names begin
-    with `await_` wait for other ranks, without a limit if `timeout` is `None`; on `store`, a wait
-    must not block other operations.
+    with `await_` wait for other ranks (`None`: without limit); waits on `store` block nothing.
     """
 
     def __init__(self, store: Store, prefix: str, rank: int, world_size: int) -> None:
@@ -125,9 +127,7 @@ class CallLedger:
         return CallLedger(self._store, f"{self._prefix}/{name}", self.rank, self.world_size)
 
     def agree(self, name: str, value: str) -> str:
-        """Returns the value of the rank that called this first for `name`: the same on all ranks,
-        for the life of the ledger.
-        """
+        """The value of the rank that called this first for `name`, for the life of the ledger."""
         return self._store.claim(f"{self._prefix}/{name}", value.encode()).decode()
 
     def announce(self, index: int, name: str) -> None:
@@ -139,8 +139,8 @@ class CallLedger:
         if first["name"] == name:
             return
         cause = (
-            f"scheduled in different order on different ranks: call {index} is {name!r} on rank "
-            f"{self.rank}, and {first['name']!r} on rank {first['rank']}"
+            f"{DIFFERENT_ORDER}: call {index} is {name!r} on rank {self.rank}, and "
+            f"{first['name']!r} on rank {first['rank']}"
         )
         failure = CallFailure.here(index, name, self.rank, cause)
         self.fail(index, failure)
@@ -148,11 +148,8 @@ class CallLedger:
 
     def finish(self, index: int, part: bytes | None = None) -> None:
         """Announces that this rank has finished its part of the call. At most once per call, and
-        not if this rank's part has failed. `part` is for the coordinator (`parts`): all ranks have
-        one, or none has.
-
-        Raises:
-            ValueError: if it is not UTF-8, or contains the character U+001E, as no JSON does.
+        not if this part has failed. `part` is for the coordinator (`parts`): all have one, or none;
+        a `ValueError` if it is not UTF-8, or has the character U+001E, as no JSON does.
         """
         if part is not None:
             part.decode()  # some stores take only text: refused for all of them
@@ -173,9 +170,7 @@ class CallLedger:
         self._store.claim(self._key(index, "verdict"), Verdict().encode())
 
     def fail(self, index: int, failure: CallFailure) -> bool:
-        """Claims that the call has failed. Returns whether that is now the verdict: another rank
-        may have failed before, or all may have finished.
-        """
+        """Claims that the call has failed; returns whether that is now the verdict."""
         verdict = Verdict(failure).encode()
         return self._store.claim(self._key(index, "verdict"), verdict) == verdict
 
@@ -184,19 +179,16 @@ class CallLedger:
         return None if data is None else Verdict.decode(data)
 
     def await_verdict(self, index: int, timeout: float | None) -> Verdict:
-        """Waits until the call has finished on all ranks, or failed on one; a `KeyTimeout` after
-        `timeout` seconds.
-        """
-        return Verdict.decode(self._store.wait_for(self._key(index, "verdict"), timeout))
+        """Waits for the verdict of all ranks; a `KeyTimeout` after `timeout` seconds."""
+        with waits():
+            return Verdict.decode(self._store.wait_for(self._key(index, "verdict"), timeout))
 
     def parts(self, index: int) -> list[bytes]:
         """The parts of a call that is done, in the order of the ranks."""
         return _BETWEEN.join(self._read(index, len(self._levels) - 1, 0)).split(_BETWEEN)
 
     def parts_so_far(self, index: int) -> list[bytes]:
-        """The parts of a call that is not done; empty for a rank that has not finished. Reads one
-        key for each rank.
-        """
+        """The parts of a call that is not done; empty where there is none. Reads each rank."""
         return [self.part(index, rank) for rank in range(self.world_size)]
 
     def part(self, index: int, rank: int) -> bytes:
@@ -204,18 +196,19 @@ class CallLedger:
         return self._store.read(self._key(index, _part(0, rank))) or b""
 
     def conclude(self, index: int, payload: bytes) -> None:
-        """Publishes the result of a call that is done. One rank calls this, the coordinator.
-
-        Raises:
-            ValueError: if `payload` is empty or not UTF-8.
-        """
+        """Publishes the result of a call that is done: UTF-8, not empty. By the coordinator."""
         if not payload.decode():
             raise ValueError("the payload of a conclusion is empty")
         self._store.put(self._key(index, "conclusion"), payload)
 
     def await_conclusion(self, index: int, timeout: float | None) -> bytes:
         """Waits for the coordinator's `conclude`; a `KeyTimeout` after `timeout` seconds."""
-        return self._store.wait_for(self._key(index, "conclusion"), timeout)
+        with waits():
+            return self._store.wait_for(self._key(index, "conclusion"), timeout)
+
+    def pause(self, index: int, seconds: float) -> None:
+        """Waits for `conclude`, or a `KeyTimeout`: a pause, in which no rank waits for another."""
+        self._store.wait_for(self._key(index, "conclusion"), seconds)
 
     def conclusion(self, index: int) -> bytes | None:
         """The coordinator's result; `None` before its `conclude`. Does not wait."""

@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d
 
 from outlast.coordination.stores.tcp_client import SharedClient
 from outlast.coordination.stores.torch_store import TorchStore
+from outlast.coordination.waits import waits
 from outlast.errors import AsyncCallError
 
 
@@ -31,8 +32,9 @@ def least(value: int, group: Any = None) -> int:
     if not _several(group):
         return value
     tensor = torch.tensor([value], dtype=torch.int64, device=device_of(group))
-    dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=group)
-    return int(tensor.item())
+    with waits():
+        dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=group)
+        return int(tensor.item())
 
 
 def raise_together(
@@ -42,11 +44,8 @@ def raise_together(
     group: Any = None,
     kind: type[Exception] = AsyncCallError,
 ) -> None:
-    """Raises on every rank if one has an error: a collective, and so a barrier too.
-
-    Raises:
-        Exception: `error`, if this rank has one.
-        kind: on the other ranks; names one on which `what` happened.
+    """Raises on all ranks if one has an `error`: a collective, and so a barrier. `error` itself
+    here, elsewhere a `kind` that names a rank on which `what` happened.
     """
     no_rank = 1 << 62
     first = least(no_rank if error is None else rank, group)
@@ -90,11 +89,7 @@ _shared: weakref.WeakKeyDictionary[Any, _Shared] = weakref.WeakKeyDictionary()  
 
 
 def place_in(group: Any) -> tuple[int, int, str] | None:
-    """This rank, the world size and the group's name; `None` for a process alone.
-
-    Raises:
-        ValueError: if this rank is not in the group.
-    """
+    """This rank, the world size, the group's name; `None` alone, a `ValueError` outside it."""
     if not (dist.is_available() and dist.is_initialized()):
         if group is not None:
             raise ValueError("a group was given, but no process group is initialized")
@@ -109,10 +104,9 @@ def unique_prefix(purpose: str, group: Any) -> str:
     """A prefix for the keys of one ledger, equal on all ranks and never used before.
 
     All ranks make the ledgers of a group in the same order, for the life of the group: the first
-    one is a collective, in which they agree on a random number, and each rank counts the ledgers
-    of each purpose. The number is needed because a store may outlive a group, and a launcher that
-    restarts all workers keeps it: the verdict on a call of an earlier ledger must never be taken
-    for one of this ledger.
+    one is a collective, in which they agree on a random number, and each rank counts the ledgers of
+    each purpose. The number is needed because a store may outlive a group, and a launcher that
+    restarts all workers keeps it: no verdict of an earlier ledger must be taken for one of this.
     """
     resolved = _resolved(group)
     shared = _shared.setdefault(resolved, _Shared())

@@ -7,8 +7,7 @@ arrives, the process that records a loss, the joiner, the one that is told to st
 the look that follows the last fact sees all of them; it needs no member, and none has to be woken
 but by the decision itself. Two processes may decide at the same time, from different facts: the
 first claim wins, and every member reads that one record. A fact that the winner had not read was
-added after its read. A request to join or to stop is then read for the next decision; for a loss,
-see `membership.py`.
+added after its read. A request is then read for the next decision; for a loss, see `membership.py`.
 
 Why a decision is a chain of records: a restart that is held (`Held`) has its note as record 0, and
 what follows it as record 1. So all members wait for one key at a time, and know since when the
@@ -37,13 +36,7 @@ from outlast.coordination.decision import (
     next_record,
 )
 from outlast.coordination.ops import Link
-from outlast.coordination.records import (
-    SUSPECTED_LINK,
-    FaultRecord,
-    LostRecord,
-    StopRecord,
-    lines,
-)
+from outlast.coordination.records import SUSPECTED_LINK, FaultRecord, LostRecord, StopRecord, lines
 
 RESTART = b"restart"
 COMPLETED = b"completed"
@@ -115,11 +108,8 @@ class Decisions:
         self._started = iteration, arrived
 
     async def decide(self, iteration: int, expired: Held | None = None) -> Decision | Held | None:
-        """Decides what follows the iteration, if all members have left it. Call it after every
-        change of a fact; `expired` is a wait that has lasted too long.
-
-        Returns:
-            The decision, the note that it waits, or `None` if a member is still in the iteration.
+        """Decides what follows the iteration, or a note that it waits; `None` if a member is still
+        in it. Call it after every change of a fact; `expired` is a wait that has lasted too long.
         """
         last: Held | None = None
         number = 0
@@ -161,9 +151,7 @@ class Decisions:
         return record
 
     async def _facts(self, iteration: int) -> Facts | None:
-        """What a decision depends on; `None` if a member is still in the iteration, or no other
-        iteration follows.
-        """
+        """What a decision depends on; `None` while a member is left, or if nothing follows."""
         before = await self.decision(iteration)
         if before is None or before.ends:
             return None
@@ -189,9 +177,7 @@ class Decisions:
         return [LostRecord(**record) for record in lines(await self.link.read(barrier.LEDGER))]
 
     async def roster(self, decision: Decision) -> tuple[dict[int, int], int]:
-        """The member at each rank of an iteration, and its world size, as announced at its start,
-        or as decided if no member came so far.
-        """
+        """The member at each rank, and the world size: as announced, or else as decided."""
         iteration, arrived = self._started
         if iteration != decision.view.iteration:
             name = f"start/{decision.view.iteration}"

@@ -9,8 +9,7 @@ The decision contains a `ViewRecord`: the ranks of iteration k, the members lost
 joiners. A *member* is one process in the job, with an id for life. Every member computes the same
 slots from the record: a replacement takes the slot of a lost member, first the one that it asks for
 (a launcher starts the replacement of rank 2 as rank 2), so that survivors keep their ranks; further
-joiners are appended. Slots that stay empty are the *terminated ranks*, which the rank assignment
-then closes.
+joiners are appended. Empty slots are the *terminated ranks*, which the rank assignment closes.
 """
 
 from __future__ import annotations
@@ -53,7 +52,9 @@ class ViewRecord:
     lost: frozenset[int] = frozenset()  # members of `base` that are out of the job
     joiners: tuple[Joiner, ...] = ()  # in the order in which they asked
     stop: StopRecord | None = None  # the request to stop, if it was known at the decision
-    ends_job: bool = False  # no iteration follows: every member leaves, because of `stop`
+    ends_job: bool = False  # every member leaves, because of `stop`
+    # The members only save in it what they keep of the job, which then ends as the decision says.
+    saves: bool = False
 
     @functools.cached_property
     def expected(self) -> frozenset[int]:
@@ -149,6 +150,11 @@ class Decision:
     @property
     def ends(self) -> bool:
         """Whether no iteration follows: every member that reads this leaves."""
+        return self.ends_job and not self.view.saves
+
+    @property
+    def ends_job(self) -> bool:
+        """Whether the job ends, now or after an iteration in which its members only save."""
         return bool(self.history.stop) or self.ended_by is not None or self.view.ends_job
 
     @functools.cached_property
@@ -157,10 +163,8 @@ class Decision:
 
     @property
     def reporter(self) -> int:
-        """The member that shows the user what was decided: the one that failed, or if it has ended,
-        the first that is left.
-        """
-        cause = self.cause
+        """The member that shows the user the decision: the one that failed, else the first left."""
+        cause = self.history.cause or self.cause
         if cause is not None and cause.member in self.survivors:
             return cause.member
         return min(self.survivors or self.view.expected, default=-1)
@@ -223,6 +227,13 @@ class Facts:
         return frozenset(record.member for record in self.ledger)
 
     @property
+    def ended_by(self) -> LostRecord | None:
+        """The member that has ended the job; it may still be there, to save what it keeps."""
+        left = [record for record in self.ledger if record.ends_job]
+        stay = [LostRecord(f.member, f.cause, ends_job=True) for f in self.faults if f.ends_job]
+        return next(iter((*left, *stay)), None)
+
+    @property
     def present(self) -> frozenset[int]:
         asked = {joiner.member for joiner in self.joiners}
         return frozenset(self.roster.values()) - self.lost | (asked - self.lost)
@@ -243,6 +254,11 @@ def next_record(
     is the note whose wait has lasted too long.
     """
     k, before = facts.before.view.iteration, facts.before
+    if before.view.saves:  # whatever has become of that
+        view = decide(k + 1, facts.roster, facts.world_size, facts.lost, [])
+        stop = before.view.stop and facts.stop
+        view = dataclasses.replace(view, stop=stop, ends_job=before.view.ends_job)
+        return dataclasses.replace(before, view=view)
     joiners = facts.joiners if rules.grow else []
     view = decide(k + 1, facts.roster, facts.world_size, facts.lost, joiners)
     faults = facts.own_faults()
@@ -250,7 +266,7 @@ def next_record(
     if cause is not None and cause.may_be_harmless and view.joiners:
         cause = None  # no rank failed: connections broke because the job is made to grow
     history = _history(facts, cause, faults, rules.repeated)
-    ended_by = next((record for record in facts.ledger if record.ends_job), None)
+    ended_by = facts.ended_by
     last_cause, unreplaced = cause or before.last_cause, before.unreplaced
     if facts.stop is not None:
         view = view.with_stop(facts.stop, before.view)
@@ -272,10 +288,23 @@ def next_record(
                 return Held(False, lost, tuple(sorted(awaited)), _size(facts, rules))
             unreplaced |= missing
     decision = Decision(view, history, last_cause, ended_by, unreplaced)
-    if decision.ends:  # no restart follows
+    if decision.ends_job:  # no restart follows
         history = dataclasses.replace(history, restarts=before.history.restarts)
-        decision = dataclasses.replace(decision, history=history)
+        view = _saving(facts, view)
+        decision = dataclasses.replace(decision, view=view, history=history)
     return decision
+
+
+def _saving(facts: Facts, view: ViewRecord) -> ViewRecord:
+    """The view of the iteration in which the members save what they keep, before the job ends: of
+    those that keep something. If there is none, or it is saved: `view`.
+    """
+    keep = {m for m, record in facts.arrived.items() if record.get("keeps")} - facts.lost
+    roster = {rank: member for rank, member in facts.roster.items() if member in keep}
+    if not roster or (facts.stop is not None and facts.stop.done):
+        return view
+    saving = decide(view.iteration, roster, facts.world_size, facts.lost, [])
+    return dataclasses.replace(saving, stop=view.stop, ends_job=view.ends_job, saves=True)
 
 
 def _history(

@@ -18,9 +18,9 @@ good), `joins` (requests to join), `current` (a recent k, for joiners), `goodbye
 only the host of the store waits for), `stop` (a request to stop the job, the first claim wins),
 `last-save` (for the launcher: the save for the stop has begun), `stopped` (what the stop has
 saved), `size` (for the launcher: the ranks that are there, and needed, while a restart is held),
-`claim/R` (who registered as rank R), `killed/P` (why its monitor kills process P). Two keys have no
-prefix: `outlast/gone`, the ranks that the launcher does not replace, and `outlast/suspected-link`
-(see `records`).
+`progress` (for the launcher: the last iteration that made progress), `claim/R` (who registered as
+rank R), `killed/P` (why its monitor kills process P). Two keys have no prefix: `outlast/gone`, the
+ranks that the launcher does not replace, and `outlast/suspected-link` (see `records`).
 
 Why one key `over/k`: "all have completed" and "one has failed" can happen at the same moment. The
 store orders the two claims, and every member follows the one that won.
@@ -50,13 +50,7 @@ import json
 from collections.abc import Sequence
 
 from outlast.coordination import barrier
-from outlast.coordination.deciding import (
-    COMPLETED,
-    GONE,
-    RESTART,
-    Decisions,
-    decision_key,
-)
+from outlast.coordination.deciding import COMPLETED, GONE, RESTART, Decisions, decision_key
 from outlast.coordination.decision import Decision, Joiner, ViewRecord, encode_record, forgotten
 from outlast.coordination.ops import Link
 from outlast.coordination.records import (
@@ -94,9 +88,7 @@ class MembershipProtocol(Decisions):
         return rank if await self._claim(rank, token) == token else None
 
     async def _claim(self, rank: int, token: str) -> str | None:
-        """Claims `rank` of the first view; returns the token that has it, `None` if the view has no
-        such rank.
-        """
+        """Claims `rank` of the first view; the token that has it, `None` if there is none."""
         await self.rules()
         if not 0 <= rank < self.world_size:
             return None
@@ -114,12 +106,19 @@ class MembershipProtocol(Decisions):
         return member
 
     async def leave(
-        self, iteration: int, member: int, expected: frozenset[int], most: dict[str, int]
+        self,
+        iteration: int,
+        member: int,
+        expected: frozenset[int],
+        most: dict[str, int],
+        *,
+        keeps: bool = False,
     ) -> Decision | None:
-        """Records that a member has left the iteration. The last one decides what follows, and
-        returns the decision.
+        """Records that a member has left the iteration, and whether it keeps something to save. The
+        last one decides what follows, and returns the decision.
         """
-        if await barrier.record_arrival(self.link, f"term/{iteration}", member, expected, most):
+        term, own = f"term/{iteration}", {"keeps": keeps or None}
+        if await barrier.record_arrival(self.link, term, member, expected, most, **own):
             record = await self.decide(iteration)
             return record if isinstance(record, Decision) else None
         return None
@@ -131,16 +130,13 @@ class MembershipProtocol(Decisions):
     async def finish(self, iteration: int, members: int) -> None:
         """This member has returned from the function; the last of `members` completes the job.
 
-        Lost members count too: a loss restarts the iteration, unless the member had returned
-        before it was lost.
+        Lost members count too: a loss restarts the iteration, unless the member had returned.
         """
         if await self.link.add(f"done/{iteration}", 1) >= members:
             await self.end(iteration, COMPLETED)
 
     async def count_idle(self, iteration: int, amount: int, members: int) -> bool:
-        """Counts members that wait for others; returns whether all of `members` wait, or have
-        returned from the function.
-        """
+        """Counts members that wait; returns whether all `members` wait or have returned."""
         idle = await self.link.add(f"idle/{iteration}", amount)
         return idle + await self.link.add(f"done/{iteration}", 0) >= members
 
@@ -170,8 +166,7 @@ class MembershipProtocol(Decisions):
 
     async def report_killed(self, token: str, rank: int, member: int, fault: FaultRecord) -> None:
         """Records that the process with `token` ended without leaving the job; its monitor calls
-        this. `member` is its ID, -1 if it did not know that yet. `fault` is what is known of its
-        end.
+        this. `member` is its ID, -1 if it had none; `fault` what is known of its end.
         """
         if member < 0:
             await self.report_ended(token, range(rank, rank + 1), fault)
@@ -296,17 +291,21 @@ class MembershipProtocol(Decisions):
         return None if data is None else float(data)
 
     async def give_up(self, ranks: frozenset[int]) -> None:
-        """Records ranks, as numbered by the launcher, that will not be replaced: only launchers
-        call this. On many hosts, each one does so for its own ranks.
-        """
+        """Records ranks, as the launcher numbers them, that will not be replaced. By launchers."""
         await Link().append(GONE, json.dumps(sorted(ranks)).encode() + b"\n")
         await self.decide(await self.current())
 
     async def take_back(self, ranks: frozenset[int]) -> None:
-        """Records that ranks have processes again: a host has taken their place. The next time that
-        they are lost, they are waited for.
-        """
+        """Records that a host has taken the place of ranks: their next loss is waited for."""
         await Link().append(GONE, json.dumps({"back": sorted(ranks)}).encode() + b"\n")
+
+    async def note_progress(self, iteration: int) -> None:
+        """Records, for the launchers, that the training has come further than ever before."""
+        await self.link.put("progress", str(iteration).encode())
+
+    async def progress(self) -> str:
+        """The last iteration with progress; empty before the first one."""
+        return (await self.link.read("progress") or b"").decode()
 
     async def size(self) -> SizeRecord | None:
         """What the members of the last held restart need; `None` before the first one."""
@@ -329,8 +328,7 @@ class MembershipProtocol(Decisions):
 
     async def first_causes(self, since: int) -> tuple[int, list[tuple[str, FaultRecord]]]:
         """The current iteration, and the first causes of the restarts that led to the iterations
-        after `since`, as far as their decisions are kept; each with the token of its process, or of
-        the host that was lost.
+        after `since`, if their decisions are kept; each with the token of its process or host.
         """
         newest = await self.current()
         found = []
@@ -355,5 +353,7 @@ class MembershipProtocol(Decisions):
             return decision.history.cause
         if not any(record.ends_job for record in await self.ledger()):
             return None
-        ends = decision is not None and decision.ends
-        return first_cause(await self.faults(newest - ends))
+        newest -= decision is not None and decision.ends
+        before = await self.decision(newest)
+        newest -= before is not None and before.view.saves
+        return first_cause(await self.faults(newest))

@@ -3,20 +3,18 @@
 The protocol (`barrier.py`, `membership.py`, and the state machine of `outlast.inprocess`) is
 written as coroutines with `await link.append(...)`. Their driver performs the operations: `drive()`
 performs each one on a real store, blocking; the deterministic simulation performs them one at a
-time in an order that it chooses, and may stop a member for good between any two. So the simulation
-tests the code that runs in a job.
+time, in any order, and may stop a member for good between two: it tests the code of a job.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from outlast.coordination.stores.store import Store
-
-T = TypeVar("T")
+from outlast.coordination.stores.store import drive as drive
 
 
 @dataclass(frozen=True)
@@ -79,27 +77,3 @@ def perform_on(store: Store) -> Callable[[Op], Any]:
         return getattr(store, op.name)(op.key, op.value)
 
     return perform
-
-
-def drive(coroutine: Coroutine[Any, Any, T], perform: Callable[[Op], Any]) -> T:
-    """Runs `coroutine` to its end, performing the operations that it yields.
-
-    An exception of an operation is raised in the coroutine, at its `await`; the result or the
-    exception of the coroutine is that of `drive`.
-    """
-    result: Any = None
-    error: BaseException | None = None
-    try:
-        while True:
-            try:
-                op = coroutine.send(result) if error is None else coroutine.throw(error)
-            except StopIteration as stop:
-                return cast(T, stop.value)
-            result, error = None, None
-            try:
-                result = perform(op)
-            except BaseException as e:  # noqa: BLE001 - raised in the coroutine
-                error = e
-    finally:
-        error = None  # the exception holds this frame: without this the two would be a cycle
-        coroutine.close()

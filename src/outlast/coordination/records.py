@@ -22,16 +22,12 @@ link between two hosts may be broken (`suspects_link`).
 
 
 def process_name(host: str, pid: int) -> str:
-    """The name of a process in the whole job; `host` is the ID of its host, empty if the job has
-    one host.
-    """
+    """The name of a process in the job; `host` is the ID of its host, empty in a job on one."""
     return f"{host}:{pid}" if host else str(pid)
 
 
 def process_token(host: str, random: str) -> str:
-    """The token with which a process registers; `host` is the ID of its host, empty if the job has
-    one host.
-    """
+    """The token with which a process registers; `host` as in `process_name`."""
     return f"{host}/{random}"
 
 
@@ -66,6 +62,10 @@ class FaultRecord:
     step: int = 0  # the last training step in this iteration; 0 if none is known
     overtaken: bool = False  # see `error_kinds.overtaken`
     mistake: bool = False  # a mistake in the user's program raises such an exception
+    ends_job: bool = False  # the member ends the job, and leaves once it has saved what it keeps
+    made: int = -1  # of a hung rank, where its loop is: see `training_step.Loop`
+    passes: int = 0
+    loop_at: str = ""
     # of each process group, the last collective: see `interruption/flight_recorder`
     groups: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict, hash=False)
 
@@ -87,9 +87,7 @@ class LostRecord:
 
 @dataclasses.dataclass(frozen=True)
 class StopRecord:
-    """A request to stop the job: all members leave with `exit_code` once its state is saved. `done`
-    is what was saved, once a member has done all that the stop requires; empty before.
-    """
+    """A request to stop: all leave with `exit_code`. `done` says what was saved, when all is."""
 
     reason: str
     exit_code: int

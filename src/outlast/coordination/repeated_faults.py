@@ -1,8 +1,7 @@
 """Faults that come back: which faults are equal, what counts as progress, when the job ends.
 
 Each decision contains the `FaultHistory` of the job: the first cause of the iteration that ended is
-added to the history before it. So all members, including those that join later, stop or pause
-together.
+added to the history before it. So all members, also later ones, stop or pause together.
 
 *Equal* are exceptions (and hangs) of the same type, message and place, on any rank: a program fails
 on the rank that happens to be first. Numbers in the message may differ: a loss, a step, an address.
@@ -16,6 +15,9 @@ A *mistake in the program* is not a fault of the machine: an exception of a type
 (`permanent_error.is_mistake`), raised by the same line of the user, on any rank. It is counted over
 the whole job, whatever progress is in between: a restart skips what failed, and nobody asked for
 that. So it ends the job when it comes back.
+
+*Ranks that do not make the same steps* hang where one of them has no more batches. That is a
+mistake in the program, and no restart changes it: so it ends the job at once.
 
 *Progress* is a later step than ever before (`Job.step`, `Checkpointer.save`): steps are counted
 from the beginning of the training, so repeated steps are not progress. Where no steps are known,
@@ -31,13 +33,8 @@ import datetime
 import re
 
 from outlast.coordination.records import FaultRecord, ends
-from outlast.events.hung_ranks import without_collectives
-from outlast.events.restart_causes import (
-    JOINED,
-    RestartCount,
-    add_up,
-    what_failed,
-)
+from outlast.events.hung_ranks import is_uneven, without_collectives
+from outlast.events.restart_causes import JOINED, RestartCount, add_up, what_failed
 from outlast.system.arguments import Duration, as_timedelta, check_int, seconds
 
 ALWAYS = "always"
@@ -216,4 +213,6 @@ def _why_permanent(cause: FaultRecord, trained: bool) -> str:
         return "an error that every restart would raise again"
     if cause.permanent == AT_START and not trained:
         return "an error before the first step or second ping that a restart does not fix"
+    if is_uneven(cause.cause):
+        return "a hang to which every restart would come again"
     return ""

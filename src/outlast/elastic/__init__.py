@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         num_restarts,
         replica_rank,
     )
+    from outlast.elastic.job.by_rank.per_rank import per_rank
     from outlast.elastic.job.job import Job
     from outlast.elastic.numerics.consistent_ddp import ConsistentDDP
     from outlast.elastic.silent_faults.finite_check import FiniteCheck
@@ -67,6 +68,7 @@ __all__ = [
     "load_state",
     "num_replicas",
     "num_restarts",
+    "per_rank",
     "replica_rank",
     "save_all_states",
     "save_state",
@@ -98,6 +100,7 @@ _MODULES = {
     "load_state": "states.loading",
     "num_replicas": "environment",
     "num_restarts": "environment",
+    "per_rank": "job.by_rank.per_rank",
     "replica_rank": "environment",
     "save_all_states": "states.saving",
     "save_state": "states.saving",

@@ -10,9 +10,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from outlast.elastic import random_generators
+from outlast.elastic import random_generators as generators
 from outlast.elastic.job.passes import Pass, length_of
-from outlast.elastic.random_generators import mix64
 from outlast.errors import CheckpointMismatch
 
 __all__ = ["LoaderPosition", "has_no_state", "start_workers"]
@@ -24,18 +23,14 @@ def start_workers(loader: Any) -> None:
     """
     base = getattr(loader, "base_dataloader", loader)
     if getattr(base, "persistent_workers", False) and getattr(base, "_iterator", None) is None:
-        before = random_generators.capture()
+        before = generators.capture()
         iter(base)
-        random_generators.set_all(before)
+        generators.set_all(before)
 
 
 class LoaderPosition:
     """The position in the batches of an epoch, each of which the framework trains on before it
-    takes the next.
-
-    Args:
-        epoch: returns the number of the present epoch.
-        world_size: the number of ranks.
+    takes the next. `epoch` returns the number of the present epoch.
     """
 
     resizable = True  # so that `load_state_dict` sees the other number, and can say what to do
@@ -54,11 +49,7 @@ class LoaderPosition:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keeps the pass until its loader is there.
-
-        Raises:
-            CheckpointMismatch: if it was saved within an epoch by another number of ranks.
-        """
+        """Keeps the pass until its loader is there."""
         found = Pass.restored(state["pass"], state["noted"]) if "pass" in state else None
         before = state["world_size"]
         if before != self._world_size:
@@ -73,9 +64,7 @@ class LoaderPosition:
         self._pass, self._epoch = found, state["epoch"]
 
     def of(self, loader: DataLoader[Any]) -> Any:
-        """Stands in for the loader: yields what is left of the present epoch, in the same order,
-        and its workers draw the same random numbers.
-        """
+        """Stands in for the loader: the rest of the epoch, in order, with equal random numbers."""
         return _Resumed(loader, self)
 
     def batches(self, loader: DataLoader[Any]) -> Iterator[Any]:
@@ -87,7 +76,7 @@ class LoaderPosition:
                 f"epoch {epoch} was saved after {self._pass.done} of {self._pass.length} batches, "
                 f"and now the loader has {len(loader)}: the job continues with the same one only"
             )
-        yield from self._pass.batches(loader, None, mix64(epoch))
+        yield from self._pass.batches(loader, None, generators.mix64(epoch))
 
 
 class _Resumed:
@@ -114,8 +103,6 @@ class _Resumed:
 
 
 def has_no_state(loader: Any) -> bool:
-    """Whether `LoaderPosition` is for this loader: a `DataLoader` with a length, and without a
-    state of its own.
-    """
+    """Whether this is a `DataLoader` with a length, and without a state of its own."""
     has_state = hasattr(loader, "state_dict")
     return isinstance(loader, DataLoader) and length_of(loader) >= 0 and not has_state

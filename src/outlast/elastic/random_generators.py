@@ -6,6 +6,8 @@ devices that this process uses. Their states are tensors; nothing is pickled.
 
 from __future__ import annotations
 
+import array
+import ctypes
 import logging
 import random
 import sys
@@ -22,6 +24,7 @@ log = logging.getLogger("outlast.elastic")
 Generators = dict[str, torch.Tensor]
 
 _MASK = (1 << 64) - 1
+_TWISTER_BYTES = 2500  # of NumPy's Mersenne Twister: 624 words and the position
 
 
 def capture() -> Generators:
@@ -61,11 +64,7 @@ def of_numpy(state: tuple[Any, ...]) -> torch.Tensor:
 
 
 def setter(name: str, value: torch.Tensor | int) -> Callable[[], object]:
-    """Checks a state, or an integer seed, of a generator; returns a function that sets it.
-
-    Raises:
-        Exception: the generator's own, if the state is invalid.
-    """
+    """Checks a generator's state or integer seed, raising its own error; returns what sets it."""
     if name == "python":
         if isinstance(value, int):
             return lambda: random.seed(value)
@@ -84,13 +83,63 @@ def setter(name: str, value: torch.Tensor | int) -> Callable[[], object]:
 
 
 def set_all(states: Generators) -> None:
-    """Sets the generators to states that `capture` has returned.
-
-    Raises:
-        Exception: a generator's own, if its state is invalid: none is changed then.
-    """
+    """Sets the generators to states that `capture` has returned; as `setter`, none if one fails."""
     for set_generator in [setter(name, state) for name, state in states.items()]:
         set_generator()
+
+
+class Notes:
+    """Notes the states of the generators as plain values, after every step. Most programs draw from
+    one of them, or from none: a state that has not changed since is not converted again.
+    """
+
+    def __init__(self) -> None:
+        self._python: tuple[Any, ...] = ()
+        self._python_noted: tuple[Any, ...] = ()
+        self._numpy: tuple[Any, ...] | None = None
+        self._twister = b""
+
+    def take(self) -> dict[str, Any]:
+        """The present states, to compare and to pickle."""
+        python = random.getstate()
+        if python != self._python:
+            version, numbers, gauss = self._python = python
+            self._python_noted = version, array.array("Q", numbers).tobytes(), gauss
+        tensors = {"torch": torch.get_rng_state(), **of_devices()}
+        noted: dict[str, Any] = {name: each.numpy().tobytes() for name, each in tensors.items()}
+        if "numpy" in sys.modules:
+            noted["numpy"] = self._of_numpy(sys.modules["numpy"])
+        return noted | {"python": self._python_noted}
+
+    def _of_numpy(self, numpy: Any) -> tuple[Any, ...] | None:
+        """`None` if it is not a Mersenne Twister. `get_state`, which is slow, is not called if the
+        words and the position are as before, unless it holds the second of two normal numbers.
+        """
+        generator = numpy.random.get_bit_generator()
+        if type(generator).__name__ != "MT19937":
+            return None
+        twister = ctypes.string_at(generator.ctypes.state_address, _TWISTER_BYTES)
+        if self._numpy is None or self._numpy[3] or twister != self._twister:
+            name, keys, position, has_gauss, cached = numpy.random.get_state()
+            self._numpy = (name, keys.tobytes(), int(position), int(has_gauss), float(cached))
+            self._twister = twister
+        return self._numpy
+
+
+def of_note(noted: Mapping[str, Any]) -> Generators:
+    """The states of which `Notes.take` has returned this."""
+    found: Generators = {}
+    for name, state in noted.items():
+        if name == "python":
+            words = torch.frombuffer(bytearray(state[1]), dtype=torch.int64)
+            found[name] = of_python((state[0], words.tolist(), state[2]))
+        elif name != "numpy":
+            found[name] = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+        elif state is not None:
+            kind, keys, *rest = state
+            words = torch.frombuffer(bytearray(keys), dtype=torch.int32).to(torch.int64)
+            found[name] = of_numpy((kind, (words & 0xFFFFFFFF).tolist(), *rest))
+    return found
 
 
 def _numpy_setter(value: torch.Tensor | int) -> Callable[[], object]:
@@ -156,12 +205,10 @@ def has_worker_processes(options: Mapping[str, Any]) -> bool:
 
 class Seeded:
     """The indices of a batch, or of a sample, on their way to a worker process of a `DataLoader`,
-    with the seed of the generators that load them. They arrive as they were given.
+    with the seed of the generators that load them: it is set when they arrive.
 
-    torch seeds a worker when an iteration begins. What the worker draws for a batch, to augment its
-    samples, then depends on the batches that it has loaded before: a job that continues within an
-    epoch, in new workers, would draw other numbers. So the indices of each batch take a seed along.
-    It is set when they arrive, which is right before their samples are loaded.
+    torch seeds a worker when an iteration begins. What the worker draws for a batch then depends on
+    the batches that it has loaded before: a job that continues within an epoch would draw others.
     """
 
     def __init__(self, indices: Any, seed: int) -> None:

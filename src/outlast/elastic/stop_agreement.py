@@ -1,28 +1,21 @@
 """Preemption: on a request to stop, all ranks stop after the same step.
 
-A scheduler that needs its machines back sends a signal, often to a single rank. All ranks must
-then save after the same step, and no rank may begin a step that others do not join: it would block
-in a collective.
-
-No rank polls for a request. A thread of each rank waits for one on the store; then the ranks agree:
+No rank may begin a step that others do not join: it would block in a collective. No rank polls for
+a request. A thread of each rank waits for one on the store; then the ranks agree:
 
     1. The rank that received the request forwards it to all ranks.
     2. The thread of each rank reports how many steps its rank has *begun*. From then on every rank
        stops at a step boundary until the decision arrives.
-    3. Rank 0 decides: all ranks stop after D steps, the greatest number reported. A rank that has
-       closed its agreement reports this instead of a number. Its training loop is over, and the
-       others' soon will be: no rank is stopped.
+    3. Rank 0 decides: all ranks stop after D steps, the greatest number reported. A rank whose
+       training loop is over reports this instead of a number: no rank is stopped then.
 
 Why every rank reaches D: a rank that reported D has begun step D, and completes it only if all
 others take part in it. A rank that reported less waits at a boundary only until the decision
 arrives, and since the decision is D, it continues. Why no rank passes D: no rank begins a step
-between its report and the decision, and no report is greater than D.
+between its report and the decision, and no report is greater than D. A lock makes "begin a step"
+and "report" mutually exclusive.
 
-A lock makes "begin a step" and "report" mutually exclusive: either the rank begins the step first,
-and the report counts it, or the rank sees that it must wait.
-
-Each thread waits on its own rank's key, so that `close` can end that wait. Rank 0's decision is
-a claim, because rank 0 may close at the same time: all ranks must get the same answer.
+Rank 0's decision is a claim, because rank 0 may close at the same time.
 """
 
 from __future__ import annotations
@@ -41,15 +34,10 @@ _NEVER = float("inf")
 
 
 class StopAgreement:
-    """One rank's part in the agreement, which has exclusive use of the ledger; `begun` is the
-    number of steps that the rank has begun, including the next one.
-
-    Attributes:
-        reason: which rank received the request, and why; empty if there is none.
-    """
+    """One rank's part, with the ledger to itself; `begun`: its steps, including the next one."""
 
     def __init__(self, ledger: CallLedger, begun: int) -> None:
-        self.reason = ""
+        self.reason = ""  # which rank received the request, and why
         self._ledger, self._begun = ledger, begun
         self._last_step: float | None = None
         self._reported = False
@@ -59,9 +47,7 @@ class StopAgreement:
         self._thread.start()
 
     def request(self, reason: str) -> None:
-        """Requests a stop: forwards it to each rank's own key. Call it from one thread at a time,
-        and not after `close`.
-        """
+        """Requests a stop under each rank's own key; from one thread at a time, before `close`."""
         reason = f"rank {self._ledger.rank} on {socket.gethostname()}: {reason}"
         try:
             for rank in range(self._ledger.world_size):
@@ -72,14 +58,8 @@ class StopAgreement:
             self._fail(e)
 
     def is_last(self, step: int, timeout: float) -> bool:
-        """Whether `step` was the last one. Call it after each step, before the next one begins.
-
-        Args:
-            step: the number of completed steps.
-            timeout: how long to wait for the other ranks after a request, in seconds.
-
-        Raises:
-            CheckpointError: if they do not answer in time.
+        """Whether `step` was the last one. Call it after each step, before the next one begins. A
+        `CheckpointError` if the other ranks do not answer a request within `timeout` seconds.
         """
         with self._changed:
             if self.reason:

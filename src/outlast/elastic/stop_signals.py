@@ -1,21 +1,15 @@
 """A training that is told to stop saves after a common step, and ends: for `Job` and for adapters
 of frameworks that have a `Checkpointer`, and no `Job`.
 
-A request to stop outlives the iteration in which it arrives, because a restart in place must not
-lose it. It is kept in three places, each for a different loss:
+A request to stop outlives the iteration in which it arrives. It is kept in three places:
 
 - *This process.* The signal handlers and the request (`StopRequest`) live as long as the wrapped
-  call, so a signal between two iterations, or during a restore, is not lost: the next `StopSignals`
-  of this process passes the request on when it begins.
-- *The store of the call.* A thread writes the request there before it asks the ranks of the present
-  iteration to agree on a last step. So once any rank acts on a request, every later decision on a
-  next iteration reads it, even if this process is killed. That iteration is then the last one
-  (`ViewRecord.with_stop`): it saves what only memory has, and all ranks leave.
+  call: the next `StopSignals` of this process passes the request on when it begins.
+- *The store of the call.* A thread writes the request there before it asks the ranks to agree on a
+  last step. So once any rank acts on a request, every later decision on a next iteration reads it.
+  That iteration is then the last one (`ViewRecord.with_stop`): it saves what only memory has.
 - *The agreement of the iteration* (`stop_agreement`), which stops all ranks after the same step. A
   fault ends it; the other two remain.
-
-A fault may end the iteration before the request is in the store. Then the decision does not contain
-it, and the next `StopSignals` of this process starts a new agreement.
 
 A signal handler only puts a value into a `SimpleQueue`: that is safe wherever the main thread is.
 """
@@ -31,7 +25,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from outlast.async_checkpoint import Checkpointer
 from outlast.coordination.call_ledger import connect_ledger
@@ -41,12 +35,20 @@ from outlast.events.types import StopRequested
 from outlast.inprocess.running_call import RunningCall, long_phase, running_call
 from outlast.system.arguments import Duration, as_timedelta
 from outlast.system.error_text import signal_name
-from outlast.system.notices import notice
+from outlast.system.notices import leave_closed_terminal, notice
 
 log = logging.getLogger("outlast.elastic")
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 PREEMPTED = 143  # 128 + SIGTERM: what schedulers expect from a job that they told to stop
+
+
+class Listener(Protocol):
+    """Is told of a request to stop, by a thread."""
+
+    def request(self, reason: str) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class StopSignals:
@@ -55,12 +57,15 @@ class StopSignals:
 
     Args:
         checkpointer: through which the training saves.
-        signals: the signals on which to save and exit. A second SIGINT has its usual effect.
+        signals: the signals on which to save and exit. A second SIGINT has its usual effect. SIGHUP
+            is not handled if it was ignored before (`nohup`).
         grace: how long the last save may take.
         exit_code: the exit code of a training that was told to stop.
 
     Attributes:
         grace_s: how long the last save may take, in seconds.
+        request: requests a stop, for a reason. Safe to call from any thread.
+        attach, detach: as those of `StopRequest`, after the last step.
     """
 
     def __init__(
@@ -78,19 +83,15 @@ class StopSignals:
         self._agreement: StopAgreement | None = None
         self._closed = False
         self._request = _present_request(self._call)
+        self.request = self._request.request
+        self.attach, self.detach = self._request.attach, self._request.detach
         self._request.user = self._user = object()
         self._request.install(tuple(signals), exit_code)
 
-    def request(self, reason: str) -> None:
-        """Requests a stop. Safe to call from any thread."""
-        self._request.request(reason)
-
     def begin(self, step: int, save: Callable[[], object]) -> None:
-        """Call it when the state after `step` is restored, or at the start of the training.
-
-        Raises:
-            SystemExit: if the training was told to stop before a restart in place; `save` was
-                called, and its save is committed.
+        """Call it when the state after `step` is restored, or at the start of the training. If that
+        was told to stop before a restart in place, calls `save`, waits for the commit, and raises
+        a `SystemExit`.
         """
         if self._call is not None and self._call.stop is not None:
             self._exit(step, self._call.stop.reason, save)
@@ -99,11 +100,7 @@ class StopSignals:
             self._request.attach(self._agreement)
 
     def completed(self, step: int, save: Callable[[], object]) -> None:
-        """Call it after each step, before the next one begins.
-
-        Raises:
-            SystemExit: if a rank was told to stop, and this was the last step; as `begin`.
-        """
+        """Call it after each step, before the next; as `begin`, if it was the last of a stop."""
         self._request.furthest = max(self._request.furthest, step)
         if self._agreement is None:
             self.begin(step, save)
@@ -143,24 +140,20 @@ class StopSignals:
 class StopRequest:
     """Turns signals into requests to stop, and passes a request on. One per process.
 
-    Only a second SIGINT has the effect that it would have without the handlers: a user who presses
-    Ctrl-C twice does not want to wait. Any other signal may arrive twice, for example from the
-    scheduler and from the launcher; the second is the same request.
+    Only a second SIGINT has its usual effect: a user who presses Ctrl-C twice does not want to
+    wait. Any other signal may arrive twice, as from the scheduler and from the launcher.
 
-    Attributes:
-        call: the wrapped call that it belongs to; `None` outside of wrapped functions.
-        furthest: the number of steps that this process has completed in this call.
-        user: identifies the newest `StopSignals`. One from before a fault may be closed after that.
+    `call` is the wrapped call that it belongs to, `None` outside of one, and `furthest` the number
+    of steps that this process has completed in it. `user` identifies the newest `StopSignals`: one
+    from before a fault may be closed after that.
     """
 
     def __init__(self, call: RunningCall | None) -> None:
-        self.call = call
+        self.call, self.furthest = call, 0
         self.user: object = None
-        self.furthest = 0
-        self._pid = os.getpid()
-        self._exit_code = 0
+        self._pid, self._exit_code = os.getpid(), 0
         self._reason: str | None = None
-        self._agreement: StopAgreement | None = None
+        self._agreement: Listener | None = None
         self._previous: dict[int, Any] = {}
         self._interrupted = False
         # Protects `_reason` and `_agreement`: a request reaches the present agreement exactly once.
@@ -175,17 +168,16 @@ class StopRequest:
             log.info("signals are ignored: only the main thread can install handlers")
             return
         for number in numbers:
-            if number not in self._previous:
+            ignored = number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
+            if number not in self._previous and not ignored:
                 self._previous[number] = signal.signal(number, self._handle)
 
     def request(self, reason: str) -> None:
         """Requests a stop. Safe to call from any thread and from a signal handler."""
         self._requests.put(reason)
 
-    def attach(self, agreement: StopAgreement) -> None:
-        """Passes requests to this agreement, including one that has arrived before. Closes the one
-        that a fault may have left here.
-        """
+    def attach(self, agreement: Listener) -> None:
+        """Passes requests, also an earlier one, to this listener; closes one left by a fault."""
         with self._lock:
             before, self._agreement = self._agreement, agreement
             if self._reason is not None:
@@ -193,7 +185,7 @@ class StopRequest:
         if before is not None:
             before.close()
 
-    def detach(self, agreement: StopAgreement) -> None:
+    def detach(self, agreement: Listener) -> None:
         """Closes this agreement; requests are kept for the next one."""
         with self._lock:
             if self._agreement is agreement:
@@ -219,11 +211,16 @@ class StopRequest:
         again = number == signal.SIGINT and self._interrupted
         # The job goes on without this process, which hangs, or with a replacement.
         hangs = number == signal.SIGTERM and self.call is not None and self.call.terminated
-        # A forked child, such as a worker of a data loader, has the handler but not the thread.
+        # A forked child, such as a worker of a data loader, has the handler but not the thread. The
+        # end of a terminal reaches the whole process group, and its parent needs it up to the save.
+        if number == signal.SIGHUP and os.getppid() == self._pid:
+            return
         if again or hangs or os.getpid() != self._pid:
             _set_handler(number, self._previous.pop(number, signal.SIG_DFL))
             signal.raise_signal(number)
             return
+        if number == signal.SIGHUP:
+            leave_closed_terminal()
         self._interrupted = self._interrupted or number == signal.SIGINT
         self.request(f"signal {signal_name(number)}")
 

@@ -29,9 +29,7 @@ def consistent_ddp(module: nn.Module) -> ConsistentDDP | None:
 
 
 def plain_state_dict(module: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:
-    """The module's state with plain names: parts of it may be compiled. With `keep_vars`, the
-    parameters and buffers themselves.
-    """
+    """The module's state with plain names; `keep_vars`: the parameters and buffers themselves."""
     state: dict[str, Any] = module.state_dict(keep_vars=keep_vars)
     if not any(_COMPILED in name for name in state):
         return state

@@ -4,8 +4,10 @@ writes them: to a JSONL file, to a list in memory, or nowhere.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
+import fcntl
 import json
 import logging
 import os
@@ -17,7 +19,8 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from outlast.clock import Clock, MonotonicClock
-from outlast.events.event import Event, event_to_dict
+from outlast.events.event import Event, Note, event_to_dict
+from outlast.events.spool import DROPPED, Spool
 
 log = logging.getLogger("outlast.events")
 
@@ -31,11 +34,9 @@ class Sink(Protocol):
 
     def write(self, event: Event) -> None:
         """Takes one event."""
-        ...
 
     def close(self) -> None:
         """Releases the sink's resources. No event is written afterwards."""
-        ...
 
 
 class NullSink:
@@ -69,20 +70,49 @@ class JsonlSink:
     line, its last.
 
     Args:
-        path: the file; its directory is created if missing. Nothing is written outside it.
+        path: the file; its directory is created if missing. Nothing is written outside it, unless
+            it is a `Spool`: then the log goes where its events are kept, and is bounded.
+        locked: whether to lock the file, as a sign that this process is alive.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | os.PathLike[str], *, locked: bool = False) -> None:
+        self.path, self._locked, self._fd, self._gone = Path(path), locked, -1, 0
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        self._fd = os.open(self.path, flags, 0o644)
+        self._spool = Spool.of(self.path.parent)
         self._lock = threading.Lock()
+        self._open(self.path)
+
+    def _open(self, path: Path) -> None:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        before, self._fd, self.path = self._fd, os.open(path, flags, 0o644), path
+        if before >= 0:
+            os.close(before)
+        if self._locked:
+            with contextlib.suppress(OSError):  # not on every file system
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def _place(self, spool: Spool, event: Event) -> bytes:
+        """Before `event`: goes on in the folder where the events are kept, or in a new file;
+        returns what the new one begins with.
+        """
+        if self.path.parent == spool.folder and (target := spool.target) is not None:
+            self._open(spool.copy(self.path, target))
+        if os.fstat(self._fd).st_size < spool.limit_bytes:
+            return b""
+        before = self.path.with_suffix(".1.jsonl")
+        self._gone += before.stat().st_size if before.exists() else 0
+        os.replace(self.path, before)
+        self._open(self.path)
+        data = {"file": self.path.name, "bytes": self._gone}
+        note = Note(name=DROPPED, data=data, host=event.host, pid=event.pid, time=event.time)
+        return (_encode(event_to_dict(note)) + "\n").encode() if self._gone else b""
 
     def write(self, event: Event) -> None:
         content = (_encode(event_to_dict(event)) + "\n").encode()
         with self._lock:
             if self._fd >= 0:
+                if self._spool is not None:
+                    content = self._place(self._spool, event) + content
                 written = os.write(self._fd, content)
                 if written < len(content):
                     # A full disk. The next line must not continue this one: it would be damaged.

@@ -81,10 +81,8 @@ def event_from_dict(values: dict[str, Any]) -> Event:
 
 
 def parse_line(line: bytes, place: str) -> Event:
-    """The event of a line of a log; `place` is its file and line number, for the error.
-
-    Raises:
-        EventLogError: if the line is not an event; names the place, and the field that is wrong.
+    """The event of a line of a log; `place` is its file and line number, for the error. An
+    `EventLogError` names the place, and the field that is wrong.
     """
     try:
         values = json.loads(line, parse_constant=str, parse_float=_finite)

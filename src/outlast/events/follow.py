@@ -37,29 +37,22 @@ class Follower:
     """Follows the logs directly in a folder: existing ones, and those created later.
 
     Args:
-        folder: the folder of one run.
         host: if given, only the logs of processes on this host are read. Where hosts share the
             folder, the first event of each log decides: a process writes its own log.
-
-    Attributes:
-        damaged: file and line of each complete line that was not an event, the newest last; at
-            most a hundred of them are kept.
-        damaged_lines: how many there were.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, host: str | None = None) -> None:
         self.folder = Path(folder)
+        # file and line of each complete line that was not an event, the newest last; at most a
+        # hundred of them are kept
         self.damaged: list[str] = []
-        self.damaged_lines = 0
+        self.damaged_lines = 0  # how many there were
         self._host = host
         self._logs: dict[tuple[int, int], _Log] = {}
 
     def poll(self) -> list[Event]:
         """The events written since the last call: in the order of each log, and by time between
         the logs of a host.
-
-        Raises:
-            OSError: if the folder cannot be read.
         """
         events: list[Event] = []
         seen = set()
@@ -77,9 +70,9 @@ class Follower:
 
     def _key(self, entry: os.DirEntry[str]) -> tuple[int, int] | None:
         """The identity of a log; `None` for another file. A log keeps it when it is renamed."""
-        if not entry.is_file(follow_symlinks=False):
+        if not entry.is_file():  # or a link: see `spool.py`
             return None
-        status = entry.stat(follow_symlinks=False)
+        status = entry.stat()
         key = status.st_dev, status.st_ino
         return key if entry.name.endswith(".jsonl") or key in self._logs else None
 

@@ -1,4 +1,6 @@
-"""Which of several hung ranks the others waited for, and in which collective."""
+"""Which of several hung ranks the others waited for, and in which collective; or which of them has
+no more batches, while others are in a step that needs all ranks.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,18 @@ if TYPE_CHECKING:
 UNJOINED = "; it has begun "
 """Begins what `hung_ranks` adds to the cause of a rank that others wait for."""
 _MIXED = "; collective "
+BETWEEN, IN_STEP, NO_MORE, LEFT = "between", "in step", "no more batches", "left its loop"
+"""Where the loop of a rank is, as far as it is known: after a step, it has taken no batch yet; it
+has; its pass over the batches has come to its end; the job's `with` block has.
+"""
+EQUAL_STEPS = (
+    "all ranks must make the same number of steps: give them equally many batches "
+    "(drop_last=True, a DistributedSampler, or outlast.elastic.ElasticLoader), and skip a batch on "
+    "all ranks or on none; torch's join() is not supported"
+)
+"""What to do about ranks with different numbers of steps."""
+_PERHAPS = "waits, perhaps"
+_AFTER_ADVICE = f"; {EQUAL_STEPS}; "
 
 T = TypeVar("T", bound="Fault | FaultRecord")
 """Of both: `collectives` is -1 if unknown; `groups` are those of `interruption.flight_recorder`."""
@@ -22,7 +36,16 @@ T = TypeVar("T", bound="Fault | FaultRecord")
 
 def without_collectives(cause: str) -> str:
     """The cause as the rank itself reported it."""
-    return cause.partition(UNJOINED)[0].partition(_MIXED)[0]
+    own = cause.rpartition(_AFTER_ADVICE)[2]
+    return own.partition(UNJOINED)[0].partition(_MIXED)[0]
+
+
+def is_uneven(cause: str) -> bool:
+    """Whether it is the cause, by `hung_ranks`, of ranks that do not make the same steps: each
+    restart would come to the same hang.
+    """
+    uneven, found, _ = cause.rpartition(_AFTER_ADVICE)
+    return bool(found) and _PERHAPS not in uneven
 
 
 def hung_ranks(faults: Sequence[T]) -> list[T]:
@@ -40,7 +63,9 @@ def hung_ranks(faults: Sequence[T]) -> list[T]:
     * among the rest, a rank that has started more collectives than another waits for that other
       rank (for a result that its device is to produce, for example): it is marked too;
     * among those left, a rank that reports nothing itself is stopped, or keeps the GIL; otherwise
-      the rank with the fewest pings is the furthest behind.
+      the rank with the fewest pings is the furthest behind;
+    * before all these, where every rank waits for others: one that has no more batches, although
+      another one has begun a step that it has not made.
 
     To the cause of a rank that others wait for is added in which collective they do.
     """
@@ -79,7 +104,45 @@ def hung_ranks(faults: Sequence[T]) -> list[T]:
     if found and (mixed := _mixed(found)):
         first: Any = found[0]
         found[0] = dataclasses.replace(first, cause=first.cause + mixed)
+    uneven, cause = _uneven(found)
+    if uneven is not None:
+        changed = uneven
+        found[found.index(uneven)] = found[0]
+        found[0] = dataclasses.replace(changed, cause=cause + uneven.cause)
     return found
+
+
+def _uneven(hung: Sequence[T]) -> tuple[T | None, str]:
+    """A rank that has no more batches, and what to say of it, if others wait for it to make a step
+    that it does not make.
+    """
+    known = [each for each in hung if each.made >= 0]
+    if not known or not all(each.consequence for each in hung):
+        return None, ""
+    most = max(each.passes for each in known)
+    over = [each for each in known if each.passes == most]
+    made = min(each.made for each in over)
+    behind = [
+        each
+        for each in known
+        if each.passes < most
+        and (each.made > made or (each.made == made and each.loop_at in (IN_STEP, "")))
+    ]
+    if not behind:
+        return None, ""
+    over = [each for each in over if each.made == made]
+    least = min(each.made for each in behind)
+    others = [each for each in behind if each.made == least]
+    ranks, waiting = [each.rank for each in over], [each.rank for each in others]
+    has, have = ("has" if len(each) == 1 else "have" for each in (ranks, waiting))
+    step = f"{'is' if len(waiting) == 1 else 'are'} {IN_STEP} {least + 1}"
+    if not all(each.loop_at in (NO_MORE, LEFT) for each in over):
+        step = f"{_PERHAPS} in the step after {least}"
+    elif least > made and any(each.loop_at != IN_STEP for each in others):
+        step = f"{have} made {least}"
+    what = LEFT if over[0].loop_at == LEFT else NO_MORE
+    text = f"{_ranks(ranks)} {has} {what} ({made} steps), {_ranks(waiting)} {step}"
+    return over[0], text + _AFTER_ADVICE
 
 
 def _last(fault: Fault | FaultRecord) -> tuple[str, Mapping[str, Any]] | None:

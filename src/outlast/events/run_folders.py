@@ -22,6 +22,7 @@ from pathlib import Path
 
 from outlast.errors import EventLogError
 from outlast.events.event import Event, Note, parse_line
+from outlast.events.spool import BESIDE, is_alive
 
 OWN = "."
 """The name of the run whose logs are directly in the directory."""
@@ -35,54 +36,47 @@ _NAME = re.compile(r"(\d{8}-\d{6})\.(\d{3})-(.+)", re.DOTALL)
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run with logs.
+    """A run with logs."""
 
-    Attributes:
-        folder: the folder of the logs.
-        name: the name of that folder; `OWN` if it is the directory itself.
-        run_id: the launcher's run ID; empty if the logs are directly in the directory.
-        at: start time in UTC; for `OWN`, the last modification of a log.
-    """
-
-    folder: Path
-    name: str
-    run_id: str
-    at: datetime.datetime
+    folder: Path  # the folder of the logs
+    name: str  # the name of that folder; `OWN` if it is the directory itself
+    run_id: str  # the launcher's run ID; empty if the logs are directly in the directory
+    at: datetime.datetime  # start time in UTC; for `OWN`, the last modification of a log
 
     @property
     def own(self) -> bool:
-        """Whether the logs are directly in the directory."""
         return self.name == OWN
 
 
 def new_run(directory: str | os.PathLike[str], run_id: str) -> Path:
-    """Creates the folder for the events of a run that starts now.
-
-    Raises:
-        OSError: if it cannot be created.
-    """
+    """Creates the folder for the events of a run that starts now."""
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
     while True:
-        now = datetime.datetime.now(datetime.timezone.utc)
-        stamp = f"{now.strftime(_STAMP)}.{now.microsecond // 1000:03d}"
-        folder = root / f"{stamp}-{run_id.replace(os.sep, '_')}"
+        folder = root / run_name(run_id)
         # Two runs of one id in one millisecond: the second takes the next millisecond.
         with contextlib.suppress(FileExistsError):
             folder.mkdir()
             return folder
 
 
-def runs_in(directory: str | os.PathLike[str]) -> list[Run]:
-    """The runs with logs in `directory`, the oldest first.
+def run_name(run_id: str) -> str:
+    """The name of the folder of a run that starts now."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    stamp = f"{now.strftime(_STAMP)}.{now.microsecond // 1000:03d}"
+    return f"{stamp}-{run_id.replace(os.sep, '_')}"
 
-    Raises:
-        EventLogError: if there is no such directory, or no log in it.
+
+def runs_in(directory: str | os.PathLike[str]) -> list[Run]:
+    """The runs with logs in `directory`, the oldest first. An `EventLogError` says if there is
+    none.
     """
     root = Path(directory)
+    if (root / BESIDE).is_dir():  # a folder of checkpoints
+        root = root / BESIDE
     if not root.is_dir():
         why = "" if root.exists() else "it does not exist; "
-        where = "the directory of `outlast run --events-dir`"
+        where = "the directory of `outlast run --events-dir`, or the folder of the checkpoints"
         raise EventLogError(f"{root} is not a folder: {why}give {where}")
     runs = []
     for folder in root.iterdir():
@@ -115,14 +109,14 @@ def _has_runs(folder: Path) -> bool:
 
 
 def choose_run(runs: list[Run], wanted: str | None) -> Run:
-    """The newest run with the name or ID `wanted`; the newest of all if `wanted` is `None`.
-
-    Raises:
-        EventLogError: if there is none; names the existing runs.
+    """The newest run with the name or ID `wanted`, or, if that is `None`, of all: of those whose
+    launcher is alive, if there are any. An `EventLogError` names the existing runs if there is
+    none.
     """
-    for run in reversed(runs):
-        if wanted is None or wanted in (run.name, run.run_id):
-            return run
+    found = [run for run in runs if wanted is None or wanted in (run.name, run.run_id)]
+    alive = [run for run in found if len(found) > 1 and is_alive(run.folder)]
+    if found:
+        return (alive or found)[-1]
     raise EventLogError(f"no run {wanted!r}; there are: {', '.join(run.name for run in runs)}")
 
 

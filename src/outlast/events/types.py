@@ -18,7 +18,8 @@ class Fault(Event, kind="fault"):
     `overtaken` if a restart interrupted the function before the exception had left it. `where` is
     the user's line that raised the exception, as `train.py:42 in step`. For a hung rank,
     `own_report` is true if the rank itself reports it, `pings`, `collectives` and `groups` give its
-    progress (see `hung_ranks`), and `idle` is how long it had made none, in seconds.
+    progress (see `hung_ranks`), and `idle` is how long it had made none, in seconds; `made`,
+    `passes` and `loop_at` say where its training loop is (`coordination.training_step.Loop`).
     """
 
     interruption: str = ""
@@ -32,6 +33,9 @@ class Fault(Event, kind="fault"):
     groups: dict[str, dict[str, Any]] = field(default_factory=dict, hash=False)
     idle: float = 0.0
     where: str = ""
+    made: int = -1
+    passes: int = 0
+    loop_at: str = ""
 
 
 class Seen(Event, kind="seen"):
@@ -197,11 +201,13 @@ class HostLost(HostJoined, kind="host_lost"):
 
 class LauncherEnded(Event, kind="launcher_ended"):
     """The job is over and its launcher on this host exits with `exit_code`; `cause` says why it has
-    failed, in one line. A launcher that was killed writes none.
+    failed, in one line. `last_lines` are those that it prints. A launcher that was killed writes
+    none.
     """
 
     exit_code: int = 0
     cause: str = ""
+    last_lines: str = ""
 
 
 class PlannedFault(Event, kind="planned_fault"):
@@ -228,11 +234,13 @@ class StopRequested(Event, kind="stop_requested"):
 
 class StepsDone(Event, kind="steps_done"):
     """This rank has completed the steps after `first` up to and including `last`; `Job` writes it
-    every few seconds and when it ends, with the same `first`.
+    every few seconds and when it ends, with the same `first`. `cpu_seconds` is the CPU time of the
+    training thread meanwhile: of the rank's own work, without waits.
     """
 
     first: int = 0
     last: int = 0
+    cpu_seconds: float = 0.0
 
 
 # Checkpoints.

@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from outlast.inprocess.environment import store_endpoint
-from outlast.inprocess.interruption.gloo import GlooAbort
+from outlast.inprocess.interruption.gloo import SETTLED_PATIENCE_S, GlooAbort
 from outlast.inprocess.state import State
 from outlast.system import devices
 from outlast.system.sockets import shut_down, socket_inodes
@@ -72,7 +72,7 @@ class AbortTorchDistributed(Abort):
     def __call__(self, state: State) -> State:
         threads = [
             threading.Thread(target=_abort, args=(each,), name=DEVICE_THREAD, daemon=True)
-            for each in _communicators()
+            for _, each in _communicators()
         ]
         for thread in threads:
             thread.start()
@@ -91,7 +91,14 @@ class AbortTorchDistributed(Abort):
         """
         connected = self._gloo.shut_down()
         self._shut_down_store(connected)
-        if self._gloo.wake_blocked(settled=not connected):
+        woken = self._gloo.wake_blocked(settled=not connected)
+        if self._gloo.waits and not (woken or connected):
+            # Between two requests of the interrupt: a signal that wakes a thread for a moment makes
+            # its wait a new one. Looked at once a request, the function's own thread, in a send,
+            # would never be in the same wait twice.
+            time.sleep(SETTLED_PATIENCE_S)
+            woken = self._gloo.wake_blocked(settled=True)
+        if woken:
             log.info("woke a thread that gloo had left waiting without a connection")
 
     def _shut_down_store(self, of_gloo: frozenset[int]) -> None:
@@ -121,9 +128,7 @@ class AbortTransformerEngine(Abort):
 
 
 def aborted_by_torch() -> str:
-    """Why torch may end a collective of the device before this package does, with garbage as its
-    result; empty if it does not.
-    """
+    """Why torch may end a device's collective first, with garbage as its result; else empty."""
     mode = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "")
     if mode not in ("1", "2") or not dist.is_available():
         return ""
@@ -139,19 +144,13 @@ def collectives_begun() -> list[tuple[str, int]] | None:
     """How many collectives each process group has begun on the device, by the name of the group:
     those are what an abort may end with garbage. `None` if a group does not count them.
     """
-    accelerator = devices.available()
-    if accelerator is None or not dist.is_available():
-        return []
-    found: list[tuple[str, int]] = []
-    for group in list(dist.distributed_c10d._world.pg_map):
-        backend = accelerator.communicator(group)
-        if backend is None:
-            continue
-        try:
-            found.append((group.group_name, backend._get_sequence_number_for_group()))
-        except RuntimeError:
-            return None
-    return found
+    try:
+        return [
+            (group.group_name, each._get_sequence_number_for_group())
+            for group, each in _communicators()
+        ]
+    except RuntimeError:
+        return None
 
 
 def interrupt_collectives(done: threading.Event) -> None:
@@ -181,12 +180,14 @@ def _peer(descriptor: int) -> tuple[str, int] | None:
     return str(address[0]).removeprefix("::ffff:"), int(address[1])
 
 
-def _communicators() -> list[Any]:
+def _communicators() -> list[tuple[Any, Any]]:
+    """The process groups with a backend for the device, and that."""
     accelerator = devices.available()
     if accelerator is None or not dist.is_available():
         return []
-    found = map(accelerator.communicator, list(dist.distributed_c10d._world.pg_map))
-    return [each for each in found if each is not None]
+    groups = list(dist.distributed_c10d._world.pg_map)
+    found = [(group, accelerator.communicator(group)) for group in groups]
+    return [each for each in found if each[1] is not None]
 
 
 def _abort(communicator: Any) -> None:

@@ -72,9 +72,7 @@ class CallWrapper:
         return self._atomic_section
 
     def await_restart(self) -> None:
-        """Waits until this rank knows of a restart that has begun, and raises
-        `RankShouldRestart`.
-        """
+        """Waits until this rank knows of a restart that has begun; raises `RankShouldRestart`."""
         self._atomic_section.await_termination()
 
     @contextmanager
@@ -112,15 +110,14 @@ class CallWrapper:
         """A phase begins or ends. One that cleans up after an exception tells nothing of how far
         the function has come: its rank may have hung (`sample_of_error`).
         """
-        self._page.progress = now = self._clock.now()
+        now = self._clock.now()
+        self._page.note_progress(now)
         if sys.exc_info()[1] is None:
             self._page.pinged = now
 
 
 class Observer(Protocol):
-    """Called in the function's thread, as part of the function: it may be interrupted, and its
-    exceptions count as the function's.
-    """
+    """Called as part of the function: it may be interrupted; its exceptions are the function's."""
 
     def entered(self, call: CallWrapper) -> None:
         """Called just before the function, in every iteration."""

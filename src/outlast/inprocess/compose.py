@@ -52,7 +52,9 @@ class Compose:
             _check_part(number, part)
         leaves = [leaf for part in parts for leaf in iter_parts(part)]
         for base in type(leaves[0]).__mro__:
-            composed = _instance(cls, base) if all(_isa(leaf, base) for leaf in leaves) else None
+            # Not by `isinstance`, which counts virtual subclasses.
+            shared = all(base in type(leaf).__mro__ for leaf in leaves)
+            composed = _instance(cls, base) if shared else None
             if composed is not None:
                 break
         else:  # unreachable: every type has `object` in its MRO
@@ -97,10 +99,7 @@ class Compose:
 
 
 def iter_parts(part: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """The elementary parts of `part` in call order, from right to left.
-
-    Nested compositions are expanded. For a part that is not a `Compose`, yields the part itself.
-    """
+    """The elementary parts of `part`, in call order: right to left, with compositions expanded."""
     if not isinstance(part, Compose):
         yield part
         return
@@ -127,11 +126,6 @@ def _warn_of_none(part: Callable[..., Any]) -> None:
         UserWarning,
         stacklevel=3,
     )
-
-
-def _isa(part: object, base: type) -> bool:
-    """Whether `base` is in the method resolution order of `part`; ignores virtual subclasses."""
-    return base in type(part).__mro__
 
 
 def _instance(cls: type, base: type) -> Any:

@@ -1,4 +1,7 @@
-"""The environment variables of this package: its only module that uses `os.environ`."""
+"""The environment variables of this package: its only module that uses `os.environ`.
+
+A variable that is not a number, or out of range, is a `ValueError` that names it.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +40,7 @@ class Launch:
 
 
 def read_launch() -> Launch:
-    """Reads the launcher's variables.
-
-    Raises:
-        ValueError: naming the variable that is not a number, or out of range.
-    """
+    """Reads the launcher's variables."""
     rank, world_size = environment_rank()
     host, port = _agent_store() or (os.environ.get("MASTER_ADDR"), master()[1])
     if world_size > 1 and not port:
@@ -64,12 +63,14 @@ def read_launch() -> Launch:
     )
 
 
+def launched_job() -> str:
+    """The name that `outlast run` gives the job on this host; empty under any other launcher."""
+    return os.environ.get("OUTLAST_JOB", "") if os.environ.get("OUTLAST_AGENT") == "1" else ""
+
+
 def environment_rank() -> tuple[int, int]:
     """`RANK` and `WORLD_SIZE`; 0 and 1 without a launcher. `WORLD_SIZE` is the size at the start of
     the job: a host that joined later has ranks beyond it.
-
-    Raises:
-        ValueError: naming the variable that is not a number, or out of range.
     """
     rank, world_size = _number("RANK", 0), _number("WORLD_SIZE", 1)
     joins = _number("OUTLAST_REPLACEMENT", 0) > 0
@@ -87,11 +88,7 @@ def store_endpoint() -> tuple[str, int] | None:
 
 
 def master() -> tuple[str, int]:
-    """`MASTER_ADDR` and `MASTER_PORT`; an empty string and 0 if they are not set.
-
-    Raises:
-        ValueError: if `MASTER_PORT` is not a port.
-    """
+    """`MASTER_ADDR` and `MASTER_PORT`; an empty string and 0 if they are not set."""
     port = _number("MASTER_PORT", 0)
     if not 0 <= port < 1 << 16:
         raise ValueError(f"MASTER_PORT={port} is not a port: at most 65535")
@@ -140,9 +137,7 @@ def _nccl_variables() -> dict[str, str]:
 
 @contextmanager
 def exported() -> Iterator[None]:
-    """Sets the variables of the NCCL watchdog; restores them, and those that `publish_rank`
-    writes.
-    """
+    """Sets the variables of the NCCL watchdog; restores them and those of `publish_rank`."""
     nccl = _nccl_variables()
     before = {name: os.environ.get(name) for name in (*_RANK_VARIABLES, *nccl)}
     try:

@@ -81,12 +81,7 @@ class ThreadedFinalize(Finalize):
 
 
 def run_within(timeout: Duration, what: str, call: Callable[[], Any]) -> None:
-    """Runs `call` in a daemon thread, and waits for at most `timeout`.
-
-    Raises:
-        RankTimeout: if `call` has not returned by then; the message begins with `what`.
-            Exceptions that `call` raises are propagated unchanged.
-    """
+    """Runs `call` in a daemon thread. Raises its error, or a `RankTimeout` about `what`."""
     raised: list[BaseException] = []
     # A new thread starts on device 0, not on the device of this one.
     device = device_in_use()

@@ -131,16 +131,13 @@ class FaultCounter(HealthCheck):
 
 
 def check_device_context(rank: int) -> None:
-    """Raises if the context of this process on its devices, such as CUDA's, cannot be used any
-    more.
+    """Raises a `HealthCheckError` if the context of this process on its devices, such as CUDA's,
+    cannot be used any more; it names the rank and the device.
 
     An error inside a kernel (a device-side assertion, an illegal address) stays: every later CUDA
     call of the process fails with it, in every later iteration too. Only a new process has a new
     context, so this rank must leave. This check runs before every restart, in addition to the
     user's health check. It does not wait for the device: work in progress is no error.
-
-    Raises:
-        HealthCheckError: if a device reports such an error; names the rank and the device.
     """
     accelerator = devices.in_use()
     if accelerator is None:

@@ -153,11 +153,8 @@ class KeyExchange:
     def exchange(
         self, state: State, key: str, healthy: Collection[int], timeout: float
     ) -> dict[int, str]:
-        """Publishes `key` as the key of `state.rank`, and waits for those of all `healthy` ranks.
-
-        Raises:
-            RankTimeout: naming the ranks that did not publish within `timeout` seconds.
-            StoreError: if the store fails.
+        """Publishes `key` as the key of `state.rank`, and waits for those of all `healthy` ranks;
+        after `timeout` seconds, a `RankTimeout` names those that did not publish.
         """
         store = state.store
         if store is None:

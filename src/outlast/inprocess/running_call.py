@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from types import TracebackType
 from typing import Any
 
 from outlast.coordination.decision import ViewRecord
@@ -35,6 +34,9 @@ class RunningCall:
     # Whether the last iteration ended with a fault equal to one before it, without progress in
     # between. A process that has joined since does not know of it.
     fault_came_back = False
+    # Saves, with all ranks that have one, what they keep of the job, which ends then. Called as the
+    # function, in an iteration of its own; it creates its own process group. `None`: nothing.
+    rescue: Callable[[], None] | None = None
     full = 0  # the number of active ranks at the start, if this process knows it
     least = 0  # the smallest number of active ranks with which the function may be called again
     least_is_known = False  # the function has called `require_ranks`, or never will
@@ -50,15 +52,10 @@ class RunningCall:
         global _current
         _current = self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         global _current
         try:
-            self._at_end.__exit__(exc_type, exc, traceback)
+            self._at_end.__exit__(*error)
         finally:
             _current = None
 
@@ -68,15 +65,11 @@ class RunningCall:
 
     @property
     def terminated(self) -> bool:
-        """Whether the hard timeout is over, so that the monitor process ends this process: first by
-        SIGTERM, which is no request to stop the job then.
-        """
+        """Whether the hard timeout is over: SIGTERM is then no request to stop the job."""
         return bool(self.page.killed_hard)
 
     def request_stop(self, reason: str, exit_code: int) -> None:
-        """Records a request to stop: from the next restart on, every rank knows of it. The first
-        request counts.
-        """
+        """Records a request to stop, known to all ranks from the next restart. The first counts."""
         drive(self.membership.request_stop(StopRecord(reason, exit_code)), self.perform)
 
     def saving_for_stop(self, limit_s: float) -> None:
@@ -84,9 +77,7 @@ class RunningCall:
         drive(self.membership.announce_last_save(limit_s), self.perform)
 
     def finish_stop(self, done: str) -> None:
-        """Records that the stop has been carried out; `done` says what was saved. Every rank that
-        has not left by itself then leaves with the exit code of the request.
-        """
+        """Records the end of the stop, and what it saved: remaining ranks exit with its code."""
         drive(self.membership.finish_stop(done), self.perform)
 
     def long_phase(self, limit_s: float | None) -> AbstractContextManager[None]:
@@ -112,10 +103,8 @@ class RunningCall:
 
     def require_ranks(self, min_ranks: int | None) -> None:
         """Requires a number of active ranks for every further iteration; `None`: as many as at the
-        start, unless the rank assignment has `AwaitReplacements`.
-
-        Raises:
-            RestartAbort: here if there are fewer already, or at the restart that leaves fewer.
+        start, unless the rank assignment has `AwaitReplacements`. A `RestartAbort` here if there
+        are fewer already, else at the restart that leaves fewer.
         """
         self.least_is_known = True
         if min_ranks is None:
@@ -126,17 +115,14 @@ class RunningCall:
             raise RestartAbort(self._refusal(self.state.active_world_size, [], None))
 
     def assigned(self, record: ViewRecord, state: State, cause: FaultRecord | None) -> None:
-        """Takes the state of the next iteration, after a restart because of `cause`.
-
-        Raises:
-            RestartAbort: if the job would continue with too few ranks.
-        """
+        """Takes the state of the next iteration; a `RestartAbort` if too few ranks are left."""
         if not self.full:
             if state.iteration == 0:
                 self.full = state.active_world_size
             elif not self._has_filter:
                 self.full = self._launch.world_size
-        if record.stop is None and state.active_world_size < self.least:
+        asked = record.stop is not None or record.saves
+        if not asked and state.active_world_size < self.least:
             lost = [rank for rank, member in enumerate(record.slots()) if member is None]
             raise RestartAbort(self._refusal(state.active_world_size, lost, cause))
         self.state, self.stop = state, record.stop

@@ -88,10 +88,8 @@ class TCPStore(dist.TCPStore, StoreMixin):  # type: ignore[misc,name-defined]
 
     @classmethod
     def serve(cls, **kwargs: Any) -> Any:
-        """Serves on the host name's address only, and on no other interface.
-
-        Raises:
-            StoreError: naming host and port, if that address cannot be bound.
+        """Serves on the host name's address only, and on no other interface. A `StoreError` names
+        host and port if that address cannot be bound.
         """
         host, port = cls.endpoint(**kwargs) or ("127.0.0.1", 0)
         try:

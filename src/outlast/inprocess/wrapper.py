@@ -16,6 +16,7 @@ from outlast.events.emitter import Sink
 from outlast.inprocess.abort import Abort, AbortTorchDistributed
 from outlast.inprocess.call_wrapper import CallWrapper
 from outlast.inprocess.ending import Completion, Terminate
+from outlast.inprocess.environment import launched_job
 from outlast.inprocess.finalize import Finalize
 from outlast.inprocess.health_check import HealthCheck
 from outlast.inprocess.initialize import Initialize
@@ -28,6 +29,7 @@ from outlast.inprocess.recovery.settings import Settings
 from outlast.inprocess.store import StoreMixin, TCPStore
 from outlast.inprocess.timeouts import Timeouts
 from outlast.system.arguments import check_options, options_of
+from outlast.system.departure import tell_end_of_script
 
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
@@ -108,6 +110,7 @@ class Wrapper:
             raise TypeError(f"timeouts must be a Timeouts, not {timeouts!r}")
         options = options_of(Wrapper.__init__) | {f.name for f in dataclasses.fields(Timeouts)}
         check_options("Wrapper", durations, options - {"self"})
+        tell_end_of_script(launched_job())
         self.enabled = enabled
         self.event_sink = event_sink
         self.settings = Settings(
@@ -149,14 +152,8 @@ class Wrapper:
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if not callable(function):
             raise TypeError(f"Wrapper decorates a function, not {function!r}")
-        if any(
-            is_lazy(function)
-            for is_lazy in (
-                inspect.iscoroutinefunction,
-                inspect.isgeneratorfunction,
-                inspect.isasyncgenfunction,
-            )
-        ):
+        lazy = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
+        if any(is_lazy(function) for is_lazy in lazy):
             raise TypeError(
                 f"Wrapper decorates a plain function, not the coroutine or generator function "
                 f"{function!r}: a call of it returns before it has run"
@@ -242,9 +239,7 @@ def _with_call(
     wanted: Sequence[str],
     call: CallWrapper | None,
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments with `call` for the parameters `wanted`: by position where arguments given by
-    position follow, else by name.
-    """
+    """The arguments, with `call` for the `wanted` parameters: by position where others follow."""
     given, named = list(args), {**kwargs, **dict.fromkeys(wanted, call)}
     for index, name in enumerate(() if signature is None else signature.parameters):
         if name in wanted and index < len(given):

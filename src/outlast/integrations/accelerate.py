@@ -29,8 +29,7 @@ _SUPPORTED = ("NO", "MULTI_CPU", "MULTI_GPU")
 
 
 def reset_state() -> None:
-    """Makes accelerate forget the process group, the device and the gradient accumulation of the
-    previous iteration.
+    """Makes accelerate forget process group, device and accumulation of the previous iteration.
 
     Call it at the start of a wrapped function, before the first `Accelerator` or, with Hugging
     Face's Trainer, before the `TrainingArguments`: accelerate keeps its state for the life of the
@@ -67,8 +66,7 @@ def make_job(
 
     Raises:
         ValueError: if nothing was prepared, if the accelerator does not use the other ranks, if it
-            uses FSDP, DeepSpeed or another method that saves by itself, or if hooks of `save_state`
-            or `load_state` are there.
+            uses FSDP, DeepSpeed or another method that saves by itself, or hooks of `save_state`.
     """
     if accelerator.distributed_type not in [DistributedType(name) for name in _SUPPORTED]:
         raise ValueError(
@@ -119,10 +117,8 @@ def make_job(
 def declare_order(loader: Any) -> int:
     """Declares to a `Job` that another number of processes continues with a prepared loader. It
     does if its order depends on seed and epoch alone, with `SeedableRandomSampler` or without
-    shuffling: each batch of all processes is then the next part of that order.
-
-    Returns:
-        The number of samples of a batch of all processes; 0 for another order.
+    shuffling: each batch of all processes is then the next part of that order. Returns the number
+    of samples of such a batch; 0 for another order.
     """
     if type(loader) is not DataLoaderShard:
         return 0
@@ -159,9 +155,7 @@ def _states_of(accelerator: Accelerator) -> dict[str, Any]:
 
 
 class _Accumulation:
-    """The position of an accelerator within the accumulation of gradients, and the number of steps
-    that its schedulers make for one of the optimizer.
-    """
+    """The position in the accumulation of gradients, and the pace of the schedulers."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -170,11 +164,7 @@ class _Accumulation:
         return {"step": self._accelerator.step, "scheduler_steps": self._scheduler_steps()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continues from a saved position.
-
-        Raises:
-            CheckpointMismatch: if the schedulers would go on at another pace.
-        """
+        """Continues there; a `CheckpointMismatch` if schedulers would go on at another pace."""
         before, now = state.get("scheduler_steps", 0), self._scheduler_steps()
         if before and now and before != now:
             raise CheckpointMismatch(

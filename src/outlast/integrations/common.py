@@ -27,11 +27,8 @@ def not_installed(framework: str, extra: str) -> ImportError:
 
 
 def check_all_ranks(num_processes: int, on_cpus: str) -> None:
-    """Checks that accelerate trains with all ranks of the process group. Without a GPU it ignores
-    the other ranks, unless the argument `on_cpus` is given.
-
-    Raises:
-        ValueError: if each rank would train alone.
+    """Checks that accelerate trains with all ranks of the process group, and not each alone: else a
+    `ValueError`. Without a GPU it ignores the others, unless the argument `on_cpus` is given.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if num_processes < ranks:

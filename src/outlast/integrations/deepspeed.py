@@ -8,14 +8,13 @@ background. A checkpoint becomes visible when the files of all ranks are durable
 from __future__ import annotations
 
 import os
-import signal
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from outlast.async_checkpoint import Checkpointer, SaveHandle
-from outlast.elastic.stop_signals import StopSignals
+from outlast.elastic.stop_signals import SIGNALS, StopSignals
 from outlast.errors import CheckpointError
 from outlast.integrations.common import (
     OPTIONAL,
@@ -66,12 +65,9 @@ class BackgroundCheckpointEngine(CheckpointEngine):
     """DeepSpeed's interface for files of checkpoints, on a `Checkpointer`.
 
     `save` collects the files of this rank, and `commit` schedules the save, with the random
-    generators of this rank. `load` returns what `DeepSpeedCheckpoints.restore` has read.
-
-    Attributes:
-        step: the step of the save that DeepSpeed begins next.
-        handle: that of the last save.
-        loaded: the packed files of the restored checkpoint, by name.
+    generators of this rank. `load` returns what `DeepSpeedCheckpoints.restore` has read. `step` is
+    that of the save that DeepSpeed begins next, `handle` that of the last save; `loaded` has the
+    packed files of the restored checkpoint, by name.
     """
 
     def __init__(self, checkpointer: Checkpointer) -> None:
@@ -136,7 +132,7 @@ class DeepSpeedCheckpoints:
         engine: Any,
         path: str | os.PathLike[str],
         *,
-        signals: Iterable[int] = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1),
+        signals: Iterable[int] = SIGNALS,
         **arguments: Any,
     ) -> None:
         _check_supported(engine)
@@ -181,8 +177,7 @@ class DeepSpeedCheckpoints:
             self._stop.completed(int(self.engine.global_steps), lambda: self.save(client_state))
 
     def restore(self, step: int | None = None) -> dict[str, Any] | None:
-        """Loads the newest valid checkpoint into the engine, or that of `step`, and sets the random
-        generators of this rank.
+        """Loads the newest valid checkpoint, or that of `step`, and this rank's random generators.
 
         Returns:
             The client state; `None` if there is no checkpoint. `engine.global_steps` is the step.

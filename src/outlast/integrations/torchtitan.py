@@ -2,7 +2,7 @@
 
 It implements torchtitan's `BaseCheckpointManager`, and saves the states that the trainer passes to
 it, under the names that torchtitan's own manager uses, and the random generators of each rank. On
-SIGTERM, SIGINT and SIGUSR1, all ranks save after the same step, and exit with 143.
+SIGTERM, SIGINT, SIGUSR1 and SIGHUP, all ranks save after the same step, and exit with 143.
 """
 
 from __future__ import annotations

@@ -22,8 +22,11 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (run, report, top, metrics, checkpoint, chaos):
-    command.register(app)
+run.register(app)
+for command in (report.report, top.top, metrics.metrics):
+    app.command()(command)
+checkpoint.register(app)
+chaos.register(app)
 fold_help(app)
 
 

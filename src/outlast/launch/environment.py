@@ -55,6 +55,11 @@ def python() -> str:
     return os.environ.get("PYTHON_EXEC") or sys.executable
 
 
+def names_events() -> bool:
+    """Whether the user has set the folder of events, for all processes."""
+    return bool(os.environ.get("OUTLAST_EVENTS_DIR"))
+
+
 def names_chaos_state() -> bool:
     """Whether the user has set the folder of fired faults, as for a job on several hosts."""
     return bool(os.environ.get(_CHAOS_STATE))

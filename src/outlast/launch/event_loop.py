@@ -21,10 +21,10 @@ from outlast.clock import Clock, MonotonicClock
 
 
 class Timer:
-    """A scheduled call."""
+    """A scheduled call; by default none."""
 
-    def __init__(self, callback: Callable[[], None]) -> None:
-        self._callback: Callable[[], None] | None = callback
+    def __init__(self, callback: Callable[[], None] | None = None) -> None:
+        self._callback = callback
 
     def cancel(self) -> None:
         self._callback = None

@@ -31,18 +31,6 @@ _ENDPOINTS = 3
 _LAST_S = 120.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Endpoint:
-    """Where a launcher on a node listens for the others."""
-
-    address: str
-    port: int
-
-    def __str__(self) -> str:
-        host = f"[{self.address}]" if ":" in self.address else self.address
-        return f"{host}:{self.port}"
-
-
 class HostProcess:
     """The launcher of one host; an actor in the cluster."""
 
@@ -50,15 +38,16 @@ class HostProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped = False
 
-    def endpoint(self) -> Endpoint:
-        """The address of this node, and a port that is free there."""
+    def endpoint(self) -> tuple[str, str]:
+        """The address of this node, and the endpoint at a port that is free there."""
         import ray.util
 
         address = ray.util.get_node_ip_address()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.socket(family) as probe:
             probe.bind((address, 0))
-            return Endpoint(address, probe.getsockname()[1])
+            port = probe.getsockname()[1]
+        return address, f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
     def run(self, options: Sequence[str], environment: Mapping[str, str]) -> int:
         """Runs `outlast run` with these options to its end; returns its exit code. Its output is
@@ -147,7 +136,7 @@ class _Job:
     environment: dict[str, str] = dataclasses.field(repr=False)
     arguments: list[str]
     actors: dict[int, Any] = dataclasses.field(default_factory=dict)
-    endpoints: dict[int, Endpoint] = dataclasses.field(default_factory=dict)
+    endpoints: dict[int, tuple[str, str]] = dataclasses.field(default_factory=dict)
     running: dict[Any, int] = dataclasses.field(default_factory=dict)  # bundle by future
     asked: dict[Any, int] = dataclasses.field(default_factory=dict)  # for its endpoint
 
@@ -231,13 +220,13 @@ class _Job:
 
     def _start_launcher(self, bundle: int, run_id: str) -> None:
         # The same for all launchers at the start; later, those that a new one can ask.
-        known = [self.endpoints[n] for n in sorted(self.endpoints)][:_ENDPOINTS]
+        known = [self.endpoints[n][1] for n in sorted(self.endpoints)][:_ENDPOINTS]
         options = [
             f"--nnodes={self.least}:{self.most}",
             f"--rdzv-id={run_id}",
-            f"--rdzv-endpoint={','.join(map(str, known))}",
+            f"--rdzv-endpoint={','.join(known)}",
             "--rdzv-conf=endpoints=differ",
-            f"--local-addr={self.endpoints[bundle].address}",
+            f"--local-addr={self.endpoints[bundle][0]}",
         ]
         future = self.actors[bundle].run.remote([*options, *self.arguments], self.environment)
         self.running[future] = bundle

@@ -50,32 +50,21 @@ class Listener:
 
 
 class Collector:
-    """Takes the values of a run. Any thread may ask.
-
-    Args:
-        run: the run, which only this collector polls.
-
-    Attributes:
-        listeners: hear what is found; added before the first poll.
-    """
+    """Takes the values of a run. Any thread may ask."""
 
     def __init__(self, run: LiveRun) -> None:
         self.run = run
-        self.listeners: list[Listener] = []
-        self._lock = threading.Lock()
+        self.listeners: list[Listener] = []  # hear what is found; added before the first poll
+        self._lock = threading.RLock()
         self._counters: dict[tuple[Instrument, Labels], float] = {}
         self._counted: set[tuple[int, int, str]] = set()
         self._restarts: Counter[str] = Counter()
 
     def values(self, *, poll: bool = True) -> Values:
-        """The values now; without `poll`, from the events that were read before.
-
-        Raises:
-            OSError: if the folder of the run cannot be read.
-        """
+        """The values now; without `poll`, from the events that were read before."""
         with self._lock:
             if poll:
-                self._poll()
+                self.poll()
             found = self._values()
             for instrument, values in found.items():
                 if instrument.kind is Kind.COUNTER:
@@ -85,29 +74,22 @@ class Collector:
             return found
 
     def poll(self) -> None:
-        """Reads what is new, and makes the calls for new restarts and observations.
-
-        Raises:
-            OSError: if the folder of the run cannot be read.
-        """
+        """Reads what is new, and makes the calls for new restarts and observations."""
         with self._lock:
-            self._poll()
-
-    def _poll(self) -> None:
-        new = self.run.poll()
-        for event in new:
-            if isinstance(event, CheckpointCommitted | CheckpointFailed):
-                self._observe(instruments.CHECKPOINT_BLOCKED, (), event.blocked_seconds)
-        if not new and self.run.up_to_date and not self.run.over():
-            return
-        report = self.run.report()
-        for restart in report.restarts:
-            # Without `Wrapper`, the launcher of each host restarts its processes by itself.
-            host = restart.cause.host if restart.cause and report.source == "launcher" else ""
-            key = restart.call, restart.iteration, host
-            if key not in self._counted and self._is_over(restart):
-                self._counted.add(key)
-                self._count(restart)
+            new = self.run.poll()
+            for event in new:
+                if isinstance(event, CheckpointCommitted | CheckpointFailed):
+                    self._observe(instruments.CHECKPOINT_BLOCKED, (), event.blocked_seconds)
+            if not new and self.run.up_to_date and not self.run.over():
+                return
+            report = self.run.report()
+            for restart in report.restarts:
+                # Without `Wrapper`, the launcher of each host restarts its processes by itself.
+                host = restart.cause.host if restart.cause and report.source == "launcher" else ""
+                key = restart.call, restart.iteration, host
+                if key not in self._counted and self._is_over(restart):
+                    self._counted.add(key)
+                    self._count(restart)
 
     def _is_over(self, restart: Restart) -> bool:
         """Whether the job is in the function again, on all that is known, or has ended."""
@@ -168,8 +150,11 @@ class Collector:
             found[instruments.CHECKPOINT_STEP] = {(): float(step)}
         if newest := run.newest_save():
             found[instruments.CHECKPOINT_AGE] = {(): newest[1]}
-        if steps := [process.step for process in state.current if process.step is not None]:
-            found[instruments.STEP] = {(): float(max(steps))}
+        steps = [process.step for process in state.current if process.step is not None]
+        # A rank records its steps every few seconds; its page has each of them.
+        pages = [page.step for page in map(run.progress, state.current) if page is not None]
+        if steps or any(pages):
+            found[instruments.STEP] = {(): float(max(*steps, *pages, 0))}
         return found
 
 

@@ -20,19 +20,13 @@ class Kind(enum.Enum):
 
 
 class Instrument(NamedTuple):
-    """One metric.
+    """One metric."""
 
-    Attributes:
-        name: the name in Prometheus, without the `_total` of a counter.
-        unit: as in UCUM: `s`, `1` for a ratio, `{step}`.
-        labels: the names of its labels.
-    """
-
-    name: str
+    name: str  # the name in Prometheus, without the `_total` of a counter
     kind: Kind
-    unit: str
+    unit: str  # as in UCUM: `s`, `1` for a ratio, `{step}`
     help: str
-    labels: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()  # the names of its labels
 
     @property
     def prometheus_name(self) -> str:
@@ -91,9 +85,7 @@ INSTRUMENTS = (
         ("host", "state"),
     ),
     MEMBERS_LOST := Instrument(
-        *("outlast_members_lost", _C, "{process}"),
-        "Processes that the job has lost.",
-        ("host",),
+        *("outlast_members_lost", _C, "{process}"), "Processes that the job has lost.", ("host",)
     ),
     STEP := Instrument("outlast_step", _G, "{step}", "Newest training step that was recorded."),
     GOODPUT := Instrument(

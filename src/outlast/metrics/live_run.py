@@ -14,7 +14,8 @@ from outlast.events.event import Event, Note
 from outlast.events.follow import Follower
 from outlast.events.report import Report, build
 from outlast.events.types import CheckpointCommitted, StepsDone
-from outlast.metrics.run_state import RunState, State
+from outlast.metrics.progress_page import Progress, read_progress
+from outlast.metrics.run_state import Process, RunState, State
 
 NOW = "outlast.now"
 """Name of the note that extends the report of a running job up to the present moment."""
@@ -28,15 +29,9 @@ class LiveRun:
     """Follows one run.
 
     Args:
-        folder: the folder of its logs.
         host: if given, only the logs of processes on this host are read.
         name: of the run; by default, the name of its folder.
         alive: whether the run goes on; by default, whether one of its processes on this host does.
-
-    Attributes:
-        state: of the processes and checkpoints, after the last `poll`.
-        follower: reads the logs; it counts the lines that are not events.
-        own_host: the name of this host, whose clock is that of this host's events.
     """
 
     def __init__(
@@ -50,8 +45,10 @@ class LiveRun:
     ) -> None:
         self.folder = Path(folder)
         self.name = name or self.folder.absolute().name
-        self.state = RunState()
+        self.state = RunState()  # of the processes and checkpoints, after the last `poll`
+        # the name of this host, whose clock is that of this host's events
         self.own_host = socket.gethostname()
+        # reads the logs; it counts the lines that are not events
         self.follower = Follower(folder, host=host)
         self._look = alive
         self._alive: bool | None = None
@@ -66,15 +63,10 @@ class LiveRun:
 
     @property
     def up_to_date(self) -> bool:
-        """Whether the last report includes all events that were read."""
         return self._built == self._version
 
     def poll(self) -> list[Event]:
-        """Reads what is new, and returns it.
-
-        Raises:
-            OSError: if the folder cannot be read.
-        """
+        """Reads what is new, and returns it."""
         self._alive = None
         new = self.follower.poll()
         for event in new:
@@ -115,6 +107,14 @@ class LiveRun:
         if host == self.own_host and last is not None and self.alive():
             return max(self._clock(), last)
         return last
+
+    def is_here(self, process: Process) -> bool:
+        """Whether it runs on this host, as far as its events say."""
+        return not process.over and process.host == self.own_host and self.alive()
+
+    def progress(self, process: Process) -> Progress | None:
+        """The progress of a process of this host, which is newer than its events."""
+        return read_progress(process.pid) if self.is_here(process) else None
 
     def newest_save(self) -> tuple[CheckpointCommitted, float] | None:
         """The newest committed save, by the clock of this host if it has one; and the time since it

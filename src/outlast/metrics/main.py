@@ -25,21 +25,15 @@ _POLL_S = 1.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Order:
-    """What to export.
+    """What to export."""
 
-    Attributes:
-        folder, run: of the run, and its name.
-        host: if given, only what the processes of this host have recorded.
-        opentelemetry: whether to export to the collector that the `OTEL_*` variables name.
-    """
-
+    # of the run, and its name
     folder: str
     run: str
-    host: str | None
-    opentelemetry: bool
+    host: str | None  # if given, only what the processes of this host have recorded
+    opentelemetry: bool  # whether to export to the collector that the `OTEL_*` variables name
 
     def encode(self) -> bytes:
-        """The order as a message."""
         return json.dumps(dataclasses.asdict(self)).encode()
 
 

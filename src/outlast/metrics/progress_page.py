@@ -19,27 +19,22 @@ NAME = "outlast-progress"
 
 SIZE = 512
 # Indexes of 8-byte words: whole numbers first, then floating-point numbers.
-ITERATION, PINGS, STEP = 1, 4, 10
+ITERATION, PINGS, STEP, FUNCTION_THREAD = 1, 4, 10, 11
 PROGRESS = 0
 FLOATS_AT = 256
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a rank.
-
-    Attributes:
-        pings: in this iteration.
-        step: the last training step; 0 if none was reported.
-        progress: when the rank last made progress (monotonic); 0 if it has not yet.
-        at: when this was read (monotonic).
-    """
+    """The progress of a rank."""
 
     iteration: int
-    pings: int
-    step: int
-    progress: float
-    at: float
+    pings: int  # in this iteration
+    step: int  # the last training step; 0 if none was reported
+    progress: float  # when the rank last made progress (monotonic); 0 if it has not yet
+    at: float  # when this was read (monotonic)
+    # the CPU time of the thread that runs the function, in seconds; 0 if it is not known
+    cpu: float = 0.0
 
 
 def read_progress(pid: int) -> Progress | None:
@@ -53,14 +48,19 @@ def read_progress(pid: int) -> Progress | None:
             with contextlib.suppress(OSError, IndexError):  # closed meanwhile, or not filled yet
                 path = f"{folder}/{name}"
                 if os.readlink(path).startswith(f"/memfd:{NAME}"):
-                    page = _read(path)
+                    page = _read(path, pid)
                     # A call of a wrapped function within another one has its own.
                     if found is None or page.progress > found.progress:
                         found = page
     return found
 
 
-def _read(path: str) -> Progress:
+def _read(path: str, pid: int) -> Progress:
     content = memoryview(Path(path).read_bytes()[:SIZE])
     ints, floats = content[:FLOATS_AT].cast("q"), content[FLOATS_AT:].cast("d")
-    return Progress(ints[ITERATION], ints[PINGS], ints[STEP], floats[PROGRESS], time.monotonic())
+    cpu = 0.0
+    with contextlib.suppress(OSError):  # a kernel without it
+        schedule = Path(f"/proc/{pid}/task/{ints[FUNCTION_THREAD]}/schedstat").read_text()
+        cpu = int(schedule.split()[0]) / 1e9
+    numbers = ints[ITERATION], ints[PINGS], ints[STEP]
+    return Progress(*numbers, floats[PROGRESS], time.monotonic(), cpu)

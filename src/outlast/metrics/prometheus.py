@@ -58,12 +58,7 @@ class _Metrics(Listener):
 
 
 class MetricsServer(ThreadingHTTPServer):
-    """Serves the metrics of a run over HTTP, in threads of this process.
-
-    Args:
-        listening: a bound socket that listens; the server owns it from now on.
-        collector: of the run.
-    """
+    """Serves the metrics of a run over HTTP, in threads of this process; owns `listening`."""
 
     daemon_threads = True
     block_on_close = False
@@ -96,11 +91,7 @@ class MetricsServer(ThreadingHTTPServer):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at the address; with port 0 at a free one.
-
-    Raises:
-        OSError: if the address is not one of this host, or is in use.
-    """
+    """A socket that listens at the address; with port 0 at a free one."""
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     return socket.create_server((host, port), family=family)
 

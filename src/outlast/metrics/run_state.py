@@ -41,37 +41,32 @@ _STATES: dict[type[Event], State] = {
 
 @dataclasses.dataclass
 class Process:
-    """A process of the job: a rank, or one that is about to be one.
-
-    Attributes:
-        rank: -1 before it has one.
-        since: when `state` began.
-        seen: the time of its last event.
-        step, step_time: the last step that it has recorded, and when; `None` if it has not.
-        rate: steps per second between its last two records.
-    """
+    """A process of the job: a rank, or one that is about to be one."""
 
     host: str
     pid: int
-    rank: int = -1
+    rank: int = -1  # -1 before it has one
     member: int = -1
     iteration: int = -1
     state: State = State.STARTING
-    since: float = 0.0
-    seen: float = 0.0
+    since: float = 0.0  # when `state` began
+    seen: float = 0.0  # the time of its last event
+    # the last step that it has recorded, and when; `None` if it has not
     step: int | None = None
     step_time: float = 0.0
-    rate: float | None = None
+    rate: float | None = None  # steps per second between its last two records
+    # the CPU time of its training thread for each step since the last restore
+    cpu_a_step: float | None = None
 
     @property
     def over(self) -> bool:
-        """Whether it takes no part any more."""
         return self.state in _OVER
 
     def apply_step(self, event: Event) -> None:
-        """Notes the steps that an event records."""
         if isinstance(event, ev.StepsDone):
             self._record_step(event.first, event.last, event.time)
+            if event.cpu_seconds and event.last > event.first:
+                self.cpu_a_step = event.cpu_seconds / (event.last - event.first)
         elif isinstance(event, ev.CheckpointRestored | ev.NothingToRestore):
             self.step = event.step if isinstance(event, ev.CheckpointRestored) else 0
             self.step_time, self.rate = event.time, None
@@ -90,29 +85,20 @@ class Process:
 
 
 class RunState:
-    """The present state of a run.
-
-    Attributes:
-        processes: by host and process ID, in the order in which they were first seen.
-        iteration: the newest iteration that a process was assigned to; -1 if there is none.
-        now: the time of the last event of each host.
-        newest_saves: the last committed save, as each host recorded it: their clocks are not
-            compared.
-        hosts_lost: the names of lost hosts.
-        stop: why the job was told to stop; empty if it was not.
-        launchers: the hosts whose launchers have recorded workers.
-        exit_codes: how the launcher of each host ended.
-    """
+    """The present state of a run."""
 
     def __init__(self) -> None:
+        # by host and process ID, in the order in which they were first seen
         self.processes: dict[tuple[str, int], Process] = {}
+        # the newest iteration that a process was assigned to; -1 if there is none
         self.iteration = -1
-        self.now: dict[str, float] = {}
+        self.now: dict[str, float] = {}  # the time of the last event of each host
+        # the last committed save, as each host recorded it: their clocks are not compared
         self.newest_saves: dict[str, ev.CheckpointCommitted] = {}
-        self.hosts_lost: dict[str, str] = {}
-        self.stop = ""
-        self.launchers: set[str] = set()
-        self.exit_codes: dict[str, int] = {}
+        self.hosts_lost: dict[str, str] = {}  # the names of lost hosts
+        self.stop = ""  # why the job was told to stop; empty if it was not
+        self.launchers: set[str] = set()  # the hosts whose launchers have recorded workers
+        self.exit_codes: dict[str, int] = {}  # how the launcher of each host ended
         self._saves: Counter[tuple[type[Event], str, int]] = Counter()
         self._of_member: dict[int, Process] = {}
 
@@ -135,7 +121,6 @@ class RunState:
         return max((n for (own, *_), n in self._saves.items() if own is kind), default=0)
 
     def apply(self, event: Event) -> None:
-        """Takes one event."""
         self.now[event.host] = max(event.time, self.now.get(event.host, event.time))
         if isinstance(event, ev.CheckpointCommitted | ev.CheckpointFailed):
             self._saves[type(event), event.host, event.rank] += 1

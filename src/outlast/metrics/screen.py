@@ -13,7 +13,7 @@ from rich.text import Text
 from outlast.events.report import Report, describe_cause, headline_host, lost_time, printable
 from outlast.events.types import CheckpointCommitted, CheckpointFailed
 from outlast.metrics.live_run import LiveRun
-from outlast.metrics.progress_page import Progress, read_progress
+from outlast.metrics.progress_page import Progress
 from outlast.metrics.run_state import Process, State
 from outlast.system.units import duration_text, size_text
 
@@ -27,6 +27,8 @@ _STYLES = {
 }
 _OTHER_LINES = 14  # of a frame, apart from the rows of the ranks
 
+_HEADINGS = ("rank", "state", "host", "pid", "restarts", "step", "steps/s", "CPU/step", "progress")
+
 
 class Screen:
     """Draws frames of a run; remembers the last one for the rates of steps."""
@@ -34,6 +36,7 @@ class Screen:
     def __init__(self, run: LiveRun) -> None:
         self._run = run
         self._before: dict[tuple[str, int], Progress] = {}
+        self._cpu: dict[tuple[str, int], float] = {}
 
     def frame(self, height: int | None = None) -> RenderableType:
         """The run as of its last `poll`.
@@ -108,7 +111,7 @@ class Screen:
         hidden: Sequence[Process] = by_worth[room:]
         left_out = {id(process) for process in hidden}
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-        for heading in ("rank", "state", "host", "pid", "restarts", "step", "steps/s", "progress"):
+        for heading in _HEADINGS:
             left = heading in ("state", "host")
             table.add_column(heading, justify="left" if left else "right", no_wrap=True)
         for process in processes:
@@ -121,7 +124,7 @@ class Screen:
         return [table, Text(f"and {len(hidden)} more: {more}", "dim")]
 
     def _row(self, process: Process) -> list[str | Text]:
-        step, rate, idle = self._progress(process)
+        step, rate, cpu, idle = self._progress(process)
         state = Text(process.state.value, _STYLES.get(process.state, ""))
         return [
             "-" if process.rank < 0 else str(process.rank),
@@ -131,30 +134,30 @@ class Screen:
             str(max(0, process.iteration)),
             "-" if step is None else str(step),
             "-" if rate is None else f"{rate:.3g}",
+            "-" if cpu is None else duration_text(cpu),
             "-" if idle is None else f"{duration_text(idle)} ago",
         ]
-
-    def _runs_here(self, process: Process) -> bool:
-        return not process.over and process.host == self._run.own_host and self._run.alive()
 
     def _is_stopped(self, process: Process) -> bool:
         """Whether a process on this host is stopped (SIGSTOP), which it cannot record itself."""
         try:
             return (
-                self._runs_here(process)
+                self._run.is_here(process)
                 and psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
             )
         except psutil.Error:
             return False
 
-    def _progress(self, process: Process) -> tuple[int | None, float | None, float | None]:
-        """Step, steps per second, and seconds since the last progress."""
+    def _progress(
+        self, process: Process
+    ) -> tuple[int | None, float | None, float | None, float | None]:
+        """Step, steps per second, CPU time of a step, and seconds since the last progress."""
         key = process.host, process.pid
         now = self._run.now(process.host)
         idle = None if now is None or process.over else max(0.0, now - process.seen)
-        live = read_progress(process.pid) if self._runs_here(process) else None
+        live = self._run.progress(process)
         if live is None:
-            return process.step, process.rate, idle
+            return process.step, process.rate, process.cpu_a_step, idle
         before = self._before.get(key)
         if before is None or live.at - before.at >= 0.5 or live.pings < before.pings:
             self._before[key] = live
@@ -163,9 +166,12 @@ class Screen:
             steps = live.step and before.step
             done = live.step - before.step if steps else live.pings - before.pings
             rate = max(0, done) / (live.at - before.at)
+            if done > 0 and live.cpu > before.cpu > 0:
+                self._cpu[key] = (live.cpu - before.cpu) / done
         if live.progress and now is not None:
             idle = max(0.0, now - live.progress)
-        return max(live.step, process.step or 0) or process.step, rate, idle
+        step = max(live.step, process.step or 0) or process.step
+        return step, rate, self._cpu.get(key, process.cpu_a_step), idle
 
     def _fault(self, report: Report) -> Text:
         restart = next((r for r in reversed(report.restarts) if r.cause is not None), None)

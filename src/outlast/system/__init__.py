@@ -8,9 +8,9 @@
 * `shared_memory`: memory that two processes of a host share.
 * `sockets`: the sockets of this process.
 * `waiting`: wait for descriptors; wait in a thread, so that the wait can be interrupted.
-* `parallel`: one piece of work in several threads.
+* `parallel`: start a thread; one piece of work in several threads.
 * `files`: fsync, and the lock of a file.
-* `error_text`: an exception, an exit code or a signal as text.
+* `error_text`: an exception, an exit code or a signal as text; what tracebacks keep alive.
 * `arguments`: check and convert the arguments of public functions.
 * `lazy_exports`: packages that import their modules on first use.
 

@@ -29,11 +29,7 @@ def check_int(name: str, value: object, *, at_least: int) -> None:
 
 
 def check_options(owner: str, given: Iterable[str], allowed: Iterable[str]) -> None:
-    """Checks the names of the options that `owner` got, which is the name of a function or class.
-
-    Raises:
-        TypeError: names the first option that is not allowed, and a similar one that is.
-    """
+    """A `TypeError` for the first option of `owner` that is not allowed, with a similar one."""
     known = sorted(allowed)
     for name in given:
         if name not in known:
@@ -72,9 +68,7 @@ def as_timedelta(name: str, value: object, *, allow_zero: bool = False) -> datet
 
 
 def as_wait(name: str, value: object) -> datetime.timedelta | None:
-    """Checks and converts the limit of a wait. `None` is no limit; a negative one, the time left
-    until a deadline that has passed, is zero.
-    """
+    """Checks and converts the limit of a wait: `None` is none; one that is over, negative, zero."""
     if value is None:
         return None
     negative = value < 0 if isinstance(value, numbers.Real) else False

@@ -9,8 +9,7 @@ threads or locks of this process. It leads its own session, so that Ctrl-C or a 
 training process group does not reach it. It ends by itself when this process is gone: it watches
 this process, or the end of the channel.
 
-The caller of `start_process` calls `close`; so the process is always reaped, and no descriptor
-stays open.
+The caller of `start_process` calls `close`, which reaps the process and closes descriptors.
 """
 
 from __future__ import annotations
@@ -38,11 +37,8 @@ from outlast.system.waiting import readable
 
 
 class BackgroundProcess:
-    """This side of a background process. Any thread may use it.
-
-    Attributes:
-        pid: its process id, which is also the id of its session.
-        pidfd: readable once it has ended; -1 after `close`.
+    """This side of a background process, for any thread. `pid` is also the id of its session;
+    `pidfd` is readable once the process has ended, and -1 after `close`.
     """
 
     def __init__(self, pid: int, channel: Channel) -> None:
@@ -63,9 +59,7 @@ class BackgroundProcess:
         return self.wait(0.0)
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Waits for its end, for `timeout` seconds at most. Returns its exit code, negative for a
-        signal, `UNKNOWN_EXIT` if it is lost; `None` on timeout.
-        """
+        """Waits for its end: the exit code, as `reap` has it, or `None` on timeout."""
         if self._exit_code is None and readable(self.pidfd, timeout=timeout):
             with self._reaping:  # the code can be taken once
                 if self._exit_code is None:
@@ -79,8 +73,7 @@ class BackgroundProcess:
 
     def close(self, timeout: float = 0.0) -> int:
         """Closes the channel, waits `timeout` seconds for the process to end by itself, kills it if
-        it does not, and reaps it. Returns its exit code; a second call does nothing, and returns
-        the same.
+        it does not, and reaps it. Returns its exit code, also a second time.
         """
         self.channel.close()
         if self.wait(timeout) is None:
@@ -93,9 +86,7 @@ class BackgroundProcess:
 
 
 def start_process(module: str, *, arguments: Sequence[str] = ()) -> BackgroundProcess:
-    """Starts `python -m module`, whose first call must be `settle()`; the `arguments` are its
-    `sys.argv[1:]` after that. An `OSError` says that the system cannot start another process.
-    """
+    """Starts `python -m module`, whose first call must be `settle()`; an `OSError` if it cannot."""
     ours, theirs = Channel.pair()
     descriptor = theirs.fileno()
     command = [sys.executable, "-m", module, str(descriptor), str(os.getpid()), *arguments]
@@ -116,8 +107,7 @@ def start_process(module: str, *, arguments: Sequence[str] = ()) -> BackgroundPr
 
 
 def settle(*, nice: int = 10, idle_io: bool = False, ends_with_parent: bool = True) -> Channel:
-    """Prepares this background process, and returns the channel to the process that started it; the
-    first call of its program.
+    """Prepares this background process, in its first call; returns the channel to its parent.
 
     Lowers its priorities for CPU and disk, ignores Ctrl-C, outlives the signals of a scheduler
     (`outlive_signals_of_job`), and removes its two arguments from `sys.argv`. Call it before any

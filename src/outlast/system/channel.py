@@ -13,6 +13,7 @@ import array
 import contextlib
 import json
 import os
+import select
 import socket
 import struct
 import threading
@@ -28,9 +29,7 @@ _PIECE_BYTES = 1 << 20
 
 
 class Channel:
-    """One end of a connection: owns a connected, blocking Unix stream socket. Several threads may
-    send; one at a time may receive.
-    """
+    """One end of a connection: a blocking Unix socket. Any thread may send, one may receive."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -42,9 +41,7 @@ class Channel:
         return cls(one), cls(other)
 
     def limit(self, timeout_s: float) -> None:
-        """Limits every wait for the other end. After a `TimeoutError`, a message may be incomplete:
-        close the channel.
-        """
+        """Limits every wait for the other end. After a `TimeoutError`, close the channel."""
         with contextlib.suppress(OSError):  # it was closed meanwhile
             self._socket.settimeout(timeout_s)
 
@@ -76,8 +73,7 @@ class Channel:
     def receive(self) -> tuple[bytes, list[int]]:
         """Waits for one message; returns its payload and its descriptors, which the caller closes;
         programs that it starts do not inherit them. An `EOFError` says that the other end is gone,
-        even in the middle of a message; an `OSError`, that too many files are open for the
-        descriptors.
+        maybe amid a message; an `OSError`, that too many files are open for the descriptors.
         """
         descriptors: list[int] = []
         try:
@@ -92,6 +88,13 @@ class Channel:
 
     def fileno(self) -> int:
         return self._socket.fileno()
+
+    @property
+    def hung_up(self) -> bool:
+        """Whether the other end is gone. There may be more to receive."""
+        poll = select.poll()
+        poll.register(self._socket, 0)
+        return any(event & (select.POLLHUP | select.POLLERR) for _, event in poll.poll(0))
 
     def close(self) -> None:
         """Ends the connection; the other end reads what was sent, then the end."""

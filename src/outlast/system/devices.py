@@ -28,20 +28,14 @@ _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices of this p
 
 
 class Accelerator:
-    """The operations on one type of device, by what every type offers.
-
-    Attributes:
-        type: the type, as in `torch.device.type`.
-    """
+    """The operations on one type of device (`torch.device.type`), by what every type offers."""
 
     def __init__(self, type: str) -> None:
         self.type = type
 
     @property
     def module(self) -> Any:
-        """Torch's module for the type. `device_count` and `is_available` are all that it needs to
-        have; where another function is missing, the methods say what happens.
-        """
+        """Torch's module for the type. It must have `device_count` and `is_available`, no more."""
         return torch.get_device_module(self.type)
 
     @property
@@ -50,9 +44,7 @@ class Accelerator:
         return bool(getattr(self.module, "is_initialized", self.module.is_available)())
 
     def held(self) -> list[int]:
-        """The devices on which this process has allocated memory. The current device if there are
-        none, or if the type has no statistics.
-        """
+        """The devices on which this process has memory; the current one if none or not known."""
         found: list[int] = []
         reserved = getattr(self.module, "memory_reserved", None)
         if reserved is not None:
@@ -80,17 +72,13 @@ class Accelerator:
 
     def page_lock(self, address: int, size_bytes: int, index: int) -> Callable[[], None] | None:
         """Page-locks memory, so that devices copy into it at full speed, in the background. Without
-        it copies are slower but correct, so an error is only logged.
+        it copies are slower but correct, so an error is only logged. `index` is any device that
+        this process uses: the current one may be different in a thread of this package, where the
+        call would create a context on device 0.
 
-        Args:
-            address: where the memory begins.
-            size_bytes: how long it is.
-            index: any device that this process uses. The current one may be different in a thread
-                of this package, where the call would create a context on device 0.
-
-        Returns:
-            What ends it, before the memory is freed, while no copy into it is in progress. `None`
-            if it failed, or if the type cannot page-lock memory that it has not allocated itself.
+        Returns what ends it, before the memory is freed, while no copy into it is in progress.
+        `None` if it failed, or if the type cannot page-lock memory that it has not allocated
+        itself.
         """
         return None
 
@@ -154,9 +142,7 @@ def of(type: str) -> Accelerator:
 
 
 def current() -> Accelerator | None:
-    """What serves the accelerator for which torch was built, or that was registered with torch,
-    even if there is no device; `None` if there is none.
-    """
+    """What serves torch's present accelerator, even without a device; `None` if there is none."""
     try:
         device = torch.accelerator.current_accelerator()
     except RuntimeError:  # torch 2.6: there is no device
@@ -184,9 +170,7 @@ def device_in_use() -> torch.device | None:
 
 
 def on_accelerator(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is in the memory of the current accelerator, and so operations on it are
-    only queued when they return.
-    """
+    """Whether the tensor is on the current accelerator: operations on it are only queued."""
     if tensor.device.type in ("cpu", "meta"):
         return False
     found = current()

@@ -1,10 +1,11 @@
-"""An exception, or the end of a process, as text."""
+"""An exception, or the end of a process, as text; tracebacks that keep no objects alive."""
 
 from __future__ import annotations
 
 import re
 import signal
 import traceback
+from collections.abc import Iterator
 
 _MESSAGE_CHARS = 2_000
 _TRACEBACK_CHARS = 20_000
@@ -29,9 +30,7 @@ def traceback_text(error: BaseException, max_chars: int = _TRACEBACK_CHARS) -> s
 
 
 def printable(text: str) -> str:
-    """The text with escapes for what cannot be encoded (lone surrogates, as in a decoded file name)
-    and for control characters, which would erase lines of a terminal.
-    """
+    """Escapes what cannot be encoded, and control characters, which would erase terminal lines."""
     text = text.replace("\r\n", "\n").encode(errors="backslashreplace").decode()
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", lambda found: rf"\x{ord(found[0]):02x}", text)
 
@@ -67,3 +66,29 @@ def exit_text(code: int) -> str:
 def exit_summary(code: int) -> str:
     """Like `exit_text`, in two or three words: `exit code 3`, `killed by SIGKILL`."""
     return f"exit code {code}" if code >= 0 else f"killed by {signal_name(-code)}"
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, its causes, contexts and members, each once: `raise e from e` is a cycle."""
+    met: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        seen = left.pop()
+        if seen is None or id(seen) in met:
+            continue
+        met.add(id(seen))
+        yield seen
+        members = getattr(seen, "exceptions", ()) if hasattr(seen, "subgroup") else ()
+        left += [*reversed(members), seen.__context__, seen.__cause__]
+
+
+def release_frames(error: BaseException) -> None:
+    """Clears local variables in the tracebacks: models and buffers, which a restart recreates."""
+    for seen in chain(error):
+        traceback.clear_frames(seen.__traceback__)
+
+
+def drop_tracebacks(error: BaseException) -> None:
+    """Removes the tracebacks of `error`. A frame that is still running cannot be cleared."""
+    for seen in chain(error):
+        seen.__traceback__ = None

@@ -29,8 +29,7 @@ def freeze_imports() -> None:
 
 def exit_fast() -> None:
     """Let this process end without these searches. Exit handlers run, and objects outside of cycles
-    are released, as always; a file in a cycle, which the search would have closed, is flushed. May
-    be called again.
+    are released, as always; a file in a cycle, which the search would close, is flushed.
     """
     atexit.unregister(_hide_from_the_search)
     atexit.register(_hide_from_the_search)

@@ -25,6 +25,14 @@ class FileLocked(Exception):
     """Another process has locked the file; the message is what that process wrote into it."""
 
 
+def read_fully(descriptor: int, offset: int, buffer: memoryview) -> int:
+    """Fills `buffer` from `offset`; returns how many bytes there were."""
+    done = 0
+    while done < len(buffer) and (count := os.preadv(descriptor, [buffer[done:]], offset + done)):
+        done += count
+    return done
+
+
 def fsync_folder(path: str | os.PathLike[str]) -> None:
     """Makes the names in a folder durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -43,18 +51,14 @@ def make_folder(path: Path) -> None:
 
 
 def replace_durably(path: Path, content: bytes) -> None:
-    """Writes a small file in one step: after a crash it has the old content or the new one, and
-    after the return the new one. Call it from one process at a time.
-    """
+    """Writes a small file in one step, durable at the return. From one process at a time."""
     with replacing(path, path.with_name(f"{path.name}.draft")) as file:
         file.write(content)
 
 
 @contextlib.contextmanager
 def replacing(path: Path, draft: Path) -> Iterator[BinaryIO]:
-    """The new file `draft`, which takes the place of `path` at the end of the block, durably; after
-    an error, it is removed.
-    """
+    """A new file, `draft`, that takes the place of `path` after the block, durably; or goes."""
     try:
         with open(draft, "wb") as file:
             yield file
@@ -73,12 +77,11 @@ def lock_file(
     *,
     replaces: Callable[[str], bool] = lambda holder: False,
 ) -> int:
-    """Locks a file, which is created if missing, for this process, and writes `owner` into it for
-    the `FileLocked` of other processes.
+    """Locks a file for this process, and writes `owner` into it for the `FileLocked` that it raises
+    in other processes. It is created if missing; the umask says who else may write it.
 
     The lock (`fcntl`) ends with this process, however that ends; it works over NFS, and a forked
-    child does not hold it. It also ends when the descriptor that is returned, or any other
-    descriptor of the file, is closed.
+    child does not hold it. It also ends with the descriptor that is returned, or another one.
 
     A killed process gives back its memory before its locks, which takes about 100 ms per GiB, and
     its peers know of its death before that. So the lock of a process that is dying is waited for:
@@ -88,18 +91,15 @@ def lock_file(
     If `replaces` says of what the holder has written that this process takes its place, the file is
     replaced by a new one, which this process has locked: a holder that cannot release its lock, on
     a host that is lost or as a stopped process, keeps that of a file without a name.
-
-    Raises:
-        FileLocked: if another process has locked it.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    descriptor = os.open(path, flags, 0o644)
+    descriptor = os.open(path, flags, 0o666)
     began = time.monotonic()
     try:
-        while not (_lock_now(descriptor) and _is_at(descriptor, path)):
-            if not _is_at(descriptor, path):  # replaced since it was opened
+        while not (_lock_now(descriptor) and is_at(descriptor, path)):
+            if not is_at(descriptor, path):  # replaced since it was opened
                 os.close(descriptor)
-                descriptor = os.open(path, flags, 0o644)
+                descriptor = os.open(path, flags, 0o666)
                 continue
             if replaces(os.pread(descriptor, 1000, 0).decode(errors="replace").strip()):
                 os.close(descriptor)
@@ -116,10 +116,20 @@ def lock_file(
     return descriptor
 
 
+def lock_open_file(descriptor: int) -> bool:
+    """Locks an open file as `lock_file` does, waiting for a dying holder; whether it did."""
+    began = time.monotonic()
+    while not _lock_now(descriptor):
+        if time.monotonic() - began > _patience(descriptor):
+            return False
+        _pause(_POLL_S)
+    return True
+
+
 def _replace_locked(path: str | os.PathLike[str], owner: str) -> int:
     """Puts a new, locked file in the place of another."""
     name = f"{os.fspath(path)}.{os.getpid()}"
-    descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
         os.pwrite(descriptor, owner.encode(), 0)
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -130,7 +140,8 @@ def _replace_locked(path: str | os.PathLike[str], owner: str) -> int:
     return descriptor
 
 
-def _is_at(descriptor: int, path: str | os.PathLike[str]) -> bool:
+def is_at(descriptor: int, path: str | os.PathLike[str]) -> bool:
+    """Whether an open file still has this path."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:

@@ -19,8 +19,7 @@ _SIGNALS_OF_JOB = (signal.SIGTERM, signal.SIGHUP)
 
 
 def fork_detached(body: Callable[[], None], *, new_session: bool) -> int:
-    """Forks a child that runs `body` and exits: with code 0, or 1 if `body` raised. Returns its
-    process id.
+    """Forks a child that runs `body` and exits: with code 0, or 1 if it raised. Returns its ID.
 
     The child has a copy-on-write copy of the parent's memory, and none of its threads. Its signal
     handlers and signal mask are those of a new process, except that it ignores Ctrl-C, which is
@@ -66,7 +65,8 @@ def _run_child(body: Callable[[], None], new_session: bool, parent: int) -> NoRe
 
 
 def outlive_signals_of_job(parent: int) -> None:
-    """Ignores SIGTERM and SIGHUP as long as `parent` lives; afterwards they end this process.
+    """Ignores SIGTERM and SIGHUP as long as `parent` lives; afterwards they end this process,
+    unless SIGHUP was ignored before (`nohup`).
 
     For helpers, in their main thread. A scheduler that stops a job (Slurm's `scancel`, for one)
     signals all of its processes, and the ranks still need their helpers for the last save.
@@ -78,14 +78,13 @@ def outlive_signals_of_job(parent: int) -> None:
             os.kill(os.getpid(), number)
 
     for number in _SIGNALS_OF_JOB:
-        signal.signal(number, on_signal)
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, on_signal)
 
 
 @contextlib.contextmanager
 def signals_of_job_blocked() -> Iterator[None]:
-    """Blocks them in this thread, and so in a process that it starts, which has no handler yet: it
-    unblocks them after `outlive_signals_of_job`.
-    """
+    """Blocks them in this thread, and so in a process it starts, until that handles them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_OF_JOB)
     try:
         yield
@@ -101,8 +100,7 @@ def flush_streams() -> None:
 
 
 def end_stray_child(error: BaseException | None) -> NoReturn:
-    """Ends a child that user code forked, and that has left the code it was meant to run, by
-    `error` or by a return.
+    """Ends a child that user code forked, and that has left its code by `error` or a return.
 
     The frames below belong to its parent, with the parent's rank, connections and monitor process:
     none of them is unwound. The process ends with the exit code that it would have as a program.

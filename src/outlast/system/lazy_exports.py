@@ -1,7 +1,6 @@
 """Packages that import each of their modules on the first use of a name in it (PEP 562).
 
-Background processes of `outlast` import modules of such packages, and do not need torch, whose
-import takes seconds.
+Background processes import modules of them, without torch, whose import takes seconds.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ read it: the orphan killer, which kills the workers when the deadline passes eve
 stopped, and workers, before they commit a checkpoint.
 
 The file holds the deadline, a double in the machine's byte order: it is aligned and has one writer,
-so a reader sees the old value or the new one. The orphan killer, which imports nothing of outlast,
-relies on this layout too.
+so a reader sees the old value or the new one. The orphan killer, without outlast, relies on it.
 """
 
 from __future__ import annotations

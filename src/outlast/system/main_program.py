@@ -50,9 +50,7 @@ def _run_script(script: str) -> None:
 def _print_from_program(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Prints an error without the frames that are not the program's: up to this file's last, and
-    those of `runpy`.
-    """
+    """Prints an error without the frames up to this file's last, and those of `runpy`."""
     rest = trace
     for frame in _frames(trace):
         if frame.tb_frame.f_code.co_filename == __file__:

@@ -18,11 +18,11 @@ import contextlib
 import ctypes
 import os
 import signal
-import threading
 from pathlib import Path
 
 import psutil
 
+from outlast.system.parallel import start_thread
 from outlast.system.waiting import readable
 
 UNKNOWN_EXIT = 255
@@ -46,9 +46,7 @@ def open_process(pid: int) -> int | None:
 
 
 def open_parent(parent: int) -> int | None:
-    """A pidfd of this process's parent, known from before this process began; `None` if it has
-    ended.
-    """
+    """A pidfd of the parent, known from before this process began; `None` if it has ended."""
     pidfd = open_process(parent)
     # If it is the parent now, it was the parent when the pidfd was opened: the number cannot have
     # passed to another process in between.
@@ -98,8 +96,7 @@ def send_signal(pidfd: int, number: int) -> None:
 
 def reap(pidfd: int) -> int:
     """Waits for the end of a child, and takes its exit code, negative for a signal; `UNKNOWN_EXIT`
-    if it was taken already. By pidfd, so that it is never the exit code of another process that got
-    the same number.
+    if it was taken already. By pidfd: it is never that of another process with the same number.
     """
     try:
         found = os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
@@ -118,8 +115,7 @@ def become_subreaper(on: bool = True) -> None:
 
 def end_with_parent(parent: int) -> None:
     """Makes this process end at once when its parent, known from before this process began, ends.
-    It does not use PR_SET_PDEATHSIG: that signal comes when the *thread* that started this process
-    ends.
+    Not by PR_SET_PDEATHSIG: that comes when the *thread* that started it ends.
     """
     pidfd = open_parent(parent)
     if pidfd is None:
@@ -129,7 +125,7 @@ def end_with_parent(parent: int) -> None:
         readable(pidfd)
         os._exit(1)
 
-    threading.Thread(target=watch, name="outlast-parent", daemon=True).start()
+    start_thread("outlast-parent", watch)
 
 
 def lower_priority(nice: int, *, idle_io: bool = False, own_session: bool) -> None:

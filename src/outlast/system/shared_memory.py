@@ -48,10 +48,8 @@ class MemoryName:
     inode: int
 
     def open(self) -> int:
-        """A descriptor to read it; an `OSError` if it is not there, or not for this process.
-
-        In another container, `pid` may be another process. Of one running kernel, the number of
-        the file (`inode`) tells.
+        """A descriptor to read it; an `OSError` if it is not there, or not for this process: in
+        another container, `pid` may be another process, with another `inode`.
         """
         if self.kernel != running_kernel():
             raise OSError("the memory is on another host")
@@ -67,8 +65,7 @@ class MemoryName:
 
 class SharedMemory:
     """Shared memory of a fixed size, in whole pages: new memory, or that of a descriptor from
-    another process. It lives as long as any copy of its descriptor. `address` is that of its first
-    byte here.
+    another process. It lives as long as any copy of its descriptor. `address` is where it is here.
     """
 
     def __init__(self, size_bytes: int, descriptor: int | None = None) -> None:
@@ -92,9 +89,7 @@ class SharedMemory:
 
     @property
     def intact(self) -> bool:
-        """Whether all of it is still there. An access to memory that is not there ends the process
-        by SIGBUS.
-        """
+        """Whether all of it is still there: an access to what is not ends the process by SIGBUS."""
         return self.descriptor >= 0 and os.fstat(self.descriptor).st_size >= self.size_bytes
 
     def close(self) -> None:

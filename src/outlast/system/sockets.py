@@ -15,9 +15,7 @@ _FDS = "/proc/self/fd"
 
 @contextlib.contextmanager
 def unix_address(path: Path) -> Iterator[str]:
-    """A short address of the Unix socket at `path`, to bind or to connect to: the kernel allows 107
-    bytes, and the path may be longer, below a cluster's `TMPDIR`.
-    """
+    """A short address of the Unix socket at `path`, which may exceed the kernel's 107 bytes."""
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"{_FDS}/{folder}/{path.name}"
@@ -77,8 +75,7 @@ def shut_down(descriptor: int, inode: int) -> bool:
 
 def replace_tcp_sockets() -> None:
     """Replaces every TCP socket, except the standard streams, by the null device: for a child of a
-    fork. The numbers stay taken, so that no new file gets the number of a connection that objects
-    of the parent still hold.
+    fork. The numbers stay taken, so no new file gets that of a connection which objects still hold.
     """
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for descriptor in socket_inodes():
@@ -98,9 +95,7 @@ def is_loopback(address: str) -> bool:
 
 
 def address_towards(endpoint: tuple[str, int] | None) -> str:
-    """The address of this host that faces `endpoint`: loopback if that is on loopback; without one,
-    the address of the host's name.
-    """
+    """The address of this host that faces `endpoint`; without one, that of the host's name."""
     if endpoint is None:
         return socket.gethostbyname(socket.gethostname())
     found = socket.getaddrinfo(endpoint[0], endpoint[1], type=socket.SOCK_STREAM)

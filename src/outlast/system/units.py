@@ -1,6 +1,8 @@
-"""Durations and sizes as text, the same in every message and table."""
+"""Durations, sizes and lists as text, the same in every message and table."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 _SIZES = ("kB", "MB", "GB", "TB", "PB")
 
@@ -39,3 +41,9 @@ def size_text(size_bytes: int) -> str:
     while size >= 999.95 and power < len(_SIZES) - 1:  # 999.96 would be printed as 1000.0
         size, power = size / 1000, power + 1
     return f"{size:.1f} {_SIZES[power]}"
+
+
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """The first names, and how many more: `a, b and 3 more`."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -22,9 +22,7 @@ def user_traceback(error: BaseException, max_chars: int) -> str:
 
 
 def user_place(error: BaseException) -> str:
-    """The innermost line of the user in the traceback: `train.py:42 in step`. The innermost line
-    outside this package if there is none, or an empty string.
-    """
+    """The user's innermost line in the traceback, else one outside this package: `a.py:4 in f`."""
     frames = [
         (frame.f_code.co_filename, line or 0, frame.f_code.co_name)
         for frame, line in traceback.walk_tb(error.__traceback__)

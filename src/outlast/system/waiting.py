@@ -8,13 +8,13 @@ import traceback
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from outlast.system.parallel import start_thread
+
 T = TypeVar("T")
 
 
 def readable(*descriptors: int, timeout: float | None = None) -> list[int]:
-    """Waits until one of the descriptors (files, sockets, pidfds) is readable, or has been closed
-    by its other end; at most `timeout` seconds. Returns those that are; none on timeout.
-    """
+    """Waits up to `timeout` seconds; returns the descriptors that are readable, or closed."""
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
@@ -35,13 +35,10 @@ class ThreadedWait(Generic[T]):
         self._error: Exception | None = None
         self._abandoned: Exception | None = None
         # The thread forgets `wait` at its end: it may be a method of what holds this object.
-        self._thread = threading.Thread(target=self._run, args=(wait,), name=name, daemon=True)
-        self._thread.start()
+        self._thread = start_thread(name, self._run, wait)
 
     def result(self) -> T:
-        """Waits for the end of the wait; returns or raises what it did, or raises what it was
-        abandoned with.
-        """
+        """Waits for the end; returns or raises what the wait did, or what it was abandoned with."""
         self.over.wait()
         if self._abandoned is not None:
             raise self._abandoned
@@ -54,9 +51,7 @@ class ThreadedWait(Generic[T]):
         self._thread.join(timeout)
 
     def abandon(self, error: Exception) -> None:
-        """Makes `result` raise `error`. The thread itself continues until its wait ends, or the
-        store is gone.
-        """
+        """Makes `result` raise `error`. The thread continues until its wait or the store ends."""
         self._abandoned = error
         self.over.set()
 
@@ -72,8 +67,7 @@ class ThreadedWait(Generic[T]):
 
 def _forget_variables(error: Exception) -> None:
     """Clears the variables of the frames that `error` has passed, not its lines. They refer to the
-    owner of the wait, which has the error, so that all of it, with its connections, would remain
-    until Python next collects cycles.
+    owner of the wait, which has the error: it would remain, with its connections, in a cycle.
     """
     passed: BaseException | None = error
     while passed is not None:

@@ -52,11 +52,15 @@ def test_one_rank_changes_what_it_saves_while_training_waits_for_it(
 
 def test_a_save_of_the_same_structure_has_one_round(ranks: Ranks, tmp_path: Path) -> None:
     job = run(ranks, "unchanged", tmp_path)
+    # It is announced, and reported: on rank 0 a thread reads the announcements meanwhile.
     for rank, waits in enumerate(
-        ({"parts": 1, "await_conclusion": 0}, {"parts": 0, "await_conclusion": 1})
+        (
+            {"await_verdict": 2, "parts": 2, "await_conclusion": 0},
+            {"await_verdict": 1, "parts": 0, "await_conclusion": 1},
+        )
     ):
         (line,) = [line for line in job.lines(rank) if line["event"] == "counted"]
-        expected = {"announce": 1, "finish": 1, "await_verdict": 1, **waits}
+        expected = {"announce": 1, "finish": 2, "forget": 2, **waits}
         assert {name: line[name] for name in expected} == expected
 
 

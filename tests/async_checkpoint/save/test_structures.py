@@ -20,8 +20,8 @@ from outlast.errors import CheckpointError
 
 
 def record(structure: Structure, **changed: Any) -> bytes:
-    files = {"f": {"size_bytes": 0, "checksums": []}}
-    said = {"id": "save", "structure": structure.digest, "files": files, "places": []}
+    files = {name: {"size_bytes": size, "checksums": []} for name, _, size in structure.files}
+    said = {"step": 1, "id": "save", "structure": structure.digest, "files": files, "places": []}
     return json.dumps({**said, **changed}).encode()
 
 
@@ -37,6 +37,8 @@ def test_a_rank_that_saves_another_structure_than_was_agreed_is_found() -> None:
     for changed, why in (
         (record(other), "rank 1 has saved another structure"),
         (record(structures[1], id="other"), "rank 1 wrote into another folder: other"),
+        (record(structures[1], step=2), "rank 1 has saved step 2, not 1"),
+        (record(structures[1], files={}), "rank 1 has written other files than agreed: {}"),
     ):
         with pytest.raises(CheckpointError, match=why):
             catalog.manifest([records[0], changed], 1, "save", None)

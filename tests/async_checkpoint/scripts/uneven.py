@@ -165,7 +165,8 @@ def one_changes_while_training_waits(path: str, plan: str) -> None:
 @scenario
 def unchanged(path: str, plan: str) -> None:
     """Prints how often a rank reports, and rank 0 collects, in a save of the same structure."""
-    counts = dict.fromkeys(("announce", "finish", "parts", "await_verdict", "await_conclusion"), 0)
+    names = ("announce", "finish", "parts", "await_verdict", "await_conclusion", "forget")
+    counts = dict.fromkeys(names, 0)
     patch = pytest.MonkeyPatch()
 
     def count(name: str) -> None:

@@ -359,6 +359,7 @@ def test_another_writer_tidies_up_after_one_that_was_lost(tmp_path: Path, fenced
     assert left_over(path) == ([working] if fenced else [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ENDS)
 def test_recycled_files_are_gone_after_every_end(
     ranks: Callable[..., Job], tmp_path: Path, how: str

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import random
-import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -64,14 +64,6 @@ class Augmented(Data):
 class Stream(IterableDataset[torch.Tensor]):
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(torch.randperm(SAMPLES).float()[:, None])
-
-
-@pytest.fixture
-def _handler_of_torch() -> Iterator[None]:
-    """torch installs one for SIGCHLD with the first worker process, and leaves it."""
-    before = signal.getsignal(signal.SIGCHLD)
-    yield
-    signal.signal(signal.SIGCHLD, before)
 
 
 def own(seed: int = 7) -> torch.Generator:
@@ -139,7 +131,12 @@ def train(path: Path, kind: str, seed: int, end: Any = None) -> list[Any]:
 
     def reach(*point: Any) -> None:
         happened.append(point)
-        if point[:2] == end:
+        if point[0] == "end":
+            leave()
+
+    def leave() -> None:  # once the loop has come back: the step is saved
+        if happened and happened[-1][:2] == end:
+            job.checkpointer.wait()
             raise Killed
 
     try:
@@ -149,11 +146,12 @@ def train(path: Path, kind: str, seed: int, end: Any = None) -> list[Any]:
             for epoch in job.epochs(EPOCHS):
                 torch.rand(epoch)  # before the batches: drawn again within the epoch
                 for batch in job.batches(loader):
+                    leave()
                     train_on(job, batch)
                     job.step()
-                    job.checkpointer.wait()
                     weight = next(job.model.parameters()).item()
                     reach("step", job.steps, epoch, batch.flatten().tolist(), weight)
+                leave()
                 job.states["scheduler"].step()
                 rate = job.states["scheduler"].get_last_lr()
                 reach("end", epoch, torch.rand(1).item(), rate)
@@ -166,12 +164,8 @@ def train(path: Path, kind: str, seed: int, end: Any = None) -> list[Any]:
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize(
     "kind",
-    [
-        k if k in (*FAST, "elastic augmented") else pytest.param(k, marks=pytest.mark.slow)
-        for k in LOADERS
-    ],
+    [k if k in FAST else pytest.param(k, marks=pytest.mark.slow) for k in LOADERS],
 )
-@pytest.mark.usefixtures("_handler_of_torch")
 def test_a_job_that_continues_does_what_is_left(tmp_path: Path, kind: str) -> None:
     expected = train(tmp_path / "undisturbed", kind, 0)
     assert len(expected) == EPOCHS * (STEPS + 1)
@@ -190,14 +184,19 @@ def test_a_job_that_continues_does_what_is_left(tmp_path: Path, kind: str) -> No
 def stopped(path: Path, loaders: list[Any], steps: int, **options: Any) -> None:
     """Makes these steps, in loops over the loaders one after another, and dies."""
     with pytest.raises(Killed), job_with(path, **options) as job:
+
+        def leave() -> None:  # once the loop has come back: the step is saved
+            if job.steps == steps:
+                job.checkpointer.wait()
+                raise Killed
+
         job.restore()
         for _ in job.epochs(EPOCHS):
             for loader in loaders:
                 for _ in job.batches(loader):
+                    leave()
                     job.step()
-                    if job.steps == steps:
-                        job.checkpointer.wait()
-                        raise Killed
+                leave()
 
 
 def test_what_is_done_is_not_loaded_again(tmp_path: Path) -> None:
@@ -300,6 +299,25 @@ def test_a_job_that_has_left_the_loop_is_complete(
     assert trained(6) == ([2, 3], 4 * STEPS)
 
 
+def test_a_test_at_the_beginning_of_a_resumed_epoch_that_ends_the_training_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for stops in (False, True):
+        loader = LOADERS["shuffled"](Data())
+        with contextlib.suppress(Killed), job_with(tmp_path) as job:
+            job.restore()
+            for _ in job.epochs(2):
+                if stops:
+                    break
+                for batch in job.batches(loader):
+                    if job.steps == 2:
+                        raise Killed
+                    train_on(job, batch)
+                    job.step()
+        said = "in epoch 0, which is resumed after step 1, before the batches that are left"
+        assert (said in caplog.text) == stops
+
+
 def test_misuse(tmp_path: Path) -> None:
     with job_with(tmp_path) as job:
         job.restore()
@@ -348,13 +366,16 @@ def test_another_number_of_ranks_continues_an_order_over_all_ranks(tmp_path: Pat
         with pytest.raises(Killed), job_with(tmp_path) as job:
             job._training.epochs._world_size = size
             job.restore()
+            for one in job._training.epochs._passes:
+                (one._noted or {}).pop("order", None)  # that of rank 0
             for _ in job.epochs(1):
                 for each in job.batches(loader):
+                    if steps and len(found) == steps:
+                        job.checkpointer.wait()
+                        raise Killed
                     found.append(each.tolist())
                     if len(found) == steps:
                         job.step()
-                        job.checkpointer.wait()
-                        raise Killed
             raise Killed
         return found
 
@@ -419,20 +440,78 @@ def test_an_interrupt_at_a_loop_that_an_exception_leaves_is_raised_after_it(
             break
 
 
-def test_a_save_at_the_end_of_an_epoch_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("how", ["made anew", "kept", "set for each epoch"])
+def test_a_save_at_the_end_of_an_epoch_keeps_the_order_of_the_next_one(
+    tmp_path: Path, how: str
 ) -> None:
-    with pytest.raises(Killed), job_with(tmp_path, every=None) as job:
+    """Also where the loader draws it from a generator of its own."""
+    data = Data()
+
+    def make() -> DataLoader[Any]:
+        return DataLoader(data, BATCH, shuffle=True, generator=own())
+
+    def trained(path: Path, kept: Any, killed: int | None) -> list[int]:
+        loader, data.loaded = kept or make(), []
+        with contextlib.suppress(Killed), job_with(path, every=None) as job:
+            job.restore()
+            for epoch in job.epochs(EPOCHS):
+                if how == "set for each epoch":
+                    loader.generator.manual_seed(epoch)
+                for batch in job.batches(loader):
+                    if job.steps == killed:
+                        job.checkpointer.wait()
+                        raise Killed
+                    train_on(job, batch)
+                    job.step()
+                job.save()
+        return data.loaded
+
+    reference = trained(tmp_path / "reference", None, None)
+    kept = make() if how == "kept" else None
+    trained(tmp_path / "c", kept, 2 * STEPS + 1)
+    assert trained(tmp_path / "c", kept, None) == reference[2 * SAMPLES :]
+
+
+class Ends:
+    """Counts the ends of epochs."""
+
+    done = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.done = state["done"]
+
+
+@pytest.mark.parametrize("how", ["killed", "break", "last"])
+def test_a_save_at_the_end_of_an_epoch_has_all_of_it(tmp_path: Path, how: str) -> None:
+    """It begins when the loop comes back, or with the end of the job."""
+    ends, handles = Ends(), []
+    options: dict[str, Any] = {"every": None, "states": {"ends": ends}}
+    job = job_with(tmp_path, **options)
+    with pytest.raises(Killed) if how == "killed" else contextlib.nullcontext(), job:
         job.restore()
-        for _ in job.epochs(2):
+        for _ in job.epochs(1 if how == "last" else 2):
             for _ in job.batches([1]):
+                if job.epoch:
+                    assert handles[0].result() == 1
+                    raise Killed
                 job.step()
-            job.save(metric=1.0).wait()
-            raise Killed
-    with caplog.at_level(logging.WARNING, "outlast"), job_with(tmp_path) as job:
+            handles.append(job.save(metric=1.0))
+            with pytest.raises(ValueError, match="begins when what it is a part of is over"):
+                handles[-1].wait()
+            ends.done += 1
+            if how == "break":
+                break
+    assert handles[0].result() == 1
+    info = job.checkpointer.checkpoints()[-1]
+    assert (info.step, info.metric) == (1, 1.0)
+    ends.done = 0
+    with job_with(tmp_path, **options) as job:
         job.restore()
-        assert "at the end of epoch 0, whose code runs again" in caplog.text
-        assert list(job.epochs(2)) == [0, 1]
+        assert ends.done == 1
+        assert list(job.epochs(2)) == ([] if how == "break" else [1])
 
 
 def test_a_checkpoint_of_a_job_without_epochs(

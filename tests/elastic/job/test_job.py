@@ -191,6 +191,7 @@ def test_a_request_on_one_rank_stops_all_after_the_same_step(
     assert training.run(3).start_step == step
 
 
+@pytest.mark.slow
 def test_the_second_interrupt_ends_the_process_at_once(trainings: Made) -> None:
     training = trainings()
     stage = training.run(2, fault("twice", 6, 0), killed=True)

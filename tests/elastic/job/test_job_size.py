@@ -82,7 +82,9 @@ def test_too_few_ranks_are_refused(launched: Launched) -> None:
     lines = launched.run((*OUTLAST, "--max-restarts=0"), KILLED)
     assert launched.code == 128 + signal.SIGKILL
     assert sizes(lines, "entered") == {0: {2}}, launched.errors
-    assert launched.saved == 3
+    assert launched.saved in (4, 5), "rank 0 may have completed the step in which rank 1 is killed"
+    told = f"step {launched.saved}, the newest one that the ranks had, is saved now"
+    assert told in launched.errors
     assert "RestartAbort: rank 1 was lost" in launched.errors
     assert "killed by SIGKILL" in launched.errors
     assert "the job has 1 of 2 ranks left, and needs 2" in launched.errors
@@ -116,7 +118,22 @@ def test_no_rank_trains_or_saves_alone_under_torchrun(launched: Launched) -> Non
     assert launched.code == 1
     assert sizes(lines, "restored") == {0: {2}}
     assert sizes(lines, "trained") == {0: {2}}
-    assert launched.saved == 3
+    assert launched.saved in (3, 4, 5)  # rank 0 has saved its state, unless torchrun was faster
+
+
+@pytest.mark.slow
+def test_progress_between_the_faults_of_a_long_job(launched: Launched) -> None:
+    """More faults than `--max-restarts`; then one that comes back before any further step."""
+    faults = [{**KILLED, "at": f"step {step}"} for step in (5, 8, 10)]
+    launched.run((*OUTLAST, "--max-restarts=1"), *faults)
+    assert launched.code == 0, launched.errors
+    assert launched.errors.count("replacement 1 of 1") == 3
+    again = Launched(launched._folder / "again")
+    again.run((*OUTLAST, "--max-restarts=1"), {**KILLED, "at": "restored", "always": True})
+    assert again.code == 128 + signal.SIGKILL
+    assert "(--max-restarts: 1 without a further training step)" in again.errors
+    assert again.errors.count("replacement 1 of 1") == 1
+    assert again.saved == 0
 
 
 FAILS = {"rank": 1, "at": "step 5", "do": "known, raise"}
@@ -150,7 +167,8 @@ def test_a_rank_that_was_told_to_stop_and_killed_is_not_replaced(launched: Launc
     assert launched.code == 143, launched.errors
     assert sizes(lines, "entered") == {0: {2}}
     assert "not replaced, the job was told to stop" in launched.errors
-    assert launched.saved == 3
+    assert launched.saved in (4, 5)
+    assert f"step {launched.saved}, the newest one that the ranks had, is saved" in launched.errors
 
 
 def _await(job: Job, condition: Callable[[], bool]) -> None:

@@ -183,10 +183,11 @@ def test_a_job_that_fails_in_every_iteration_ends(
     )
     assert max(line["iteration"] for line in events(lines, "entered")) == 1
     if at == "begin":
-        assert training.errors.count("a fault prevented the last save") == 1
         assert "RuntimeError: a planned fault" in training.errors
+        told = "the job was told to stop .*: step [45], the newest one .* is saved now"
+        assert len(re.findall(told, training.errors)) == 1
     # With "restored", what rank 0 had completed is saved before rank 1 would fail.
-    assert training.saved in ((3,) if at == "begin" else (3, 5))
+    assert training.saved in ((4, 5) if at == "begin" else (3, 4, 5))
     check(training, codes, lines, reference)
 
 
@@ -194,10 +195,8 @@ def test_a_job_that_fails_in_every_iteration_ends(
 def test_the_rank_that_got_the_signal_is_killed(
     training: Training, reference: list[Line], killed: int
 ) -> None:
-    codes, lines = training.run(
-        fault(killed, "step 5", "SIGTERM, known, SIGKILL"), job={"linger": 0}
-    )
-    assert training.saved == 3
+    codes, lines = training.run(fault(killed, "step 5", "SIGTERM, known, SIGKILL"))
+    assert training.saved in (4, 5), "the other rank saves it"
     check(training, codes, lines, reference, killed=killed)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 import outlast
 
@@ -124,3 +125,35 @@ def test_something_else_is_refused(tmp_path: Path, wrong: Any) -> None:
         outlast.Checkpointer(tmp_path, overlap=wrong)
     with pytest.raises(TypeError, match=r"^overlap must be an optimizer, several, or False, not"):
         train(tmp_path, "plain", 1, overlap=wrong)
+
+
+def test_a_scheduler_that_is_made_after_the_restore(tmp_path: Path) -> None:
+    """It adds the rate that it begins with to the optimizer's groups, and needs it again there."""
+    rates = []
+    for until in (2, 4):
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with outlast.Job(tmp_path, model=model, optimizer=optimizer, signals=()) as job:
+            job.restore()
+            scheduler = LambdaLR(optimizer, lambda n: 0.5**n, last_epoch=job.steps - 1)
+            while job.steps < until:
+                optimizer.step()
+                scheduler.step()
+                job.step()
+                rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == [0.05, 0.025, 0.0125, 0.00625]
+
+
+def test_a_group_keeps_a_value_that_the_checkpoint_lacks(tmp_path: Path) -> None:
+    for more in ({}, {"trust": 1.0}):
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD([{"params": model.parameters(), **more}], lr=0.1)
+        with outlast.Job(tmp_path, model=model, optimizer=optimizer, signals=()) as job:
+            if not more:
+                job.restore()
+                optimizer.param_groups[0]["lr"] = 0.05
+                job.step()
+                continue
+            assert job.restore() == 1
+            group = optimizer.param_groups[0]
+            assert (group["lr"], group["trust"]) == (0.05, 1.0)

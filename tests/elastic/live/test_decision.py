@@ -23,10 +23,10 @@ def record(rank: int, step: int, *, final: bool = True, size: int = 2, passes: i
 
 def offer(rank: int, step: int | None, *records: Record, size: int = 2, **held: Any) -> Offer:
     """A rank whose tensors are at `step`; `None` if they are at none."""
-    found = None
+    found = []
     if step is not None:
-        found = Held(record(rank, step, size=size), True, 1, "model", "layout")
-        found = dataclasses.replace(found, **held)
+        at = Held(record(rank, step, size=size), True, 1, "model", "layout")
+        found = [dataclasses.replace(at, **held)]
     return Offer(list(records), held.get("signature", "model"), True, 1, found)
 
 
@@ -85,7 +85,7 @@ def test_ranks_without_a_state_say_why() -> None:
 def test_shards_without_a_copy_need_all_ranks() -> None:
     shards = [offer(r, 5, record(r, 5), signature=f"{r}") for r in range(2)]
     assert isinstance(choose(shards, NEXT), Choice)
-    assert choose([shards[0], dataclasses.replace(shards[1], held=None)], NEXT) == (
+    assert choose([shards[0], dataclasses.replace(shards[1], held=[])], NEXT) == (
         "step 5 lacks the tensors of rank 1; rank 1: a new process"
     )
 
@@ -134,3 +134,70 @@ def test_one_rank_reaches_all_others_in_few_rounds() -> None:
     found = list(rounds({rank: [0] for rank in range(1, 8)}))
     assert [len(each) for each in found] == [1, 2, 4]
     assert list(rounds({3: [0, 1, 2]})) == [{3: [0, 1, 2]}]
+
+
+def in_phases(rank: int, *phases: tuple[int, int], own: Any = None) -> Offer:
+    """A rank whose tensors are those of all these phases of step 5, as are its own states."""
+    held = [
+        Held(dataclasses.replace(record(rank, 5), phase=first, until=last), True, 1, "m", "l")
+        for first, last in phases
+    ]
+    records = [dataclasses.replace(record(rank, 5), phase=a, until=b) for a, b in own or phases]
+    return Offer(records, "m", True, 1, held)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "phase", "receives"),
+    [
+        # Each rank: the phases of its points. 0: stepped; 1: functions ended; 2: came back.
+        ([(0, 2)], [(0, 2)], 2, []),
+        ([(0, 1), (2, 2)], [(0, 1)], 1, []),  # the second one has not come back
+        ([(0, 1), (2, 2)], [(0, 2)], 2, []),  # it has, and nothing had changed
+        ([(0, 0), (1, 1), (2, 2)], [(0, 0)], 0, []),  # nor have its functions ended
+        ([(0, 0), (1, 1), (2, 2)], [(0, 0), (1, 1)], 1, []),
+        ([(2, 2)], [(0, 1)], 1, [0]),  # its body has changed the tensors: it receives the others
+        ([(0, 1), (3, 3)], [(0, 1), (2, 2)], 1, []),  # it has left the loop, the other came back
+    ],
+)
+def test_the_last_phase_that_all_ranks_have_is_used(
+    first: list[tuple[int, int]], second: list[tuple[int, int]], phase: int, receives: list[int]
+) -> None:
+    for swapped in (False, True):
+        kinds = [second, first] if swapped else [first, second]
+        own = [[(0, 1)] if kind == [(2, 2)] else None for kind in kinds]
+        offers = [in_phases(r, *kinds[r], own=own[r]) for r in range(2)]
+        found = choose(offers, NEXT)
+        assert isinstance(found, Choice), found
+        assert (found.step, found.phase) == (5, phase)
+        assert sorted(found.sources) == [1 - r if swapped else r for r in receives]
+        assert all(each is not None and each.has(5, phase, each.branch) for _, each in found.own)
+
+
+def test_a_rank_that_was_killed_has_the_phases_of_its_records() -> None:
+    alive = in_phases(0, (0, 0), (1, 2))
+    for of_killed, phase in [([(0, 0)], 0), ([(0, 0), (1, 1)], 1), ([(0, 0), (1, 2)], 2)]:
+        killed = in_phases(1, own=of_killed)
+        found = choose([alive, killed], NEXT)
+        assert isinstance(found, Choice)
+        assert (found.phase, found.sources) == (phase, {1: [0]})
+    early = Offer([record(1, 5, final=False, passes=1)], "m", True, 1)
+    found = choose([alive, early], NEXT)
+    assert isinstance(found, Choice)
+    assert found.phase == 0  # in the middle of a step, nothing is known of what follows it
+
+
+def test_slots_keep_the_phases_of_the_last_step() -> None:
+    slots = Slots(100)
+    for step in range(1, 5):
+        for phase in range(3):
+            slots.write(dataclasses.replace(record(0, step), phase=phase, until=phase), b"state")
+        slots.extend(3)
+        slots.write(record(0, step + 1, final=False), b"early")
+        slots.extend(3)  # not the early one
+        slots.write(record(0, step + 1, final=False), b"early again")
+        kept = {(r.step, r.phase, r.until) for r, _ in read(slots.memory) if r.final}
+        assert {(step, 0, 0), (step, 1, 1), (step, 2, 3)} <= kept
+        slots.write(record(0, step + 1), b"the next one")
+        assert (step, 2, 3) in {(r.step, r.phase, r.until) for r, _ in read(slots.memory)}
+    assert {r.until for r, _ in read(slots.memory) if not r.final} == {0}
+    slots.memory.close()

@@ -78,7 +78,8 @@ class Training:
     def offered(self) -> int | None:
         """The step whose state is offered after a fault now."""
         self.recorder.freeze()
-        return None if self.recorder.frozen is None else self.recorder.frozen.held.record.step
+        frozen = self.recorder.all_frozen
+        return frozen[-1].held.record.step if frozen else None
 
 
 @contextlib.contextmanager
@@ -303,3 +304,64 @@ def test_a_state_that_has_grown_is_kept_with_those_before(training: Training) ->
     training.step()
     kept = [record.step for record, _ in read(training.kept.memory) if record.final]
     assert kept[:2] == [3, 2]
+
+
+def phases(training: Training) -> list[tuple[int, int]]:
+    """The phases of the last step that are offered: the first and the last one of each state."""
+    training.recorder.freeze()
+    found = training.recorder.all_frozen
+    return [(each.held.record.phase, each.held.record.until) for each in found]
+
+
+def draw(_: Training) -> None:
+    torch.rand(1)
+
+
+def count(training: Training) -> None:
+    training.optimizer.param_groups[0]["lr"] *= 0.5
+
+
+@pytest.mark.parametrize(
+    ("rest", "offered"),
+    [
+        (lambda _: None, [(0, 2)]),
+        (draw, [(0, 1), (2, 2)]),
+        (count, [(0, 1), (2, 2)]),
+        (write, [(2, 2)]),  # the tensors of the step before that are gone
+        (scale_moments, [(2, 2)]),
+    ],
+)
+def test_the_rest_of_the_body_is_a_phase_of_its_own_if_it_has_changed_something(
+    training: Training, rest: Callable[[Training], None], offered: list[tuple[int, int]]
+) -> None:
+    for _ in range(3):
+        training.state.iteration.phase = 1  # as `Job.step` does
+        training.step()
+        rest(training)
+        training.recorder.later(2)
+    records = [r for r, _ in read(training.kept.memory) if r.final and r.step == training.steps]
+    found = phases(training)
+    assert found == offered
+    own = [(0, 2)] if offered == [(0, 2)] else [(0, 1), (2, 2)]
+    assert [(r.phase, r.until) for r in reversed(records)] == own
+
+
+def test_a_rest_that_has_changed_something_without_a_note_is_not_offered(
+    training: Training,
+) -> None:
+    training.step()
+    draw(training)
+    training.recorder.later(2)
+    write(training)
+    assert phases(training) == []
+
+
+def test_a_phase_within_a_step_is_none(training: Training) -> None:
+    """A loop that fetches a batch ahead comes back when the optimizer has stepped."""
+    training.state.iteration.phase = 1
+    training.step()
+    training.backward()
+    training.optimizer.step()
+    training.recorder.later(2)
+    training.completed()
+    assert phases(training) == [(0, 1)]

@@ -123,6 +123,8 @@ def train(call: inprocess.CallWrapper) -> str:
         )
         for _ in job.epochs(PLAN["epochs"]):
             for (real,) in job.batches(loader):
+                if job.steps == 4:
+                    job.checkpointer.wait()  # in every run, the save of this step is committed
                 call.ping()
                 step = job.steps + 1
                 reach(f"loaded {step}", call.iteration)
@@ -161,8 +163,6 @@ def train(call: inprocess.CallWrapper) -> str:
                 reach(f"averaged {step}", call.iteration)
                 job.step()
                 reach(f"done {step}", call.iteration)
-                if job.steps == 4:
-                    job.checkpointer.wait()  # in every run, the save of this step is committed
         return content(optimizers, job.module)
 
 

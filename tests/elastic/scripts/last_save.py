@@ -1,7 +1,8 @@
 """Trains three steps; then the disk of the checkpoints is full: `python last_save.py PLAN`.
 
 The plan is JSON: `path`, the folder; `wrapped`; `frees`, whether rank 0 makes room when the last
-save has failed once; `every` of the job.
+save has failed once; `every` and `fallback` of the job; `limit_s`, how long the last save is tried;
+`stop`, whether rank 1 gets SIGTERM in the last step; `grace` of the job.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,18 @@ from torch import nn
 
 import outlast
 from outlast import inprocess
-from outlast.elastic.job import saves
+from outlast.elastic.job import last_save
 
-PLAN: dict[str, Any] = {"wrapped": True, "frees": False, "every": None, **json.loads(sys.argv[1])}
+PLAN: dict[str, Any] = {
+    **{"wrapped": True, "frees": False, "every": None, "fallback": None, "limit_s": 1, "stop": 0},
+    **{"grace": 30},
+    **json.loads(sys.argv[1]),
+}
 PATH = Path(PLAN["path"])
 FILLER = PATH.parent / "filler"
 STEPS = 3
 
-saves.PAUSES_S = (0.0, 0.0)  # the test is about what follows
+last_save.LIMIT_S = PLAN["limit_s"]
 
 
 class MakesRoom(logging.Handler):
@@ -36,8 +41,6 @@ class MakesRoom(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if "the last save failed" in record.getMessage():
-            # In this time, without pauses, the other rank could make all of its attempts: it waits.
-            time.sleep(0.5)
             FILLER.unlink()
             logging.getLogger("outlast.elastic").removeHandler(self)
 
@@ -58,14 +61,17 @@ def run() -> int:
     torch.manual_seed(0)
     model = nn.Linear(100, 100)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with outlast.Job(PATH, model=model, optimizer=optimizer, every=PLAN["every"]) as job:
+    options = {name: PLAN[name] for name in ("every", "fallback", "grace")}
+    with outlast.Job(PATH, model=model, optimizer=optimizer, **options) as job:
         say("begins", step=job.restore())
-        while job.steps < STEPS:
+        while job.steps < STEPS or PLAN["stop"]:
             if job.steps == STEPS - 1:
                 job.checkpointer.wait()
                 dist.barrier()
                 fill()
                 dist.barrier()
+                if PLAN["stop"] and RANK == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
             model(torch.ones(1, 100)).sum().backward()
             optimizer.step()
             job.step(samples=1)

@@ -4,7 +4,8 @@ The plan is JSON; its `faults` are those of `planned_faults`. The points of step
 `computed N` (the gradients are there); `torn N` (the optimizer has changed one parameter);
 `stepped N` (before `job.step`); `done N`. Others: `end E` (of an epoch), `begin`, `restored`,
 `chosen` (the ranks have agreed on the state from which they continue), and `transfer` (between two
-parcels, or two reads of another process's memory). With `"over": "group"`, no memory is read.
+parcels, or two reads of another process's memory), `last save` (before the job ends). With
+`"over": "group"`, no memory is read. Without `"await"`, nothing replaces a rank that is lost.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from torch.utils.data import TensorDataset
 import outlast
 from outlast import chaos, inprocess
 from outlast.elastic import ElasticLoader
-from outlast.elastic.job.live import same_host, transfer
+from outlast.elastic.job.live import rescue, same_host, transfer
 from outlast.elastic.job.restoring import Restoring
 from outlast.inprocess import Compose
 from outlast.inprocess.rank_assignment import AwaitReplacements, ShiftRanks
 
 PLAN: dict[str, Any] = {"epochs": 2, "every": 4, "kind": "ddp", "kept": False, "over": "memory"}
-PLAN.update({"job": {}, "faults": []})
+PLAN.update({"job": {}, "faults": [], "await": True})
 PLAN.update(json.loads(sys.argv[1]))
 BUILT: list[tuple[nn.Module, Any, torch.optim.Optimizer]] = []
 MODEL: list[nn.Module] = []
@@ -54,7 +55,12 @@ def swap() -> None:
         parameter.data.mul_(0.5)  # not counted
 
 
+def spoil() -> None:
+    next(MODEL[0].parameters()).data[0] = float("nan")
+
+
 ACTIONS = {"write": write, "swap": swap, "lose": lambda: chaos.fire("lost_shared_memory")}
+ACTIONS["spoil"] = spoil
 reach = PlannedFaults(PLAN, ACTIONS).reach
 
 
@@ -140,9 +146,19 @@ def received() -> None:
         return gathered(views, parcel)
 
     transfer._gathered = counted
+    collect: Any = rescue._Rescue._collect
+
+    def collected(last: Any, choice: Any) -> Any:
+        reach("last save", JOB[1])
+        return collect(last, choice)
+
+    rescue._Rescue._collect = collected  # type: ignore[method-assign]
 
 
-@inprocess.Wrapper(rank_assignment=Compose(ShiftRanks(), AwaitReplacements(60)))
+WAITS = [AwaitReplacements(60)] if PLAN["await"] else []
+
+
+@inprocess.Wrapper(rank_assignment=Compose(ShiftRanks(), *WAITS))
 def train(call: inprocess.CallWrapper) -> str:
     dist.init_process_group("gloo")
     size = dist.get_world_size()
@@ -168,6 +184,8 @@ def train(call: inprocess.CallWrapper) -> str:
         called = called or DistributedDataParallel(model, init_sync=not known)
         for epoch in job.epochs(PLAN["epochs"]):
             for inputs, targets in job.batches(loader):
+                if job.steps == 4:
+                    job.checkpointer.wait()  # in every run, the save of this step is committed
                 call.ping()
                 step = job.steps + 1
                 reach(f"forward {step}", call.iteration)
@@ -182,8 +200,6 @@ def train(call: inprocess.CallWrapper) -> str:
                 reach(f"stepped {step}", call.iteration)
                 job.step()
                 reach(f"done {step}", call.iteration)
-                if job.steps == 4:
-                    job.checkpointer.wait()  # in every run, the save of this step is committed
             for group in optimizer.param_groups:
                 group["lr"] *= 0.5  # as a scheduler does
             drawn = [random.random(), torch.rand(1).item()]

@@ -107,6 +107,8 @@ def train(call: inprocess.CallWrapper) -> str:
             job.watch_ddp(called)
         for _ in job.epochs(EPOCHS):
             for inputs in job.batches(loader):
+                if job.steps == 4:
+                    job.checkpointer.wait()  # in every run, the save of this step is committed
                 call.ping()
                 step = job.steps + 1
                 reach(f"forward {step}", call.iteration)
@@ -119,8 +121,6 @@ def train(call: inprocess.CallWrapper) -> str:
                 say("trained", step=step, iteration=call.iteration, loss=said)
                 job.step()
                 reach(f"done {step}", call.iteration)
-                if job.steps == 4:
-                    job.checkpointer.wait()  # in every run, the save of this step is committed
     weights = torch.cat([each.detach().flatten() for each in model.parameters()])
     return hashlib.sha256(weights.numpy().tobytes()).hexdigest()
 

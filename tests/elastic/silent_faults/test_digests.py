@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import time
@@ -216,3 +217,21 @@ def test_a_rank_without_parameters_takes_part_in_every_round() -> None:
             optimizer.step()
             running.step()
     assert [Record.decode(ledger.part(i, 0).decode()).digests for i in range(2)] == [[], []]
+
+
+def test_replicas_of_ranks_that_are_not_at_the_same_step_are_no_fault_of_the_hardware(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def judged(judge: Judge, digest: str, batches: int, first: int) -> Result:
+        own = dataclasses.replace(record(digest, first=first), batches=batches)
+        return Result.decode(judge([record("a", first=10).encode(), own.encode()]))
+
+    judge = Judge(3)
+    for batches, first in ((1, 10), (0, 12)):
+        result = judged(judge, "x", batches, first)
+        assert (result.differences, result.clean_step) == ([], 3)
+        assert f"step {first}, {batches} batches taken" in caplog.text
+    assert judged(judge, "x", 0, 10).differences
+    caplog.clear()
+    assert judged(judge, "a", 1, 10).clean_step == 10  # each rank takes as many as it likes
+    assert not caplog.text

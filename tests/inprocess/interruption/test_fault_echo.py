@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from outlast.errors import RankShouldRestart
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from outlast.coordination.stores.tcp_client import SharedClient
+from outlast.errors import RankShouldRestart, StoreError
 from outlast.inprocess.interruption.error_kinds import is_consequence, is_interrupt, overtaken
-from outlast.system.error_text import first_line
-from outlast.system.tracebacks import release_frames
+from outlast.system.error_text import first_line, release_frames
 
 
 def raised(error: BaseException, cause: BaseException | None) -> BaseException:
@@ -78,6 +83,34 @@ def test_a_repeated_interrupt_hides_nothing() -> None:
     mine = KeyError("mine")
     cleanup = raised(ValueError("in the cleanup"), interrupted(mine))
     assert overtaken(interrupted(cleanup), None) is mine
+
+
+def test_the_end_of_a_connection_to_a_store_is_not_overtaken() -> None:
+    """The abort ends it below a rank that waits for the others; the interrupt comes before, while
+    or after the client has made a `StoreError` of it.
+    """
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = SharedClient("127.0.0.1", server.port, 60.0)
+    mine = KeyError("mine")
+    timer = threading.Timer(0.1, client.break_off)
+    timer.start()
+    try:
+        with pytest.raises(StoreError) as lost:
+            try:
+                raise mine
+            finally:
+                client.wait_for("k", None)
+    finally:
+        timer.join()
+        client.close()
+    below, ended = RankShouldRestart(), lost.value.__cause__
+    assert ended is not None
+    below.__context__ = ended
+    for error in (lost.value, interrupted(lost.value), below):
+        assert overtaken(error, None) is mine
+    ended.__context__ = None
+    for error in (lost.value, interrupted(lost.value), below):
+        assert overtaken(error, None) is None
 
 
 def test_what_is_handled_outside_of_the_function_is_not_overtaken() -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from outlast.errors import RankShouldRestart
+from outlast.inprocess.interruption import deferral
 from outlast.inprocess.interruption import interrupter as interrupter_module
 from outlast.inprocess.interruption.interrupter import INTERRUPT_SIGNAL, AtomicSection, Interrupter
 
@@ -416,7 +417,8 @@ def test_a_requester_that_is_held_up_in_the_middle_of_its_request(
     sleep = time.sleep
 
     def act(n: int, interrupter: Interrupter, atomic: AtomicSection, told: Told) -> At:
-        looked, go_on = threading.Event(), threading.Event()
+        # Plain locks: where a thread waits in `threading`, an interrupt waits for it.
+        looked, go_on, ended = (Flag() for _ in range(3))
         look = interrupter._still_inside
 
         def slow_look() -> bool:
@@ -436,17 +438,17 @@ def test_a_requester_that_is_held_up_in_the_middle_of_its_request(
             def request() -> None:
                 interrupter.request()
                 looked.set()
+                ended.set()
 
-            thread = threading.Thread(target=request)
-            thread.start()
+            _thread.start_new_thread(request, ())
             looked.wait()
 
             def end(frame: FrameType) -> None:
                 go_on.set()
-                thread.join()
+                ended.wait()
 
             at.left, at.act = later, end
-            at.thread, at.go_on = thread, go_on  # type: ignore[attr-defined]
+            at.ended, at.go_on = ended, go_on  # type: ignore[attr-defined]
 
         at = HeldUp(LIBRARY, n, begin)
         return at
@@ -454,16 +456,32 @@ def test_a_requester_that_is_held_up_in_the_middle_of_its_request(
     assert interleavings(act) > 5
 
 
+class Flag:
+    """An event that one thread waits for, in no function of Python's library."""
+
+    def __init__(self) -> None:
+        self._lock = _thread.allocate_lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        if self._lock.locked():
+            self._lock.release()
+
+    def wait(self) -> None:
+        with self._lock:  # it stays set
+            pass
+
+
 class HeldUp(At):
     """Lets the requester continue at the end, if it still waits."""
 
-    thread: threading.Thread | None = None
-    go_on: threading.Event
+    ended: Flag | None = None
+    go_on: Flag
 
     def end(self) -> None:
-        if self.thread is not None:
+        if self.ended is not None:
             self.go_on.set()
-            self.thread.join()
+            self.ended.wait()
 
 
 def test_a_generator_that_dies_in_an_atomic_block_later_harms_nothing(
@@ -562,7 +580,7 @@ def test_a_finalizer_is_not_interrupted(unraisable: list[Any], by_signal: bool) 
 def test_a_finalizer_that_does_not_end_is_interrupted_without_a_report(
     unraisable: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interrupter_module, "_FINALIZER_S", 0.0)
+    monkeypatch.setattr(deferral, "_PATIENCE_S", 0.0)
     interrupter = Interrupter()
     interrupter.install()
 

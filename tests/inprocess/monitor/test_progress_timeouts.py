@@ -30,7 +30,7 @@ class Timeouts(ProgressTimeouts):
         )
         plan = SimpleNamespace(page=page, soft=60.0, hard=hard, ping=600.0, grace=1.0, interval=1.0)
         self.all_idle, self.computes = True, False
-        self.waiting = False
+        self.waiting, self.went_on = False, 0
         idle_ranks = SimpleNamespace(wait=self._wait, go_on=self._go_on)
         cpu = SimpleNamespace(progress=0.0, sample=self._sample)
         self.cpu = cpu
@@ -52,6 +52,7 @@ class Timeouts(ProgressTimeouts):
 
     def _go_on(self) -> None:
         self.waiting = False
+        self.went_on += 1
 
     def _sample(self, thread: int, *, own: bool, children: bool) -> None:
         if self.computes:
@@ -298,3 +299,63 @@ def test_a_rank_told_to_leave_between_two_reads_gets_its_time_to_leave(
     both = property(activity, word.__set__)
     monkeypatch.setattr(SharedPage, "activity", both, raising=False)
     assert timeouts.after(0, 1) == []
+
+
+def in_long_phase(page: SharedPage, clock: FakeClock, blocked: Blocked) -> Timeouts:
+    timeouts = in_function(page, clock, blocked)
+    page.long_limit = 1800.0
+    return timeouts
+
+
+@pytest.mark.parametrize("blocked", [Blocked.UNKNOWN, Blocked.ELSEWHERE, Blocked.COLLECTIVE])
+def test_a_rank_that_only_waits_for_others_is_in_no_long_phase(
+    page: SharedPage, clock: FakeClock, blocked: Blocked
+) -> None:
+    timeouts = in_long_phase(page, clock, blocked)
+    page.waits = int(blocked != Blocked.COLLECTIVE)
+    timeouts.all_idle = False
+    assert passes(timeouts, 59) == []
+    assert not timeouts.waiting
+    timeouts.went_on = 0
+    assert passes(timeouts, 500) == []
+    assert timeouts.waiting, "it is counted, and another rank works"
+    assert not timeouts.went_on, "it is counted once"
+    timeouts.all_idle = True
+    assert passes(timeouts, 1) == ["soft: no progress 560"]
+
+
+@pytest.mark.parametrize("blocked", [Blocked.UNKNOWN, Blocked.ELSEWHERE, Blocked.WAITS])
+def test_work_in_a_long_phase_is_no_hang_though_all_others_wait(
+    page: SharedPage, clock: FakeClock, blocked: Blocked
+) -> None:
+    timeouts = in_long_phase(page, clock, blocked)
+    assert passes(timeouts, 1700) == []
+    assert not timeouts.waiting
+
+
+def test_a_rank_that_waits_for_its_own_writer_works(page: SharedPage, clock: FakeClock) -> None:
+    timeouts = in_long_phase(page, clock, Blocked.UNKNOWN)
+    page.waits = page.works = 1
+    assert passes(timeouts, 1200) == []
+    page.works, page.worked = 0, clock.now()  # its files are written: it waits for other ranks
+    assert passes(timeouts, 59) == []
+    assert not timeouts.waiting
+    assert passes(timeouts, 1) == ["soft: no progress 60"]
+
+
+def test_a_rank_that_begins_to_work_is_counted_no_more(page: SharedPage, clock: FakeClock) -> None:
+    timeouts = in_long_phase(page, clock, Blocked.UNKNOWN)
+    page.waits, timeouts.all_idle = 1, False
+    passes(timeouts, 100)
+    assert timeouts.waiting
+    page.works = 1  # all ranks have written their files: it commits
+    passes(timeouts, 1)
+    assert not timeouts.waiting
+
+
+def test_a_large_message_on_its_way_is_work(page: SharedPage, clock: FakeClock) -> None:
+    timeouts = in_long_phase(page, clock, Blocked.COLLECTIVE)
+    timeouts.computes = True
+    assert passes(timeouts, 500) == []
+    timeouts.computes = False
+    assert passes(timeouts, 60) == ["soft: no progress 60"]

@@ -55,6 +55,7 @@ class Held:
             clock=self.clock,
             timing=lambda name: nullcontext(),
             progress=lambda: {"step": 0, "pings": 0, "least": 2},
+            keeps=False,
         )
         decision: Decision = self(leave_iteration(self.membership, host, self.view, 0))
         return decision

@@ -36,6 +36,17 @@ def test_a_rank_is_killed_amid_a_transfer(ranks: Ranks) -> None:
         assert views(job) == {0: full(3), 1: full(2)}
 
 
+def test_a_rank_is_killed_amid_a_send_that_the_main_thread_waits_for(ranks: Ranks) -> None:
+    # The requests of the interrupt wake the thread again and again: it must be recognized as
+    # blocked all the same.
+    with ranks("blocked", "amid_a_send") as job:
+        job.start_all()
+        job.wait_for_line(0, said("asleep"))
+        job.kill(1)
+        assert job.wait_all() == {0: 0, 1: -signal.SIGKILL}, errors(job)
+        assert views(job) == {0: full(2), 1: full(1)}
+
+
 def test_a_peer_dies_while_the_others_wait_for_it_to_connect(ranks: Ranks) -> None:
     with ranks("blocked", "peer_dies_before_it_connects", nprocs=3) as job:
         job.start_all()

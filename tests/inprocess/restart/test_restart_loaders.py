@@ -29,6 +29,16 @@ def test_the_end_of_a_data_loader_is_not_interrupted(ranks: Ranks) -> None:
             assert noise not in errors(job), errors(job)
 
 
+def test_a_child_process_does_not_destroy_groups_of_its_parent(ranks: Ranks) -> None:
+    """Their destructor would wait there for ever: for threads that only the parent has."""
+    with ranks("loaders", "forks", nprocs=2) as job:
+        job.start_all()
+        assert job.wait_all() == {0: 0, 1: 0}, errors(job)
+        for each in range(2):
+            statuses = [line["status"] for line in job.lines(each) if line["event"] == "child"]
+            assert statuses == [0]
+
+
 @pytest.mark.slow
 def test_a_user_in_the_debugger_is_no_hang() -> None:
     ours, theirs = os.openpty()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import signal
 import socket
 import threading
 import time
@@ -115,6 +117,30 @@ def amid_a_transfer(call: CallWrapper) -> int:
         if step == 5:
             say("under way")
     return finish()
+
+
+@scenario
+@wrapped()
+def amid_a_send(call: CallWrapper) -> int:
+    """Rank 0 waits in its main thread for a send of which a part is written: rank 1 stops."""
+    size = join_group()
+    if size == 1:
+        return finish()
+    store, data = call.state.store, torch.ones(1 << 23)
+    if rank() == 1:
+        work = dist.irecv(data, 0)
+        store.set("received", "1")
+        os.kill(os.getpid(), signal.SIGSTOP)
+        work.wait()
+    store.wait(["received"])
+    threading.Thread(target=_say_asleep, daemon=True).start()
+    dist.isend(data, 1).wait()
+    return -1
+
+
+def _say_asleep() -> None:
+    wait_until_asleep()
+    say("asleep")
 
 
 @scenario

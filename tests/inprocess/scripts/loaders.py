@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import threading
 import time
 
 import torch
 from rank import main, say, scenario, wrapped
 from rank_actions import SHORT, collective, finish, join_group, rank
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from outlast.inprocess import CallWrapper
@@ -34,6 +38,30 @@ def loads(call: CallWrapper) -> int:
         if call.iteration < 3 and number == 5 + call.iteration and rank() == 1:
             raise OSError("a planned fault")
         collective()
+    return finish()
+
+
+@scenario
+@wrapped()
+def forks(call: CallWrapper) -> int:
+    """A child process collects the garbage that the failed iteration has left."""
+    join_group()
+    collective()
+    if call.iteration == 0:
+        gc.collect()
+        gc.disable()  # until the fork, as it may happen to be
+        garbage: list[object] = [DistributedDataParallel(nn.Linear(2, 2))]
+        garbage.append(garbage)
+        if rank() == 0:
+            raise OSError("a planned fault")
+        collective()
+    child = os.fork()
+    if child == 0:
+        gc.collect()
+        os._exit(0)
+    gc.enable()
+    _, status = os.waitpid(child, 0)
+    say("child", status=status)
     return finish()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import signal
 
 import pytest
@@ -16,7 +17,14 @@ from outlast.launch.agent.death_log import (
     first_cause,
     restart_counts,
 )
-from outlast.launch.agent.decisions import Decision, JobRecord, JobState, decide
+from outlast.launch.agent.decisions import (
+    Decision,
+    JobRecord,
+    JobState,
+    decide,
+    faults_that_count,
+    limit_text,
+)
 from outlast.launch.agent.last_lines import Ending, summary
 from outlast.system.error_text import exit_text
 
@@ -56,6 +64,25 @@ def test_what_follows(
     code: int, job: JobRecord, used: int, limit: int | None, decision: Decision
 ) -> None:
     assert decide(code, "7", job, used, limit) is decision
+
+
+@pytest.mark.parametrize(
+    ("code", "job", "used", "limit", "decision"),
+    [
+        (1, RUNNING, 0, None, Decision.FATAL),
+        (93, RUNNING, 0, None, Decision.FATAL),
+        (1, RUNNING, 0, 1, Decision.REPLACED),
+        (1, RUNNING, 1, 1, Decision.FATAL),
+        (-9, RUNNING, 0, None, Decision.REPLACED),
+        (143, RUNNING, 0, None, Decision.STOPPED),
+        (1, STOPPING, 0, None, Decision.LOST),
+        (0, RUNNING, 0, None, Decision.DONE),
+    ],
+)
+def test_what_follows_before_the_call_that_others_have_reached(
+    code: int, job: JobRecord, used: int, limit: int | None, decision: Decision
+) -> None:
+    assert decide(code, "7", job, used, limit, wrapped=True, early=True) is decision
 
 
 @pytest.mark.parametrize(
@@ -358,3 +385,16 @@ def test_when_workers_failed_whose_ends_were_seen_together() -> None:
     # A killed worker did not fail because of its peers: it counts as the first.
     assert failure_times([(1, 5.0), (-9, None)], now=10.0) == [5.0, 5.0]
     assert failure_times([(1, 5.0), (-6, None)], now=10.0) == [5.0, 10.0]
+
+
+def test_faults_count_until_there_is_progress() -> None:
+    faults = [("", 0.0), ("", 5.0), ("call/0", 9.0), ("call/3", 10.0), ("call/3", 20.0)]
+    counts = [faults_that_count(faults, at, 1e9, math.inf) for at in ("", "call/3", "call/4")]
+    assert counts == [2, 2, 0]
+
+
+def test_faults_count_for_a_time() -> None:
+    faults = [("", 0.0), ("call/1", 5.0), ("call/1", 9.0)]
+    counts = [faults_that_count(faults, "call/1", now, 5.0) for now in (9.0, 10.0, 10.5, 14.5)]
+    assert counts == [2, 2, 1, 0]
+    assert limit_text(3, 3600.0) == "--max-restarts: 3 within 60 min 0 s"

@@ -47,6 +47,16 @@ def test_an_error_before_the_wrapped_function_ends_the_job(tmp_path: Path) -> No
     assert ended.cause == cause
 
 
+def test_it_does_so_although_the_others_have_reached_it(tmp_path: Path) -> None:
+    with Run(tmp_path, WRAPPED, "--nproc-per-node=2") as run:
+        first = [run.ready(rank) for rank in range(2)]
+        run.set_job("running", prefix="call/")
+        first[1].fail()
+        assert run.wait() == 3
+    how = "exited with code 3 before it reached the wrapped function"
+    assert f"rank 1 (pid {first[1].pid}) {how}: this ends the job" in run.words
+
+
 @pytest.mark.parametrize("reached", [False, True])
 def test_the_others_do_not_wait_for_a_rank_that_left_early(tmp_path: Path, reached: bool) -> None:
     with Run(tmp_path, WRAPPED, "--nproc-per-node=2") as run:

@@ -209,6 +209,38 @@ def test_members_learn_which_ranks_are_given_up(tmp_path: Path) -> None:
         assert run.complete(first[0]) == 0
 
 
+def test_progress_makes_room_for_further_replacements(tmp_path: Path) -> None:
+    with Run(tmp_path, WORKER, "--nproc-per-node=2", "--max-restarts=1") as run:
+        first = [run.ready(rank) for rank in range(2)]
+        run.set_job("running", prefix="call/")
+        first[1].kill()
+        second = run.ready(1)
+        membership, perform = MembershipProtocol(Link("call/"), 2), perform_on(run.store())
+        drive(membership.note_progress(1), perform)
+        second.kill()
+        third = run.ready(1)
+        third.kill()
+        run.until_said(
+            "not replaced, all 1 replacements are used (--max-restarts: 1 without a further "
+            "training step)"
+        )
+        assert run.complete(first[0]) == 0
+    assert run.err.count("replacement 1 of 1") == 2
+
+
+def test_replacements_count_for_a_time(tmp_path: Path) -> None:
+    with Run(tmp_path, WORKER, "--nproc-per-node=2", "--max-restarts=1/1h") as run:
+        first = [run.ready(rank) for rank in range(2)]
+        run.set_job("running", prefix="call/")
+        first[1].kill()
+        second = run.ready(1)
+        membership, perform = MembershipProtocol(Link("call/"), 2), perform_on(run.store())
+        drive(membership.note_progress(1), perform)
+        second.kill()
+        run.until_said("replacements are used (--max-restarts: 1 within 60 min 0 s)")
+        assert run.complete(first[0]) == 0
+
+
 def test_no_replacement_for_a_job_that_was_told_to_stop(tmp_path: Path) -> None:
     with Run(tmp_path, WORKER, "--nproc-per-node=2") as run:
         first = [run.ready(rank) for rank in range(2)]

@@ -184,6 +184,7 @@ def test_a_folder_without_checkpoints(tmp_path: Path) -> None:
     assert "holds no checkpoints, but train.py" in error(outlast("export", tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
 def test_a_full_disk_leaves_the_old_file_alone(tmp_path: Path, name: str) -> None:
     """A limit of the file size stands for it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from launch.runs import WORKER, Run
@@ -92,3 +93,23 @@ def test_sigterm_to_the_launcher_is_a_stop_and_no_restart(tmp_path: Path) -> Non
     text = report_of(events)
     assert "0 restarts" in text
     assert "The job was told to stop, " in text
+
+
+@pytest.mark.slow
+def test_without_an_events_folder_the_report_is_beside_the_checkpoints(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    saves = "from outlast import Checkpointer\n"
+    saves += f"kept = Checkpointer({str(checkpoints)!r})\nkept.save(1, {{}}).wait()\nprint(json"
+    with Run(tmp_path, RAISES.replace("print(json", saves), "--max-restarts=0") as run:
+        run.ready(0).fail()
+        assert run.wait() == 1
+        assert f"these lines and the events: outlast report {checkpoints}" in run.err
+    result = CliRunner().invoke(app, ["report", str(checkpoints)], env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.output.split())
+    assert "ValueError: a bad batch" in text
+    assert "Last lines of the launcher: job failed, exit code 1" in text
+    assert f", in {checkpoints}." in text
+    listed = CliRunner().invoke(app, ["checkpoint", "ls", str(checkpoints)])
+    assert listed.exit_code == 0, listed.output
+    assert ".events" not in listed.output

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+import math
 import os
 import re
 import subprocess
@@ -24,6 +25,7 @@ from outlast.launch.config.from_options import has_wrapper, in_step, job_from_op
 from outlast.launch.config.job_spec import JobSpec, Std
 from outlast.launch.config.options import RunOptions
 from outlast.launch.config.slurm import SlurmStep
+from procs import NET_S
 
 HOSTS = {"nnodes": "2", "rdzv_endpoint": "a:1"}
 STATIC = {"nnodes": "2", "master_addr": "a"}
@@ -51,7 +53,7 @@ def test_both_spellings() -> None:
     dashes = parsed("--nproc-per-node", "4", "--max-restarts=2", "--log-dir", "d", "s.py")
     scores = parsed("--nproc_per_node", "4", "--max_restarts=2", "--log_dir", "d", "s.py")
     assert dashes == scores
-    assert (dashes.nproc_per_node, dashes.max_restarts, dashes.log_dir) == ("4", 2, Path("d"))
+    assert (dashes.nproc_per_node, dashes.max_restarts, dashes.log_dir) == ("4", "2", Path("d"))
 
 
 def test_what_follows_the_script_is_the_scripts() -> None:
@@ -301,3 +303,36 @@ def test_a_slurm_step_completes_the_options() -> None:
 )
 def test_whether_a_script_has_a_wrapped_function(source: str, found: bool) -> None:
     assert has_wrapper(source) is found
+
+
+def test_a_system_without_proc_is_refused_in_one_line() -> None:
+    own_mounts = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
+    hide = "mount -t tmpfs none /proc"
+    if subprocess.run([*own_mounts, hide], capture_output=True, check=False).returncode:
+        pytest.skip("no right to mount")
+    command = f'{hide} && exec "$0" -m outlast.launch run "$1"'
+    told = subprocess.run(
+        [*own_mounts, command, sys.executable, __file__],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=NET_S,
+    )
+    assert told.returncode == 2
+    assert "/proc is not mounted" in told.stderr
+    assert "Traceback" not in told.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"),
+    [("0", (0, math.inf)), ("3/1h", (3, 3600.0)), ("2/90", (2, 90.0)), ("1/1.5min", (1, 90.0))],
+)
+def test_a_limit_of_restarts(text: str, limit: tuple[int, float]) -> None:
+    found = job(max_restarts=text)
+    assert (found.max_restarts, found.restart_window_s) == limit
+
+
+@pytest.mark.parametrize("text", ["", "x", "3/", "3/0", "3/1y", "-1", "3/-1"])
+def test_a_limit_that_is_none(text: str) -> None:
+    with pytest.raises(ValueError, match=f"--max-restarts {text}: must be a number of faults"):
+        job(max_restarts=text)

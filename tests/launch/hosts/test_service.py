@@ -103,6 +103,7 @@ def test_a_signal_before_the_thread_takes_calls_ends_it(
     page: LeasePage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     main, begins, closes = threading.get_ident(), threading.Event(), threading.Event()
+    raised = threading.Event()
     begin, close = HostService._begin, HostService.close
 
     def late(self: HostService, *given: Any) -> None:
@@ -117,10 +118,14 @@ def test_a_signal_before_the_thread_takes_calls_ends_it(
 
     def interrupt() -> None:
         assert begins.wait(NET_S)
-        signal.pthread_kill(main, signal.SIGUSR2)
+        # Again, if it came when that thread was about to wait: no handler runs then.
+        while not raised.wait(0.05):
+            signal.pthread_kill(main, signal.SIGUSR2)
 
     def on_signal(*_: Any) -> None:
-        raise Interrupt
+        if not raised.is_set():
+            raised.set()
+            raise Interrupt
 
     monkeypatch.setattr(HostService, "_begin", late)
     monkeypatch.setattr(HostService, "close", closing)

@@ -134,6 +134,16 @@ def test_a_line_without_end_comes_in_pieces() -> None:
     assert lines.rest() == [b"x"]
 
 
+def test_a_bar_that_moves_for_hours_is_one_line() -> None:
+    lines = Lines()
+    for number in range(LINE_LIMIT):
+        assert lines.feed(b"\r%d of many" % number) == []
+        assert lines.partial == f"{number} of many"
+    # A lower bar might follow its end.
+    found = lines.feed(b"\n") + lines.feed(b"next\n")
+    assert [readable(line) for line in found] == [f"{LINE_LIMIT - 1} of many", "next"]
+
+
 def test_an_outlet_never_waits_for_its_reader(loop: EventLoop, pipe: tuple[int, int]) -> None:
     read, write = pipe
     outlet = Outlet(loop, write)

@@ -29,9 +29,9 @@ from hosts.cluster import LEASE_S, TRAIN, Cluster, Started
 
 from ..calls import Calls
 from ..crash_states import Result
+from ..one_trial import one_trial
 from . import shaker
 from .faults import Fault, Faults, plan
-from .store import one_trial
 
 FAULTS_S = 25
 LAST_STEP = 120

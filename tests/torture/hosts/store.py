@@ -12,12 +12,9 @@ import dataclasses
 import json
 import os
 import random
-import shutil
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -30,13 +27,13 @@ from outlast.launch.hosts.replicated.past import Group, Past
 
 from ..calls import Calls
 from ..crash_states import Result
+from ..one_trial import one_trial
 from . import clock, shaker
 from .faults import Faults, plan
 from .history import History
 from .host_program import Settings, true_now
 
 TESTS = Path(__file__).parents[2]
-KEPT = TESTS.parent / "build" / "torture"
 LEASE_S = 2.0
 FAULTS_S = 14
 _FIRST_S = 60.0
@@ -123,26 +120,6 @@ def try_safety(calls: Calls | None, seed: int, until: float, most: int | None) -
 def try_liveness(calls: Calls | None, seed: int, until: float, most: int | None) -> Result:
     """One trial of its liveness too."""
     return one_trial("liveness", seed, partial(_trial, seconds=most or FAULTS_S, live=True))
-
-
-def one_trial(
-    name: str, seed: int, trial: Callable[[Path, random.Random], tuple[int, list[str]]]
-) -> Result:
-    """Makes a trial in a folder of its own, which is kept if it has found a violation."""
-    for variable in ("LD_PRELOAD", "TORTURE_CONTROL"):
-        os.environ.pop(variable, None)  # here, no file-system call is recorded
-    folder = Path(tempfile.mkdtemp(prefix="torture-hosts-"))
-    try:
-        tried, violations = trial(folder, random.Random(f"{name}/{seed}"))
-        if violations:
-            kept = KEPT / f"hosts-{name}-{seed}"
-            shutil.rmtree(kept, ignore_errors=True)
-            shutil.copytree(folder, kept)
-            (kept / "violations").write_text("\n\n".join(violations))
-            violations = [f"{text[:3000]}\n    logs: {kept}" for text in violations]
-        return Result(tried, violations)
-    finally:
-        shutil.rmtree(folder)
 
 
 def _trial(folder: Path, r: random.Random, *, seconds: float, live: bool) -> tuple[int, list[str]]:

@@ -7,9 +7,8 @@
     queue.close()                                # waits for the remaining calls
 
 The ledger decides how a call ends, once for all ranks (`coordination/call_ledger.py`). A thread
-(`reporter.py`) reports the end of background processes to the ledger. This file is the main
-thread's side: it reads the ledger, calls the finalize functions, oldest call first, and raises the
-errors of failed calls.
+(`reporter.py`) tells the ledger of the ends of processes. This file is the main thread's side: it
+reads the ledger, finalizes the oldest call first, and raises the errors of failed calls.
 """
 
 from __future__ import annotations
@@ -93,8 +92,7 @@ class AsyncRequest(NamedTuple):
 class AsyncCallsQueue:
     """Background calls of a group of ranks. All ranks schedule the same calls in the same order.
 
-    Use it in one thread. As a context manager it is closed at the end of the block, and aborted if
-    the block raises.
+    Use it in one thread. A `with` block closes it at its end, and aborts it if the block raises.
 
     Args:
         persistent: run all calls in one process, one after the other; functions and arguments are
@@ -189,8 +187,8 @@ class AsyncCallsQueue:
         Args:
             blocking: whether to wait for all calls.
             no_dist: read the ledger only; ranks may finalize a call at different checks. With
-                `False` all ranks must make this check together: a small all-reduce makes them
-                finalize the same calls.
+                `False` all ranks check together, by a small all-reduce, and finalize the same
+                calls.
 
         Returns:
             The indices of the calls that were finalized.
@@ -346,18 +344,14 @@ class AsyncCallsQueue:
 
 @dataclasses.dataclass(frozen=True)
 class _PendingCall:
-    """A scheduled call that is neither finalized nor failed, with the finalize functions that its
-    request had then.
-    """
+    """A call neither finalized nor failed, and the finalize functions that it began with."""
 
     index: int
     name: str
     finalize_fns: tuple[Callable[[], Any], ...]
 
     def finalize(self) -> AsyncCallError | None:
-        """Calls the finalize functions in order. If one raises, the later ones are not called, and
-        the error is returned.
-        """
+        """Calls the finalize functions in order, up to one that raises: its error is returned."""
         for fn in self.finalize_fns:
             try:
                 fn()

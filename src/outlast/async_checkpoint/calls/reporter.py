@@ -1,5 +1,4 @@
-"""The threads of a queue: one reports the end of background processes to the other ranks, others
-wait for verdicts.
+"""The threads of a queue: one reports ends of processes to other ranks, others wait for verdicts.
 
 So the other ranks see this rank's outcome even while its main thread is busy, in a long step or in
 a collective. The reporter has the ledger forget a call once this rank's outcome has been reported
@@ -10,13 +9,14 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from outlast.async_checkpoint.calls.runners import Ended, Outcome, Runner
 from outlast.coordination.call_ledger import CallFailure, CallLedger, Verdict
+from outlast.coordination.waits import set_working, waits
 from outlast.errors import AsyncCallError, OutlastError, StoreError
+from outlast.system.parallel import start_thread
 from outlast.system.waiting import ThreadedWait
 
 log = logging.getLogger("outlast.async_checkpoint")
@@ -30,8 +30,7 @@ class Verdicts:
     torch's stores wait in C++, where neither signals nor Python exceptions arrive. So a thread
     waits there, and the main thread waits for that thread, in Python.
 
-    One thread asks; any other may call `give_up`. `look` and `wait` raise `StoreError` when the
-    store cannot be reached.
+    One thread asks; any other may call `give_up`. Without the store, both raise `StoreError`.
     """
 
     def __init__(self, ledger: CallLedger) -> None:
@@ -64,7 +63,9 @@ class Verdicts:
         wait = self._wait[1]
         # `give_up` sets the error, then looks for a wait; here the order is reversed.
         self._raise()
-        if not wait.over.wait(timeout):
+        with waits():
+            is_over = wait.over.wait(timeout)
+        if not is_over:
             return None
         self._known[index] = verdict = wait.result()
         return verdict
@@ -77,8 +78,7 @@ class Verdicts:
         """From any thread: returns when nothing waits for this verdict, which exists by now.
 
         Call it before the ledger forgets the call: a wait that was given up, or overtaken by a
-        look, continues until it has read the verdict, and would continue forever if the verdict
-        were deleted first.
+        look, continues until it has read the verdict: forever, if that were deleted first.
         """
         wait = self._wait
         if wait is not None and wait[0] == index:
@@ -112,8 +112,7 @@ class Reporter:
         self._names: dict[int, str] = {}  # of calls without a reported outcome
         self._left: set[int] = set()  # the main thread no longer needs them
         self._ending = False
-        self._thread = threading.Thread(target=self._run, name="outlast-calls", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("outlast-calls", self._run)
 
     def start(
         self,
@@ -145,9 +144,7 @@ class Reporter:
         self._work.put(lambda: self._drop(calls, cause))
 
     def end(self, calls: Mapping[int, str], cause: str) -> None:
-        """`drop` and `leave` for these calls; then the thread ends. Processes that still run are
-        killed: their calls have failed on another rank. Takes no lock.
-        """
+        """`drop` and `leave`, then the end of the thread and of all processes. Takes no lock."""
         left = dict(calls)
 
         def end() -> None:
@@ -175,6 +172,7 @@ class Reporter:
         try:
             while not self._ending or self._names:
                 self._work.get()()
+                set_working(self, bool(self._names))
                 for index in sorted(self._left - self._names.keys()):
                     self._left.remove(index)
                     self._verdicts.await_wait(index)
@@ -185,6 +183,7 @@ class Reporter:
             error = AsyncCallError(f"background calls are not reported any more: {e!r}")
             self._verdicts.give_up(error)
         finally:
+            set_working(self, False)
             self._runner.close()
 
     def _drop(self, calls: Mapping[int, str], cause: str) -> None:

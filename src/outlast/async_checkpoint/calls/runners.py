@@ -6,13 +6,11 @@ connections. Those are replaced in the child: two processes cannot use one conne
 the child would keep a connection, or the port of a store, open after the parent has closed it,
 while peers wait for it to close. The child reports in an in-memory file, not a pipe: it never waits
 for a reader, a surviving grandchild does not delay the end, and the report is complete when the
-pidfd signals the end of the child. It exits by `os._exit`, so that it does not run the parent's
-exit handlers.
+pidfd signals the end of the child. It exits by `os._exit`, without the parent's exit handlers.
 
 A worker (`worker_main.py`) runs one call at a time; the others wait here. So a worker that dies
-fails one call, and the others go to the next worker. The pickle is written to an in-memory file
-whose descriptor is sent to the worker: the parent does not wait for the worker to read it, and
-there is only one copy.
+fails one call, and the others go to the next worker. The pickle is in an in-memory file, whose
+descriptor is sent: the parent waits for no reader, and there is one copy.
 """
 
 from __future__ import annotations
@@ -32,6 +30,7 @@ from typing import Any, Protocol
 from outlast.system.background_process import BackgroundProcess, start_process
 from outlast.system.error_text import describe, exit_text, traceback_text
 from outlast.system.fork import flush_streams, fork_detached
+from outlast.system.parallel import start_thread
 from outlast.system.processes import end_with_parent, lower_priority, reap, send_signal
 from outlast.system.sockets import replace_tcp_sockets
 from outlast.system.waiting import readable
@@ -44,9 +43,7 @@ _WORKER = "outlast.async_checkpoint.calls.worker_main"
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a call ended in this rank's background process. `cause` is one line, or `None` if the
-    call succeeded.
-    """
+    """How a call ended in this rank's background process. `cause` is `None` for success."""
 
     cause: str | None = None
     traceback: str = ""
@@ -85,21 +82,15 @@ class Runner(Protocol):
     def start(
         self, index: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Starts call `index`, or queues it. The call sees the arguments as they are when this
-        returns, even if they change later.
-
-        Raises:
-            TypeError: if the function cannot be sent to another process; names it.
-            OSError: if the system cannot start another process.
+        """Starts call `index`, or queues it, with the arguments as they are now. A `TypeError`
+        names a function that cannot be sent, an `OSError` says that no process can be started.
         """
 
     def kill(self) -> None:
         """Kills all running calls, and drops those that wait. No call is started afterwards."""
 
     def close(self) -> None:
-        """Kills and reaps all processes, and releases their resources. Not in a thread of the
-        runner.
-        """
+        """Kills and reaps all processes, and releases resources. Not in a thread of the runner."""
 
 
 def name_of(fn: Callable[..., Any] | None) -> str:
@@ -168,12 +159,8 @@ class ForkRunner:
                     os.kill(pid, signal.SIGKILL)
                     os.waitpid(pid, 0)
             raise
-        thread = threading.Thread(
-            target=self._wait, args=(index, pidfd, report), name="outlast-call", daemon=True
-        )
         with self._reaping:
-            thread.start()
-            self._calls[pidfd] = thread
+            self._calls[pidfd] = start_thread("outlast-call", self._wait, index, pidfd, report)
             if self._killed:  # by another thread, while this one forked
                 send_signal(pidfd, signal.SIGKILL)
 
@@ -220,9 +207,7 @@ def _run_child(body: Callable[[], Outcome], parent: int, report: int, nice: int)
 
 
 class WorkerRunner:
-    """A `Runner` with one persistent process, started at the first call; calls run in sequence. A
-    thread hands them to the process.
-    """
+    """A `Runner` with one persistent process, to which a thread hands one call after another."""
 
     def __init__(self, ended: Ended, nice: int = 10) -> None:
         self._ended = ended
@@ -255,8 +240,7 @@ class WorkerRunner:
             os.close(descriptor)
             raise
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="outlast-worker", daemon=True)
-            self._thread.start()
+            self._thread = start_thread("outlast-worker", self._run)
         self._waiting.put((index, descriptor))
 
     def kill(self) -> None:

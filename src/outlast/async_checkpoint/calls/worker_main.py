@@ -51,9 +51,7 @@ def _run(descriptor: int, surroundings: Mapping[str, Any]) -> Outcome:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Imports the parent's program when a pickle refers to it. The pickles come from the process
-    that started this one.
-    """
+    """Imports the parent's program when a pickle, which comes from the parent, refers to it."""
 
     def __init__(self, file: IO[bytes], surroundings: Mapping[str, Any]) -> None:
         super().__init__(file)

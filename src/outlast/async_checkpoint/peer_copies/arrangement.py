@@ -2,8 +2,7 @@
 
 The failure domains form a ring, in the order of their lowest ranks, and each domain's copies are in
 the next one. So a domain holds the copies of one other domain only, and what it sends and receives
-does not grow with the number of hosts. Copies and originals are both lost only with two neighbors
-of the ring.
+does not grow with the number of hosts. Copies and originals are both lost only with two neighbors.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import hmac
 import math
 import os
 import secrets
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -33,6 +31,7 @@ from outlast.coordination.call_ledger import CallLedger
 from outlast.errors import CheckpointError
 from outlast.system.arguments import as_int
 from outlast.system.error_text import describe
+from outlast.system.parallel import start_thread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +156,7 @@ class KeeperClient(ProcessClient):
                 cause = f"the keeper of copies cannot be reached: {describe(e)}"
                 pending.set_exception(ProcessFailed(cause))
 
-        threading.Thread(target=send, name="outlast-keeper-request", daemon=True).start()
+        start_thread("outlast-keeper-request", send)
 
     def _replayed(self, method: str) -> Iterator[tuple[Call, Pending[Any] | None]]:
         if self._arrangement is not None and method != "arrange":

@@ -38,6 +38,7 @@ from outlast.async_checkpoint.writer.remote import Call, Service, run
 from outlast.errors import CheckpointError
 from outlast.system.channel import Channel
 from outlast.system.error_text import describe
+from outlast.system.parallel import start_thread
 from outlast.system.shared_memory import SharedMemory
 from outlast.system.units import size_text
 
@@ -73,12 +74,8 @@ class Keeper(Service):
             super().accept(request)
             return
         self._transfer = Transfer()
-        sending = Call(
-            request.method, {**request.arguments, "transfer": self._transfer}, request.number
-        )
-        threading.Thread(
-            target=self.answer, args=(sending,), name="outlast-send", daemon=True
-        ).start()
+        request.arguments["transfer"] = self._transfer
+        start_thread("outlast-send", self.answer, request)
 
     def explain(self, error: Exception) -> str:
         return str(error) if isinstance(error, CheckpointError) else describe(error)
@@ -95,8 +92,7 @@ class Keeper(Service):
     def arrange(self, address: str, token: str, bytes_per_s: float) -> int:
         """A checkpointer begins: the keeper listens at `address`, speaks only with processes that
         know `token`, and sends at most `bytes_per_s`. Once it has answered, with its port, it does
-        not complete a copy that it was sending, and it has the copies of keepers of this host whose
-        main process is dead.
+        not complete a copy that it was sending, and it has those of this host's dead ranks.
         """
         # First: the main process may write into its buffers once this is answered.
         self._transfer.cancel()
@@ -164,9 +160,7 @@ def _key(stored: StoredSnapshot) -> tuple[str, int]:
 
 
 class CopyServer:
-    """Receives copies for a keeper, and gives them to restores: listens at `address`, for processes
-    that know `token`.
-    """
+    """Receives a keeper's copies, and gives them out, at `address`, to those who know `token`."""
 
     def __init__(self, keeper: Keeper, address: str, token: str) -> None:
         self._keeper = keeper
@@ -177,7 +171,7 @@ class CopyServer:
         self._free = threading.Semaphore(_MAX_CONNECTIONS)
         self._listener = listen(address)
         self.port = int(self._listener.getsockname()[1])
-        threading.Thread(target=self._accept_all, name="outlast-accept", daemon=True).start()
+        start_thread("outlast-accept", self._accept_all)
 
     def close(self) -> None:
         """Stops listening, and ends all connections."""
@@ -196,9 +190,7 @@ class CopyServer:
                 sock, _ = self._listener.accept()
             except OSError:
                 return  # closed
-            threading.Thread(
-                target=self._serve, args=(sock,), name="outlast-copy", daemon=True
-            ).start()
+            start_thread("outlast-copy", self._serve, sock)
 
     def _serve(self, sock: socket.socket) -> None:
         try:

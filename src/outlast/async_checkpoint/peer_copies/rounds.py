@@ -24,7 +24,6 @@ import dataclasses
 import json
 import logging
 import queue
-import threading
 from collections.abc import Callable
 from functools import partial
 
@@ -33,10 +32,12 @@ from outlast.async_checkpoint.peer_copies.keeper import Keeper
 from outlast.async_checkpoint.snapshot.buffers import BufferPool
 from outlast.async_checkpoint.snapshot.snapshot import Snapshot
 from outlast.coordination.call_ledger import CallFailure, CallLedger
+from outlast.coordination.waits import waits, works
 from outlast.errors import CheckpointError, StoreError
 from outlast.events.emitter import Emitter
 from outlast.events.types import CopyCompleted, CopySkipped
 from outlast.system.error_text import describe
+from outlast.system.parallel import start_thread
 
 log = logging.getLogger("outlast.checkpoint")
 
@@ -74,13 +75,10 @@ class CopyRounds:
         self._skipped_before = False
         self._current = -1  # the index of the round in progress
         self._queue: queue.SimpleQueue[_Round | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="outlast-copies", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("outlast-copies", self._run)
 
     def submit(self, index: int, step: int, snapshot: Snapshot) -> None:
-        """Copies a snapshot, unless a copy is in progress. On the training thread, in the order of
-        the saves, on all ranks.
-        """
+        """Copies a snapshot unless a copy is in progress. On all training threads, in order."""
         if self._closed:
             return
         refusal = self._busy
@@ -109,7 +107,7 @@ class CopyRounds:
         """As `close`, but does not wait for the store, which may be out of reach."""
         self._closed = True
         self._queue.put(None)
-        threading.Thread(target=self._claim_end, name="outlast-abort", daemon=True).start()
+        start_thread("outlast-abort", self._claim_end)
 
     def _claim_end(self) -> None:
         index = self._current
@@ -128,7 +126,8 @@ class CopyRounds:
                     self._claim_end()
                 try:
                     began = self._emitter.clock.now()
-                    skipped = self._take_part(current)
+                    with works(self):  # a save may wait for the buffer
+                        skipped = self._take_part(current)
                 finally:
                     self._current = -1
                     if current.snapshot is not None:
@@ -170,7 +169,8 @@ class CopyRounds:
         """Waits until this rank can take part; returns the address of its keeper."""
         if current.snapshot is None:
             raise CheckpointError(current.refusal)
-        current.snapshot.sealed.wait()
+        with waits():
+            current.snapshot.sealed.wait()
         if current.snapshot.error is not None:
             raise current.snapshot.error
         return json.dumps([self._arranged.address, self._keeper.port()]).encode()

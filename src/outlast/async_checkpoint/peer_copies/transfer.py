@@ -1,13 +1,11 @@
 """How a snapshot travels between hosts, by TCP: each file of its buffer by chunks, then its values.
-Both ends take the checksum of each chunk while it is in the cache: the sender of what it sends, the
-receiver of what has arrived.
+Both ends take the checksum of each chunk that they send or receive, while it is in the cache.
 
 Both ends prove that they know the token, which is made for each checkpointer and known to its ranks
 only: in a job with a secret (`OUTLAST_TOKEN`) it is derived from that; otherwise it is a random
 number in the job's store, for every process that can read the store. Neither end sends it: each
 answers a random challenge of the other with an HMAC. After that come frames (a length, then JSON)
-and raw bytes. Nothing that arrives is unpickled. The bytes are not encrypted, as those of
-collectives are not.
+and raw bytes. Nothing is unpickled. As in collectives, the bytes are not encrypted.
 """
 
 from __future__ import annotations
@@ -184,9 +182,9 @@ class Pace:
 
 
 class Transfer:
-    """A copy that is being sent. `cancel` returns at once; from then on the copy is never complete,
-    even if this thread waits for the network: the receiver holds a copy only once it has the last
-    frame, which is sent under a lock.
+    """A copy that is being sent. `cancel` returns at once; from then on it is never complete, even
+    if this thread waits for the network: the receiver holds it only after the last frame, sent
+    under a lock.
     """
 
     def __init__(self) -> None:
@@ -290,9 +288,7 @@ def receive_copy(
     expected: Callable[[], Mapping[str, Any]],
     where: str,
 ) -> StoredSnapshot:
-    """Receives a snapshot of which the other end has sent the description (`check_described`);
-    `expected` are its checksums.
-    """
+    """Receives the snapshot of an offer (`check_described`) with these `expected` checksums."""
     description: SnapshotDescription = offer["snapshot"]
     memory = SharedMemory(offer["size_bytes"])
     stored = StoredSnapshot(description, bytearray(offer["values_bytes"]), memory)
@@ -341,11 +337,8 @@ def described(stored: StoredSnapshot) -> dict[str, Any]:
 
 
 def check_described(offer: Mapping[str, Any]) -> None:
-    """Checks what another host says about a snapshot, before memory is allocated for it.
-
-    Raises:
-        ValueError, TypeError, KeyError: if it is not a description, or the files do not fit into
-            the announced size.
+    """Checks what another host says about a snapshot before memory is allocated for it: a
+    `ValueError`, `TypeError` or `KeyError` if it is none, or its files do not fit in.
     """
     snapshot, size_bytes = offer["snapshot"], offer["size_bytes"]
     if not (is_count(size_bytes) and is_count(offer["values_bytes"])):

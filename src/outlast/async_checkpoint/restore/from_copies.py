@@ -63,11 +63,7 @@ class CopiesInReach:
         }
 
     def fetch(self, save_id: str, at: Sequence[Any]) -> tuple[SnapshotDescription, Fetched]:
-        """Fetches the copy of this rank's snapshot of a save, verifies it, and adopts it.
-
-        Raises:
-            CheckpointError: names the host and the cause.
-        """
+        """Fetches the copy of this rank's snapshot of a save, verifies it, and adopts it."""
         address, port, host = at
         token = self._arrangement.token
         copy = fetch_copy(host, (address, port), token, save_id, self._rank)
@@ -114,12 +110,8 @@ def arrange_copies(
     emitter: Emitter,
     bytes_per_s: float,
 ) -> CopiesInReach | None:
-    """Makes the session copy its snapshots, if there are `replicas`; returns what can be restored
-    from. With a warning and no new copies if all ranks are in one failure domain. Called on all
-    ranks.
-
-    Raises:
-        ValueError: if a host is in two failure domains.
+    """Makes the session copy snapshots, if there are `replicas`; returns what can be restored from.
+    In one failure domain, none, with a warning; a `ValueError` for a host in two. On all ranks.
     """
     keeper, rank = session.keeper, ledger.rank
     session.copies = None

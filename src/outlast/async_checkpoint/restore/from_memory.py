@@ -22,7 +22,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from outlast.async_checkpoint.restore.load import Content, empty_dicts, fill_empty
+from outlast.async_checkpoint.restore.fit import Content, blank_extra_states, empty_in, fill_empty
 from outlast.async_checkpoint.restore.verified_read import (
     Piece,
     Source,
@@ -84,11 +84,10 @@ class MemorySnapshot:
         return memory_source(self._where, _contents_of(self.description), views)
 
     def is_sufficient(self, state_dict: dict[str, Any], items_of: ItemsOf) -> bool:
-        """Whether this rank's part is exactly what its state dict holds, as with shards: then the
-        rank needs nothing from the other ranks' parts.
-        """
+        """Whether this part is exactly what the state dict holds: then no other is needed."""
         own = self.source.contents  # also checks it, before other ranks wait for this one
-        if empty_dicts(state_dict):
+        blank_extra_states(state_dict, own)
+        if empty_in(state_dict):
             return False
         items = items_of(state_dict)
         names = {item.name for item in items}
@@ -138,11 +137,7 @@ class MemorySnapshot:
         return found
 
     def pack(self, names: Collection[str]) -> tuple[memoryview, Contents]:
-        """What this rank has under these names, verified and contiguous; and its description.
-
-        Raises:
-            CheckpointError: if a byte differs from what was copied.
-        """
+        """What this rank has under these names, verified and contiguous; and its description."""
         own = self.source.contents
         size = 0
         wanted: list[tuple[str, int, int, int]] = []
@@ -164,8 +159,7 @@ class MemorySnapshot:
         if size:
             base = address_of(content)
             read_verified(
-                self.source,
-                [Piece(file, at, n, base + to, content) for file, at, n, to in wanted],
+                self.source, [Piece(file, at, n, base + to, content) for file, at, n, to in wanted]
             )
         sums = [checksum(content[at : at + n]) for at, n in pieces(size)]
         return content, Contents({_SENT: FileEntry(_SENT, size, sums)}, tensors, values)
@@ -185,9 +179,7 @@ class MemorySnapshot:
     def exchange(
         self, parts: Sequence[tuple[Contents, memoryview]], lacking: Collection[str], group: Any
     ) -> list[Source]:
-        """Broadcasts what each rank has packed. Called on all ranks; returns the sources of what
-        this rank lacks.
-        """
+        """Broadcasts what each rank packed; returns the sources of what this one lacks."""
         found = []
         for owner, (contents, buffer) in enumerate(parts):
             if buffer:
@@ -206,8 +198,7 @@ def content_in_memory(
     ranks: Agreement,
     group: Any,
 ) -> Content | CallFailure:
-    """What a snapshot holds for this rank, or the failure of one rank, the same on all. Fills empty
-    dicts. Called on all ranks.
+    """What a snapshot holds for this rank, or the failure of one, on all ranks. Fills empty dicts.
 
     Steps that may fail on one rank alone are attempted by all together before the next exchange, so
     that a rank out of memory, or with a damaged byte, does not leave the others waiting.
@@ -281,11 +272,7 @@ def _lacking(items: Sequence[Item], own: Contents, among: Collection[str]) -> li
 
 
 def _contents_of(description: Mapping[str, Any]) -> Contents:
-    """The contents of one rank's part.
-
-    Raises:
-        CheckpointError: if the description, which came from another process, cannot be true.
-    """
+    """The contents of a rank's part, or a `CheckpointError` if what a process told is false."""
     try:
         index, file = description["index"], description["values"]
         places = zip(index["values"], description["places"], strict=True)

@@ -1,10 +1,4 @@
-"""Loads the content of a checkpoint into a state dict, resharded as needed.
-
-First the two are compared: what fits, and what differs. A state dict in which some tensors of a
-sharded model are DTensors and others are whole is refused. The optimizer of a sharded model (FSDP2)
-has no state before its first step, so its `state_dict()` has an empty dict, which a restore would
-fill with whole tensors. torch loads them next to parameters that are DTensors, and the next step
-fails: after every restart again.
+"""Loads the content of a checkpoint into the parts of a state dict, resharded as needed.
 
 If a saved part and a part of this rank are the same, the bytes are read into the tensor itself. If
 they overlap only in part, or the tensor is on a GPU, they go through a bounded temporary buffer.
@@ -12,226 +6,105 @@ they overlap only in part, or the tensor is on a GPU, they go through a bounded 
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from outlast.async_checkpoint.plain_values import decode
-from outlast.async_checkpoint.restore.verified_read import (
-    Piece,
-    Source,
-    check_sizes,
-    read_verified,
-)
-from outlast.async_checkpoint.snapshot.structure import local_part
-from outlast.async_checkpoint.state_dict import Item, look_up, nodes
-from outlast.async_checkpoint.storage.entries import Contents, Shard, TensorEntry, tree_path
+from outlast.async_checkpoint.restore.fit import Content, put
+from outlast.async_checkpoint.restore.verified_read import Piece, Source, check_sizes, read_verified
+from outlast.async_checkpoint.snapshot.structure import local_view
+from outlast.async_checkpoint.state_dict import Item, look_up
+from outlast.async_checkpoint.storage.entries import Shard
 from outlast.errors import CheckpointMismatch
 from outlast.system.error_text import first_line
 from outlast.system.shared_memory import memory_at
 
 _TEMPORARY_BYTES = 256 << 20  # at a time
-_SHOWN = 10  # of each kind of difference
-
-
-@dataclasses.dataclass(frozen=True)
-class Content:
-    """What a candidate holds: all of it, and the sources of what this rank reads."""
-
-    whole: Contents
-    sources: Sequence[Source]
-
-    @property
-    def where(self) -> str:
-        return self.sources[0].where
-
-
-def fill_empty(
-    state_dict: dict[str, Any],
-    contents: Contents,
-    check_sizes: Callable[[Iterable[str]], None] = lambda files: None,
-) -> None:
-    """Fills every empty dict of `state_dict` with what the checkpoint has under it: an optimizer
-    that has not stepped yet has no state to load into. `check_sizes` is called with the names of
-    the files that hold it, before memory is allocated.
-    """
-    empty = {path for path, value in nodes(state_dict) if isinstance(value, dict) and not value}
-    if not empty:
-        return
-    lacking = [
-        (path, entry)
-        for path, entry in ((tree_path(each.path), each) for each in contents.entries.values())
-        if any(path[:length] in empty for length in range(len(path)))
-    ]
-    tensors = [entry for _, entry in lacking if isinstance(entry, TensorEntry)]
-    check_sizes({shard.file for tensor in tensors for shard in tensor.shards})
-    for path, entry in lacking:
-        blank: torch.Tensor | None = None
-        if isinstance(entry, TensorEntry):
-            blank = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-        put(state_dict, path, blank)
-
-
-def empty_dicts(value: Any) -> list[dict[Any, Any]]:
-    """The dicts that `fill_empty` would fill."""
-    return [found for _, found in nodes(value) if isinstance(found, dict) and not found]
-
-
-def put(root: Any, path: tuple[Any, ...], value: Any) -> None:
-    """Sets the value at `path`; creates the dicts and lists on the way."""
-    for key, following in zip(path, (*path[1:], None), strict=True):
-        place = key[0] if isinstance(key, tuple) else key
-        if isinstance(root, list):
-            root.extend([None] * (place + 1 - len(root)))
-        if following is None:
-            root[place] = value
-            return
-        present = root[place] if isinstance(root, list) else root.get(place)
-        if present is None:
-            present = [] if isinstance(following, tuple) else {}
-            root[place] = present
-        root = present
-
-
-def fit(
-    items: Sequence[Item],
-    content: Content,
-    strict: bool,
-    optional: tuple[str, ...] = (),
-) -> tuple[list[Item], list[str]]:
-    """Compares the parts of a state dict with a checkpoint. Names that only one side has are an
-    error if `strict`, except those that begin with an `optional` prefix.
-
-    Returns:
-        The items to load, and the names that this rank's state dict lacks; another rank's may have
-        them.
-
-    Raises:
-        CheckpointMismatch: names the keys, shapes and dtypes that differ.
-    """
-    tensors, values = content.whole.tensors, content.whole.values
-    names = {item.name for item in items}
-    saved = {*tensors, *values}
-
-    def required(missing: set[str]) -> list[str]:
-        return sorted(name for name in missing if not name.startswith(optional))
-
-    wrong = []
-    for item in items:
-        entry = tensors.get(item.name)
-        if item.kind == "tensor" and entry is not None:
-            if tuple(entry.shape) != item.shape:
-                wrong.append(
-                    f"{item.name!r} has shape {item.shape}, {tuple(entry.shape)} was saved"
-                )
-            elif entry.dtype != item.dtype:
-                wrong.append(f"{item.name!r} is {item.dtype}, {entry.dtype} was saved")
-        elif item.kind == "tensor" and item.name in values:
-            wrong.append(f"{item.name!r} is a tensor, a value was saved")
-        elif item.kind == "value" and entry is not None:
-            wrong.append(f"{item.name!r} is a value, a tensor was saved")
-    differences = _few("only in the state dict", required(names - saved) if strict else [])
-    differences += _few("different", wrong)
-    if differences:
-        raise _mismatch(content.where, differences, only_names=not wrong)
-    return [item for item in items if item.name in saved], required(saved - names)
-
-
-def left_over(names: Sequence[str], where: str) -> CheckpointMismatch:
-    """The error for names that no rank's state dict has."""
-    return _mismatch(where, _few("only in the checkpoint", names), only_names=True)
-
-
-def _mismatch(where: str, differences: Sequence[str], only_names: bool) -> CheckpointMismatch:
-    advice = "Build the model and the optimizer as they were saved, or use another folder"
-    if only_names:
-        advice += "; strict=False of Checkpointer.restore ignores names that only one side has"
-    return CheckpointMismatch(
-        f"{where} does not fit the state dict: {'; '.join(differences)}. {advice}"
-    )
-
-
-def _few(what: str, names: Sequence[str]) -> list[str]:
-    if not names:
-        return []
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return [f"{what}: {', '.join(names[:_SHOWN])}{more}"]
-
-
-def check_mixture(
-    state_dict: Mapping[str, Any],
-    items: Sequence[Item],
-    filled: Iterable[dict[Any, Any]],
-    content: Content,
-) -> None:
-    """Checks the tensors of a state dict that has DTensors. `filled` are the dicts that were empty.
-
-    Raises:
-        CheckpointMismatch: if a tensor that was saved in parts is whole here, or if a dict was
-            filled with whole tensors of the shape of a DTensor, such as an optimizer's moments;
-            names the fix.
-    """
-    shapes = {tuple(leaf.shape) for _, leaf in nodes(state_dict) if isinstance(leaf, DTensor)}
-    if not shapes:
-        return
-    added = {id(leaf) for each in filled for _, leaf in nodes(each)}
-    whole = []
-    for item in items:
-        entry = content.whole.tensors.get(item.name)
-        leaf = look_up(state_dict, item.path)
-        if entry is None or not item.shape or not isinstance(leaf, torch.Tensor):
-            continue
-        if not isinstance(leaf, DTensor) and (
-            len(entry.shards) > 1 or (id(leaf) in added and item.shape in shapes)
-        ):
-            whole.append(repr(item.name))
-    if whole:
-        more = f" and {len(whole) - _SHOWN} more" if len(whole) > _SHOWN else ""
-        raise CheckpointMismatch(
-            f"{content.where} cannot be restored into a mixture of DTensors and whole tensors: "
-            f"{', '.join(whole[:_SHOWN])}{more} would be whole next to DTensors, which an "
-            "optimizer cannot step. Build the state dict with get_state_dict(model, optimizer) of "
-            "torch.distributed.checkpoint.state_dict, which creates the optimizer's state as "
-            "DTensors, and load it with set_state_dict; or use outlast.Job"
-        )
+Part = tuple[Item, torch.Tensor]  # of this rank, with its view
 
 
 def load(
     content: Content, state_dict: dict[str, Any], items: Sequence[Item], weights_only: bool
 ) -> None:
-    """Fills `items` of `state_dict` with the content.
-
-    Raises:
-        CheckpointError: at the first byte that differs from what was written, or for a value that
-            cannot be unpickled without running code.
+    """Fills `items` of `state_dict`. A `CheckpointError` at the first byte that differs from what
+    was written, and for a value that cannot be unpickled without running code.
     """
     values: list[tuple[Item, Any]] = []
     for source in content.sources:
         values += _load_values(source, state_dict, items, weights_only)
+    parts = [
+        (item, local_view(look_up(state_dict, item.path), item))
+        for item in items
+        if item.kind == "tensor"
+    ]
+    shared = _sharing(parts)
+    later = {id(second[1]) for _, second in shared}
     for source in content.sources:
-        _load_tensors(source, state_dict, items)
+        _load_tensors(source, [each for each in parts if id(each[1]) not in later])
+    for first, second in shared:
+        _load_shared(content, first, second)
     for item, value in values:
         put(state_dict, item.path, value)
 
 
-def _load_tensors(source: Source, state_dict: Mapping[str, Any], items: Sequence[Item]) -> None:
+def _sharing(parts: Sequence[Part]) -> list[tuple[Part, Part]]:
+    """Pairs of parts whose memory overlaps, or lies between the elements of the other one."""
+    found = []
+    at = [(str(t.device), t.data_ptr(), (item, t)) for item, t in parts if t.nbytes]
+    before: tuple[str, int, Part] | None = None  # device, end, and the part that ends there
+    for device, begin, part in sorted(at, key=lambda each: each[:2]):
+        tensor = part[1]
+        steps = (s * (n - 1) for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+        end = begin + (sum(steps) + 1) * tensor.element_size()
+        if begin and before is not None and before[0] == device and begin < before[1]:
+            found.append((before[2], part))
+        if before is None or before[0] != device or end > before[1]:
+            before = device, end, part
+    return found
+
+
+def _load_shared(content: Content, first: Part, second: Part) -> None:
+    """Loads the second part, which shares memory with the first one, as tied weights do: what was
+    saved for both must agree.
+    """
+
+    def place(tensor: torch.Tensor) -> tuple[Any, ...]:
+        return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+    compared = [second]
+    if place(first[1]) != place(second[1]):
+        compared = [first, second]
+        for source in content.sources:
+            _load_tensors(source, compared[1:])
+    for item, part in compared:
+        again = torch.empty(part.shape, dtype=part.dtype)
+        for source in content.sources:
+            _load_tensors(source, [(item, again)])
+        if not _same_bits(part.cpu(), again):
+            raise CheckpointMismatch(
+                f"{first[0].name!r} and {second[0].name!r} share memory here, as tied weights do, "
+                "and different values were saved for them: build the model as it was saved"
+            )
+
+
+def _load_tensors(source: Source, parts: Sequence[Part]) -> None:
     direct: list[Piece] = []
     indirect: list[tuple[Shard, Item, torch.Tensor]] = []
-    for item in items:
+    for item, part in parts:
         entry = source.contents.tensors.get(item.name)
-        if item.kind != "tensor" or entry is None:
+        if entry is None:
             continue
-        part = local_part(look_up(state_dict, item.path), item)
+        is_plain = part.is_contiguous() and not part.is_conj() and not part.is_neg()
         for shard in entry.shards:
             if not _overlaps(shard, item):
                 continue
             same = tuple(shard.offsets) == item.offsets and tuple(shard.sizes) == item.sizes
-            if same and part.device.type == "cpu" and part.is_contiguous():
+            has_bytes = is_plain and (part.data_ptr() != 0 or not part.nbytes)
+            if same and part.device.type == "cpu" and has_bytes:
                 direct.append(Piece(shard.file, shard.at, part.nbytes, part.data_ptr(), part))
             else:
                 indirect.append((shard, item, part))
@@ -240,7 +113,7 @@ def _load_tensors(source: Source, state_dict: Mapping[str, Any], items: Sequence
 
 
 def _load_indirectly(source: Source, parts: Sequence[tuple[Shard, Item, torch.Tensor]]) -> None:
-    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    copies: list[tuple[torch.Tensor, torch.Tensor, Item]] = []
     pieces: list[Piece] = []
     left_bytes = _TEMPORARY_BYTES
     for number, (shard, item, part) in enumerate(parts):
@@ -252,14 +125,36 @@ def _load_indirectly(source: Source, parts: Sequence[tuple[Shard, Item, torch.Te
         temporary = torch.empty(sizes, dtype=part.dtype)
         at = shard.at + low * row_bytes
         pieces.append(Piece(shard.file, at, temporary.nbytes, temporary.data_ptr(), temporary))
-        copies.append(_views(shard, item, part, temporary, low))
+        copies.append((*_views(shard, item, part, temporary, low), item))
         left_bytes -= temporary.nbytes
         if left_bytes <= 0 or number == len(parts) - 1:
             read_verified(source, pieces)
-            with torch.no_grad():
-                for to, read in copies:
-                    to.copy_(read)
+            for to, loaded, of in copies:
+                _write(to, loaded, of)
             copies, pieces, left_bytes = [], [], _TEMPORARY_BYTES
+
+
+def _write(to: torch.Tensor, loaded: torch.Tensor, item: Item) -> None:
+    """Writes into a view of any layout. Elements of it may share memory, as in an expanded tensor:
+    then those that were saved must be equal, too.
+    """
+    once, values = to, loaded
+    for dim, stride in enumerate(to.stride()):
+        if stride == 0 and to.shape[dim] > 1:
+            once, values = once.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    with torch.no_grad():
+        once.copy_(values)
+    if torch._debug_has_internal_overlap(to) != 0 and not _same_bits(to.cpu(), loaded):
+        raise CheckpointMismatch(
+            f"elements of {item.name!r} share their memory here, as in an expanded tensor, and "
+            "different values were saved for them: clone() it"
+        )
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(
+        *(each.resolve_conj().resolve_neg().contiguous().view(torch.uint8) for each in (a, b))
+    )
 
 
 def _overlaps(shard: Shard, item: Item) -> bool:

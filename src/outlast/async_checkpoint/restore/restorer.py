@@ -1,37 +1,41 @@
 """Restores: all ranks try the same candidates in the same order, and agree on each.
 
-Rank 0 lists the candidates: snapshots that each rank has in memory or can fetch from another host's
-memory, and the checkpoints on storage, the newest step first. A candidate that is damaged on any
-rank is skipped by all.
+Rank 0 lists the candidates: snapshots that each rank has in memory or can fetch from another
+host's, and checkpoints on storage, the newest step first. All skip one that is damaged on any.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from outlast.async_checkpoint.environment import position
 from outlast.async_checkpoint.observers import notify
-from outlast.async_checkpoint.restore.from_copies import CopiesInReach, Fetched, plans
-from outlast.async_checkpoint.restore.from_memory import MemorySnapshot, content_in_memory
-from outlast.async_checkpoint.restore.load import (
+from outlast.async_checkpoint.restore.fit import (
     Content,
     check_mixture,
-    empty_dicts,
+    empty_in,
     fill_empty,
     fit,
     left_over,
-    load,
 )
+from outlast.async_checkpoint.restore.from_copies import CopiesInReach, Fetched, plans
+from outlast.async_checkpoint.restore.from_memory import MemorySnapshot, content_in_memory
+from outlast.async_checkpoint.restore.load import load
 from outlast.async_checkpoint.restore.verified_read import check_sizes, storage_source
 from outlast.async_checkpoint.save.folder_session import FolderSession
+from outlast.async_checkpoint.save.left_saves import LeftSave, compared, left_by
 from outlast.async_checkpoint.state_dict import Item
 from outlast.async_checkpoint.storage.directory import candidates, leftovers, read_manifest
 from outlast.async_checkpoint.storage.fence import raise_fence, stale
+from outlast.async_checkpoint.storage.manifest import saved_by
 from outlast.async_checkpoint.storage.recycled_files import RECYCLED
 from outlast.async_checkpoint.writer.client import ProcessFailed
 from outlast.async_checkpoint.writer.handover import SnapshotDescription
@@ -64,16 +68,16 @@ class _Candidate:
 
 @dataclasses.dataclass
 class _Request:
-    """A restore in progress. `empty` are the dicts that were empty before. `overwritten` are the
-    names of tensors that may hold parts of a damaged candidate. `fetched` is the copy that was
-    fetched for the candidate.
+    """A restore in progress. `empty` are the dicts and lists that were empty before. `overwritten`
+    are the names of tensors that may hold parts of a damaged candidate. `fetched` is the copy that
+    was fetched for the candidate.
     """
 
     state_dict: dict[str, Any]
     strict: bool
     optional: tuple[str, ...]
     weights_only: bool
-    empty: list[dict[Any, Any]]
+    empty: list[Any]
     overwritten: set[str] = dataclasses.field(default_factory=set)
     fetched: Fetched = dataclasses.field(default_factory=Fetched)
 
@@ -85,6 +89,7 @@ class Restorer:
         ranks: the agreement of the ranks, also for steps between restores.
         copies: the copies in other hosts' memory, if there are any.
         restored_from: the source of the last restore; empty if it found nothing.
+        lacking: the paths of what the last restore has not found in the checkpoint.
         not_live: why the caller restores no state that it has kept; empty if it has none.
     """
 
@@ -98,14 +103,13 @@ class Restorer:
         self._items = session.memo.items
         self.copies: CopiesInReach | None = None
         self.restored_from = self.not_live = ""
+        self.lacking: list[tuple[Any, ...]] = []
+        self._left: list[LeftSave] = []
 
     def open(self, owner: str) -> None:
         """Creates and locks the directory, and removes the remains of killed saves. Called on all
         ranks. While another group of hosts of this run has the directory, all wait: one of the two
-        groups ends when they meet, and its hosts join the other.
-
-        Raises:
-            CheckpointError: on every rank, if rank 0 cannot.
+        groups ends when they meet, and its hosts join the other. What rank 0 raises, all raise.
         """
         warned = False
 
@@ -175,7 +179,7 @@ class Restorer:
             self.restored_from = ""
             return None
         errors: list[str] = []
-        empty = empty_dicts(state_dict)
+        empty = empty_in(state_dict)
         request = _Request(state_dict, strict, optional, weights_only, empty)
         notify("restoring")
         for candidate in found:
@@ -224,8 +228,8 @@ class Restorer:
         """This rank's snapshots in memory, by the ids of their saves. The writer is not asked, and
         takes no checksums, unless there is one of a later step than `after`.
         """
-        held = [*self._session.pool.buffers, *self._session.pool.handed_over]
-        if not any(each.snapshot is not None and each.snapshot["step"] > after for each in held):
+        held = [each.snapshot for each in self._session.pool.all_buffers]
+        if not any(each is not None and each["step"] > after for each in held):
             return {}
         try:
             answer = self._session.writer.request(Writer.describe_snapshots)
@@ -250,9 +254,13 @@ class Restorer:
             "own": {save_id: [s["step"], s["number"]] for save_id, s in snapshots.items()},
             "committed": {i: s["final"] for i, s in snapshots.items() if s.get("committed")},
             "copies": [] if copies is None else [copies.listed(self.ranks.world_size)],
+            "left": [
+                dataclasses.asdict(each)
+                for each in left_by(self._session, self.ranks.rank, self.ranks.world_size)
+            ],
         }
 
-        def sort(parts: list[Any]) -> list[Any]:
+        def sort(parts: list[Any]) -> Any:
             on_storage = candidates(self._session.storage)
             folders = {folder for _, folder in on_storage}
             final = {save_id: name for part in parts for save_id, name in part["committed"].items()}
@@ -267,9 +275,25 @@ class Restorer:
                 if save_id not in final or final[save_id] in folders
             ]
             ranked.sort(key=lambda each: each[0], reverse=True)
-            return [each for _, each in ranked if step is None or each[1] == step]
+            left = compared([part["left"] for part in parts], partial(self._has_saved, on_storage))
+            found = [each for _, each in ranked if step is None or each[1] == step]
+            return found, list(map(dataclasses.asdict, left))
 
-        return [_Candidate(*each) for each in self.ranks.gather(mine, sort)]
+        found, left = self.ranks.gather(mine, sort)
+        self._left += msgspec.convert(left, list[LeftSave])
+        return [_Candidate(*each) for each in found]
+
+    def _has_saved(self, found: Sequence[tuple[int, str]], step: int, save_id: str) -> bool:
+        storage = self._session.storage
+        folders = [folder for each, folder in found if each == step]
+        with contextlib.suppress(CheckpointError, OSError):
+            return any(saved_by(storage, folder) == save_id for folder in folders)
+        return False
+
+    def take_left(self, step: int) -> list[LeftSave]:
+        """The saves up to this step that were in progress before the restart; once."""
+        left, self._left = self._left, []
+        return [each for each in left if each.step <= step]
 
     def _load(
         self, candidate: _Candidate, snapshots: dict[str, SnapshotDescription], request: _Request
@@ -318,7 +342,7 @@ class Restorer:
         return Content(manifest, [source])
 
     def _memory_of(self, snapshot: SnapshotDescription) -> MemorySnapshot:
-        buffers = (*self._session.pool.buffers, *self._session.pool.handed_over)
+        buffers = self._session.pool.all_buffers
         (buffer,) = (each for each in buffers if each.number == snapshot["buffer"])
         assert buffer.memory is not None
         return MemorySnapshot(snapshot, buffer.memory, buffer.values)
@@ -327,6 +351,8 @@ class Restorer:
         present = self._items(request.state_dict)
         check_mixture(request.state_dict, present, request.empty, content)
         items, unexpected = fit(present, content, request.strict, request.optional)
+        loaded = {item.name for item in items}
+        self.lacking = [item.path for item in present if item.name not in loaded]
         lost = request.overwritten & {item.name for item in present}
         lost -= {item.name for item in items}
         if lost:

@@ -12,8 +12,7 @@ import ctypes
 import dataclasses
 import functools
 import os
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +24,7 @@ from outlast.async_checkpoint.storage.manifest import CHUNK_BYTES, Manifest, rea
 from outlast.async_checkpoint.storage.protocol import FileReader, Storage
 from outlast.async_checkpoint.storage.system_errors import Reopened
 from outlast.errors import CheckpointError
+from outlast.system.files import read_fully
 from outlast.system.parallel import in_threads
 from outlast.system.shared_memory import MemoryName, memory_at, move
 
@@ -61,13 +61,7 @@ def storage_source(storage: Storage, folder: str, manifest: Manifest) -> Source:
 
 def memory_source(where: str, contents: Contents, views: Mapping[str, memoryview]) -> Source:
     """A snapshot in memory; `views` are the contents of its files, by name."""
-
-    def open_view(name: str) -> FileReader:
-        if name not in views:
-            raise CheckpointError(f"{where}/{name} is missing")
-        return _MemoryReader(views[name])
-
-    return Source(where, contents, CHUNK_BYTES, open_view)
+    return _source(where, contents, lambda name: _MemoryReader(views[name]))
 
 
 def borrowed_source(
@@ -76,13 +70,17 @@ def borrowed_source(
     """A snapshot in the memory of another process of this host; `places` are the first byte and the
     size of each file. It is read like a file: a process that shortens its memory ends no reader.
     """
+    return _source(where, contents, lambda name: _BorrowedReader(memory, *places[name]))
 
-    def open_part(name: str) -> FileReader:
-        if name not in places:
-            raise CheckpointError(f"{where}/{name} is missing")
-        return _BorrowedReader(memory, *places[name])
 
-    return Source(where, contents, CHUNK_BYTES, open_part)
+def _source(where: str, contents: Contents, open_file: Callable[[str], FileReader]) -> Source:
+    def open_known(name: str) -> FileReader:
+        try:
+            return open_file(name)
+        except KeyError:
+            raise CheckpointError(f"{where}/{name} is missing") from None
+
+    return Source(where, contents, CHUNK_BYTES, open_known)
 
 
 class _BorrowedReader:
@@ -93,14 +91,8 @@ class _BorrowedReader:
         self._begin, self._descriptor = begin, memory.open()
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
-        done, most = 0, min(len(buffer), self.size_bytes - offset)
-        while done < most:
-            at = self._begin + offset + done
-            count = os.preadv(self._descriptor, [buffer[done:most]], at)
-            if not count:
-                break
-            done += count
-        return done
+        wanted = buffer[: max(self.size_bytes - offset, 0)]
+        return read_fully(self._descriptor, self._begin + offset, wanted)
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -123,12 +115,8 @@ class _MemoryReader:
 
 
 def read_verified(source: Source, wanted: Sequence[Piece], threads: int | None = None) -> None:
-    """Reads the pieces.
-
-    Raises:
-        CheckpointError: at the first chunk that is missing or damaged; names the file and the
-            bytes. The destinations may have been written to.
-        CheckpointReadError: if a file cannot be read now.
+    """Reads the pieces. A `CheckpointError` names the first chunk that is missing or damaged, when
+    destinations may have been written to; a `CheckpointReadError`, a file that cannot be read now.
     """
     # By default, this rank's share of the host's processors.
     threads = threads or max(1, min(8, (os.cpu_count() or 1) // local_ranks()))
@@ -140,34 +128,20 @@ def read_verified(source: Source, wanted: Sequence[Piece], threads: int | None =
             for number in range(first, last + 1):
                 by_chunk.setdefault((piece.file, number), []).append(piece)
     readers: dict[str, Reopened] = {}
-    jobs = iter(by_chunk.items())
-    lock = threading.Lock()
-    failed = threading.Event()
 
-    def work() -> None:
+    def work(chunks: Iterator[tuple[tuple[str, int], list[Piece]]]) -> None:
         scratch = functools.cache(lambda: memoryview(bytearray(source.chunk_bytes)))
-        while True:
-            with lock:
-                job = next(jobs, None)
-            if job is None or failed.is_set():
-                return
-            (name, number), pieces = job
-            try:
-                _read_chunk(source, readers[name], name, number, pieces, scratch)
-            except BaseException:
-                failed.set()
-                raise
+        for (name, number), pieces in chunks:
+            _read_chunk(source, readers[name], name, number, pieces, scratch)
 
     with contextlib.ExitStack() as stack:
         for name in {name for name, _ in by_chunk}:
             readers[name] = stack.enter_context(_open(source, name))
-        in_threads(work, threads, "outlast-read")
+        in_threads(work, by_chunk.items(), threads, "outlast-read")
 
 
 def check_sizes(source: Source, names: Iterable[str]) -> None:
-    """Checks that files have their sizes, before memory is allocated for what they hold. Raises as
-    `read_verified`.
-    """
+    """Checks the sizes of files before memory is allocated for them. Raises as `read_verified`."""
     for name in names:
         with _open(source, name):
             pass

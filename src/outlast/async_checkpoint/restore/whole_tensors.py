@@ -42,13 +42,7 @@ def batches(source: Source, names: Iterable[str]) -> Iterator[list[str]]:
 
 
 def read_tensors(source: Source, names: Iterable[str]) -> dict[str, np.ndarray[Any, Any]]:
-    """The tensors, by name, as arrays of uninterpreted elements. At most twice their size is in
-    memory at a time.
-
-    Raises:
-        CheckpointError: if a part is missing or damaged.
-        CheckpointReadError: if a file cannot be read now.
-    """
+    """Tensors by name, as raw elements; takes twice their size. Raises as `read_verified`."""
     tensors = {name: source.contents.tensors[name] for name in names}
     check_sizes(source, {shard.file for each in tensors.values() for shard in each.shards})
     found: dict[str, np.ndarray[Any, Any]] = {}

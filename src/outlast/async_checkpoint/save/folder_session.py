@@ -8,7 +8,6 @@ and finds the buffers allocated, the writer running and the last snapshots still
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import os
 import sys
 import threading
@@ -24,6 +23,7 @@ from outlast.async_checkpoint.storage.directory import open_storage
 from outlast.async_checkpoint.storage.fence import Credentials
 from outlast.async_checkpoint.storage.manifest import checksum
 from outlast.async_checkpoint.writer.client import WriterClient
+from outlast.async_checkpoint.writer.handover import SnapshotDescription
 from outlast.coordination.training_step import reserve_observers
 from outlast.events.emitter import JsonlSink, Sink
 from outlast.system.shared_memory import SharedMemory
@@ -45,6 +45,7 @@ class FolderSession:
     and it deletes them at its end, whichever rank it is by then. `keeper` and `copies` copy the
     snapshots to another host, and hold those of others. `kept` is memory that the writer keeps for
     a replacement of this process, `inherited` what a dead process of this rank has left of it.
+    `dropped` are the snapshots of saves that a fault has cut off, by id: see `left_saves.py`.
     """
 
     def __init__(self, url: str, threads: int, linger_s: float, replicas: int) -> None:
@@ -64,6 +65,7 @@ class FolderSession:
         self.copies: CopyRounds | None = None
         self.memo = StructureMemo()
         self.pool = BufferPool(self.writer)
+        self.dropped: dict[str, SnapshotDescription] = {}
         self.kept: SharedMemory | None = None
         self.inherited: SharedMemory | None = None
         self._sink: Sink | None = None
@@ -86,10 +88,10 @@ class FolderSession:
         return runtime_folder() / f"{name}.sock"
 
     def take_over(self, path: Path) -> None:
-        """Takes over what a dead process of this rank has left at `path`, this rank's socket; what
-        this process keeps goes there from now on.
-        """
+        """Takes over what a dead process left at `path`, where this rank then keeps its own."""
         found = self.pool.take_over(path)
+        left = [each.snapshot for each in self.pool.handed_over if each.snapshot is not None]
+        self.dropped.update({each["save_id"]: each for each in left})
         if found is not None:
             self.release_inherited()
             self.inherited = found
@@ -154,8 +156,7 @@ class FolderSession:
             self.keeper.close(timeout_s)  # a round that waits for it ends
         if self.copies is not None:
             self.copies.join()
-        allowed = dataclasses.asdict(self.credentials)
-        self.writer.close(timeout_s, tidy=self.recycles, last=self.locked, **allowed)
+        self.writer.close(timeout_s, self.credentials, tidy=self.recycles, last=self.locked)
         self.pool.close()
         self.release_inherited()
         if self.kept is not None:
@@ -177,12 +178,8 @@ class FolderSession:
 def session_for(
     url: str, *, threads: int, linger_s: float, replicas: int
 ) -> tuple[FolderSession, bool]:
-    """The session of a folder, and whether it existed before. One that was made with other options
-    ends, and so does one whose end was interrupted.
-
-    Raises:
-        ValueError: if there is a checkpointer for the folder in this process that was neither
-            closed nor aborted, and was not made by an iteration that a restart in place has ended.
+    """The session of a folder, and whether it existed before. One with other options ends, as does
+    one whose end was interrupted. A `ValueError` if its checkpointer is in use.
     """
     present = _sessions.get(url)
     owner = None if present is None else present.owner

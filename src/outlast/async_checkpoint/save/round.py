@@ -1,32 +1,40 @@
 """The round of one save: what the ranks tell each other, through the ledger, and their errors.
 
-    announce      each rank names the save: ranks that save different steps fail it
-    done          each rank reports its files, along a tree of ranks; or it claims a failure
-    verdict       all ranks are done, or one has failed: the ledger tells every rank the same
-    conclusion    rank 0 has committed the checkpoint, or says why not
+It has two calls of the ledger, each with a verdict and a conclusion:
 
-That is all, as long as no rank has a new structure: each rank saves the same share as before.
+    announcement   each rank names the save, and sends the parts that it has if their structure is
+                   new; done once all ranks have named the same save
+    shares         if a structure is new: rank 0 has divided the parts
+    save           each rank reports its files, or claims a failure; the verdict is the outcome of
+                   the save on every rank
+    result         rank 0 has committed the checkpoint, or says why not
 
-A rank whose state dict has a new structure must know its share before it copies anything. So it
-claims the verdict `_CHANGED`, which it can, because it is not done. In every other rank a thread
-waits for the verdict while the files are written, and joins the *agreement* at once, a second call
-of the ledger: ranks with a new structure send its parts, the others nothing; rank 0 divides them,
-and the shares of the others stay. Then the save is reported a second time, in a third call. No rank
-waits in the agreement for a write, or for a seal, which may need the next step of training: all
-ranks may be waiting there for the rank with the new structure.
+No rank reports before it has announced. A rank whose save has another name than the first one's is
+not counted in the announcement, and reports nothing: it claims a failure. So a save that is done
+was announced by every rank under one name, whichever came first.
+
+A rank with a new structure must know its share before it copies anything: it waits for the shares.
+Every other rank saves the same share as before, and writes its files at once; on rank 0, a thread
+waits for the announcements and divides the parts meanwhile. No rank waits for shares until a file
+is written, or a snapshot is sealed, which may need the next step of training: all ranks may be
+waiting there for the rank with the new structure.
+
+A failure is claimed in the announcement first, and then in the save, so no rank waits in vain for
+either: when the save has a verdict, the announcement has one too.
+
+Threads of a rank share no variables of the round: the simulation (`tests/simulation`) runs each.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from outlast.async_checkpoint.writer.client import ProcessFailed
 from outlast.async_checkpoint.writer.write_files import Dropped
-from outlast.coordination.call_ledger import CallFailure, CallLedger
+from outlast.coordination.call_ledger import DIFFERENT_ORDER, CallFailure, CallLedger
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.errors import (
     AsyncCallError,
@@ -35,14 +43,15 @@ from outlast.errors import (
     OutlastError,
     SaveCancelled,
     StoreError,
+    UnevenRanks,
 )
-from outlast.system.error_text import describe
-from outlast.system.tracebacks import drop_tracebacks
+from outlast.events.hung_ranks import EQUAL_STEPS
+from outlast.system.error_text import describe, drop_tracebacks
 from outlast.system.waiting import ThreadedWait
 
 ABORTED = "aborted: it was dropped for all ranks"
 """The cause of the failure of a save that a rank dropped (`Saves.abort`)."""
-_CHANGED = "the structure of the state has changed"
+_SAME = b"same"  # what a rank announces whose structure is not new
 
 Divide = Callable[[Sequence[bytes]], dict[str, Any]]
 """Divides the parts that ranks have sent; the answer for them. A `CheckpointError` if that cannot
@@ -58,135 +67,148 @@ def is_due_to_restart(error: Exception) -> bool:
 
 
 class SaveRound:
-    """One rank's part in the round of save `index`, which has three calls of the ledger to use.
-    `divide` is called on rank 0.
-    """
+    """One rank's part in the round of save `index`. `divide` is called on rank 0."""
 
     def __init__(
-        self, ledger: CallLedger, index: int, name: str, divide: Divide, timeout_s: float
+        self,
+        ledger: CallLedger,
+        index: int,
+        name: str,
+        divide: Divide,
+        timeout_s: float,
+        place: str = "",
     ) -> None:
         self.name = name
+        self._announced_as = f"{name} ({place})" if place else name
         self._index = index
         self._rank = ledger.rank
         self._ledger = ledger
         self._divide = divide
         self._timeout_s = timeout_s
-        self._first, self._agreement, self._second = range(3 * index, 3 * index + 3)
-        self._call = self._first  # in which this rank reports
-        self._changed = False  # whether the first call has ended because of a new structure
-        self._listening: ThreadedWait[CallFailure | None] | None = None
+        self._announcement, self._save = 2 * index, 2 * index + 1
+        self._announced = False
+        self._listening: ThreadedWait[None] | None = None
 
     # ------------------------------------------------------------ a structure that is new here
 
     def agree(self, parts: bytes) -> dict[str, Any]:
-        """Makes all ranks agree, on the training thread: sends this rank's new parts, and returns
-        the shares.
-        """
-        with contextlib.suppress(AsyncCallError):  # it has failed the save
-            self._ledger.announce(self._first, self.name)
-        self._ledger.fail(self._first, CallFailure.here(self._index, _CHANGED, self._rank, ""))
-        answer: dict[str, Any] | CallFailure | None = self._note(self._verdict(self._first))
-        if self._changed:
-            answer = self._exchange(parts)
-        assert answer is not None  # this rank has not reported: not all are done
-        if isinstance(answer, CallFailure):
-            raise self.error(answer)
-        return answer
-
-    def _exchange(self, parts: bytes) -> dict[str, Any] | CallFailure:
-        ledger = self._ledger
+        """Agrees with all ranks: sends this rank's new parts, and returns the shares."""
+        ledger, call = self._ledger, self._announcement
+        self._announce(parts)
         try:
-            ledger.finish(self._agreement, parts)
-            if ledger.rank == 0:
-                failure = ledger.await_verdict(self._agreement, self._timeout_s).failure
-                self._conclude_agreement(failure or self._divide(ledger.parts(self._agreement)))
-            answer = json.loads(ledger.await_conclusion(self._agreement, self._timeout_s))
+            if self._rank == 0:
+                self._share_out(self._timeout_s)
+            if ledger.await_verdict(call, self._timeout_s).done:
+                shares = json.loads(ledger.await_conclusion(call, self._timeout_s))
+                if shares:
+                    return dict(shares)
         except KeyTimeout as e:
             raise CheckpointTimeout(
-                f"rank {ledger.rank} waited for the other ranks to agree who saves what, because a "
-                f"state dict has a new structure; not all came within {self._timeout_s:g} s"
+                f"rank {self._rank} waited for the other ranks to agree who saves what, because a "
+                f"state dict has a new structure; {self._absent(call)} within {self._timeout_s:g} s"
             ) from e
-        if "failure" in answer:
-            self._call = self._agreement  # nothing more is reported
-            return CallFailure(**answer["failure"])
-        self._call = self._second
-        return dict(answer)
+        raise self._failed()
 
-    def _conclude_agreement(self, answer: dict[str, Any] | CallFailure) -> None:
-        if isinstance(answer, CallFailure):
-            answer = {"failure": dataclasses.asdict(answer)}
-        text = json.dumps(answer, separators=(",", ":"))
-        self._ledger.conclude(self._agreement, text.encode())
+    def _announce(self, parts: bytes) -> None:
+        self._announced = True
+        try:
+            self._ledger.announce(self._announcement, self._announced_as)
+        except AsyncCallError:
+            raise self._failed() from None
+        self._ledger.finish(self._announcement, parts)
+
+    def _failed(self) -> CheckpointError:
+        """The error of a save that failed before this rank had its share."""
+        failure = self._ledger.await_verdict(self._announcement, None).failure
+        if failure is not None:
+            self._ledger.fail(self._save, failure)
+        # There is one now: rank 0 has claimed a failure before it told that there are no shares.
+        failure = self._ledger.await_verdict(self._save, None).failure
+        assert failure is not None  # this rank has not reported
+        return self.error(failure)
+
+    def _share_out(self, timeout_s: float | None) -> None:
+        """On rank 0: waits for the announcements, and divides the parts that ranks have sent."""
+        if self._ledger.await_verdict(self._announcement, timeout_s).done:
+            announced = self._ledger.parts(self._announcement)
+            parts = [b"" if part == _SAME else part for part in announced]
+            if any(parts):
+                self._tell_shares(self._divide(parts))
+
+    def _tell_shares(self, shares: dict[str, Any]) -> None:
+        text = json.dumps(shares, separators=(",", ":"))
+        self._ledger.conclude(self._announcement, text.encode())
 
     # ------------------------------------------------------------- on the thread of the saves
 
     def begin(self) -> None:
-        """Announces the save, and begins to wait for the verdict. Fails the save if another rank
-        has announced another one.
-        """
-        if self._call == self._first:
-            if self._ledger.world_size > 1:
-                self._listening = ThreadedWait(self._listen, "outlast-verdict")
-            self._ledger.announce(self._first, self.name)
+        """Announces the save. Fails it if another rank has announced another one."""
+        if not self._announced:
+            self._announce(_SAME)
+            if self._rank == 0 and self._ledger.world_size > 1:
+                self._listening = ThreadedWait(self._listen, "outlast-shares")
 
-    def _listen(self) -> CallFailure | None:
-        failure = self._note(self._verdict(self._first))
-        if not self._changed:
-            return failure
+    def _listen(self) -> None:
         try:
-            answer = self._exchange(b"")
+            self._share_out(None)
         except StoreError:
             raise
         except Exception as e:  # noqa: BLE001 - all ranks must know of any error
-            answer = self.failure(e)
-            self._leave(answer)
-        return answer if isinstance(answer, CallFailure) else None
+            self._leave(self.failure(e))
+
+    def await_announcements(self) -> None:
+        """Before the report of a failure that may come from ranks which are not at the same place:
+        waits until all have announced the save. If they differ, that is its failure on all ranks.
+        """
+        with contextlib.suppress(KeyTimeout):
+            failure = self._ledger.await_verdict(self._announcement, self._timeout_s).failure
+            if failure is not None:
+                self._ledger.fail(self._save, failure)
 
     def report(self, outcome: str | CallFailure) -> CallFailure | None:
-        """Reports this rank's record, or its failure, and waits for the verdict: `None`, or the
-        failure that is the same on all ranks.
-        """
-        listening = self._listening
-        if listening is not None:
-            self._report(self._first, outcome)
-            if not listening.over.wait(self._timeout_s):
-                self.fail(self._late())
-            failure = listening.result()
-            if failure is not None or self._call == self._first:
-                return failure
-        self._report(self._call, outcome)
-        try:
-            return self._ledger.await_verdict(self._call, self._timeout_s).failure
-        except KeyTimeout:
-            self._ledger.fail(self._call, self._late())
-            return self._verdict(self._call)  # there is one now
-
-    def _report(self, call: int, outcome: str | CallFailure) -> None:
+        """Reports this rank's record or failure; returns the failure that all have, or `None`."""
+        ledger, call = self._ledger, self._save
         if isinstance(outcome, CallFailure):
-            self._ledger.fail(call, outcome)
+            self.fail(outcome)
         else:
-            self._ledger.finish(call, outcome.encode())
+            ledger.finish(call, outcome.encode())
+        try:
+            failure = ledger.await_verdict(call, self._timeout_s).failure
+        except KeyTimeout:
+            late = f"not all ranks had written their parts within {self._timeout_s:g} s: "
+            self.fail(self.failure(late + self._absent(call)))
+            failure = ledger.await_verdict(call, None).failure  # there is one now
+        if self._listening is not None:
+            self._listening.result()
+        return failure
 
-    def _late(self) -> CallFailure:
-        return self.failure(f"not all ranks had written their parts within {self._timeout_s:g} s")
+    def _absent(self, call: int) -> str:
+        """Says which ranks have not announced the save, or not done their part of `call`."""
+        for each, what in ((self._announcement, "begun this save"), (call, "written its part")):
+            parts = self._ledger.parts_so_far(each)
+            absent = [str(rank) for rank, part in enumerate(parts) if not part]
+            if absent:
+                return f"rank {', '.join(absent)} had not {what}"
+        return "rank 0 had not answered"
 
     def records(self) -> list[bytes]:
-        return self._ledger.parts(self._call)
+        return self._ledger.parts(self._save)
 
     def conclude(self, result: dict[str, Any]) -> None:
-        self._ledger.conclude(self._call, json.dumps(result).encode())
+        self._ledger.conclude(self._save, json.dumps(result).encode())
 
     def await_conclusion(self) -> dict[str, Any]:
-        """The result that rank 0 tells; `unknown`: why it has told none."""
+        """The result of rank 0. After an error, do not `forget`: it may need this rank's record."""
         try:
-            return dict(json.loads(self._ledger.await_conclusion(self._call, self._timeout_s)))
+            return dict(json.loads(self._ledger.await_conclusion(self._save, self._timeout_s)))
         except KeyTimeout:
-            return {"unknown": f"rank 0 did not report it within {self._timeout_s:g} s"}
+            why = f"rank 0 did not report it within {self._timeout_s:g} s"
+            raise self.error_of_commit({"unknown": why}) from None
 
     def forget(self) -> None:
         """After the end of the save on this rank."""
-        for call in range(self._first, (self._second if self._changed else self._first) + 1):
-            self._ledger.forget(call)
+        self._ledger.forget(self._announcement)
+        self._ledger.forget(self._save)
 
     # ------------------------------------------------------------------- failures, on any thread
 
@@ -202,14 +224,18 @@ class SaveRound:
         return CallFailure.of(cause, self._index, self.name, self._rank)
 
     def error(self, failure: CallFailure, late: bool = False) -> CheckpointError:
-        """The error that every rank raises when one has failed or dropped the save; `late` if a
-        wait of this rank took too long.
-        """
+        """The error of a failed or dropped save, on all ranks; `late`: a wait was too long here."""
         where = f"rank {failure.rank} on {failure.host}"
         if failure.cause == ABORTED:
             return SaveCancelled(f"the {failure.name} was dropped for all ranks by {where}")
         text = f"the {failure.name} failed on {where}: {failure.cause}"
         kind = CheckpointTimeout if late else CheckpointError
+        if DIFFERENT_ORDER in text:
+            kind = UnevenRanks
+            if EQUAL_STEPS not in text:
+                text += f". All ranks must save the same steps; {EQUAL_STEPS}"
+        elif failure.name != self.name:
+            text += f"; rank {self._rank} was at the {self.name}"
         error = kind(f"{text}\n{failure.traceback.rstrip()}" if failure.traceback else text)
         error.of_another_rank = failure.rank != self._rank
         return error
@@ -231,8 +257,7 @@ class SaveRound:
 
         Its text says where it comes from. The frames of its traceback hold the save, whose handle
         holds the error: until Python collected that cycle, it would keep the memory of the
-        iteration and its connections to the store. So only a bug, whose text may not be enough,
-        keeps its traceback.
+        iteration and its connections to the store. Only a bug keeps it: its text may not be enough.
         """
         if isinstance(cause, OutlastError):
             drop_tracebacks(cause)
@@ -246,36 +271,16 @@ class SaveRound:
         return error
 
     def fail(self, failure: CallFailure) -> bool:
-        """Claims that the save has failed, in the call that decides by now; returns whether this is
-        the verdict.
-        """
-        call, ledger = self._call, self._ledger
-        if ledger.fail(call, failure):
-            return True
-        # There is none once all ranks have forgotten the call.
-        verdict = ledger.verdict(call) if call == self._first else None
-        if verdict is not None:
-            self._note(verdict.failure)
-        if verdict is None or not self._changed:
-            return False
-        # If the ranks have agreed by now, they wait for the second report.
-        return ledger.fail(self._agreement, failure) or ledger.fail(self._second, failure)
+        """Claims that the save has failed; returns whether this is the verdict."""
+        self._ledger.fail(self._announcement, failure)
+        return self._ledger.fail(self._save, failure)
 
     def refuse(self, cause: str | BaseException) -> None:
-        """This rank has no snapshot of the save, which fails on all ranks. Called once, instead of
-        `report`.
-        """
+        """Instead of `report`, once: this rank has no snapshot of the save, which fails on all."""
         self._leave(self.failure(cause))
         self.forget()
 
     def _leave(self, failure: CallFailure) -> None:
         self.fail(failure)
-        if self._rank == 0 and self._call == self._first and self._changed:
-            self._conclude_agreement(failure)  # the other ranks wait for it
-
-    def _note(self, failure: CallFailure | None) -> CallFailure | None:
-        self._changed = failure is not None and failure.name == _CHANGED
-        return failure
-
-    def _verdict(self, call: int) -> CallFailure | None:
-        return self._ledger.await_verdict(call, None).failure
+        if self._rank == 0:
+            self._tell_shares({})  # to the ranks that wait for them

@@ -17,9 +17,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from outlast.async_checkpoint.beside import Beside, differing
 from outlast.async_checkpoint.finite import not_finite_in
 from outlast.async_checkpoint.handle import SaveHandle
 from outlast.async_checkpoint.observers import notify
@@ -30,15 +31,15 @@ from outlast.async_checkpoint.snapshot.buffers import NoFreeBuffer
 from outlast.async_checkpoint.snapshot.snapshot import Snapshot, Snapshotter
 from outlast.async_checkpoint.snapshot.structure import Structure, values_file
 from outlast.async_checkpoint.state_dict import signature_and_leaves
-from outlast.async_checkpoint.storage.manifest import MANIFEST, Manifest, encode, saved_by
+from outlast.async_checkpoint.storage.manifest import MANIFEST, Manifest, decode, encode, saved_by
 from outlast.async_checkpoint.writer.client import ProcessFailed
 from outlast.async_checkpoint.writer.handover import SnapshotDescription
 from outlast.async_checkpoint.writer.main import Writer
 from outlast.async_checkpoint.writer.write_files import Dropped
 from outlast.coordination.call_ledger import CallFailure, CallLedger
+from outlast.coordination.waits import waits
 from outlast.errors import CheckpointError, CheckpointTimeout, OutlastError, StoreError
-from outlast.system.error_text import describe
-from outlast.system.tracebacks import drop_tracebacks
+from outlast.system.error_text import describe, drop_tracebacks
 
 _DROPPED = "dropped for all ranks by rank 0, while it was being committed"
 
@@ -46,7 +47,8 @@ _DROPPED = "dropped for all ranks by rank 0, while it was being committed"
 @dataclasses.dataclass
 class Shared:
     """What all saves of a checkpointer share. The ids of its saves begin with `job`; each wait may
-    take `timeout_s`. `aborted`: all saves are being dropped; set by another thread, once.
+    take `timeout_s`. `beside` is called for each save, on the training thread. `aborted`: all saves
+    are being dropped; set by another thread, once.
     """
 
     session: FolderSession
@@ -56,6 +58,7 @@ class Shared:
     job: str
     timeout_s: float
     aborted: bool = False
+    beside: Callable[[], Beside] = Beside
 
 
 class Save:
@@ -64,6 +67,7 @@ class Save:
     Attributes:
         index: of the save in its checkpointer, the same on all ranks.
         name: in messages; differs between ranks that save different steps.
+        place: where the training is, in words; differs between ranks that are not at the same one.
         finite: the names of tensors whose values must be finite.
         taken: the snapshot, if there is one.
         began, blocked_s: when `Checkpointer.save` was called, and how long training waited.
@@ -77,14 +81,19 @@ class Save:
         metric: float | None,
         finite: Collection[str],
         began: float,
+        place: str = "",
     ) -> None:
         self.index, self.step, self.metric, self.finite = index, step, metric, finite
         self.name = f"save of step {step}"
+        self.id = f"{shared.job}{index:08x}"
+        self.working, self.final = shared.session.storage.names_for(step, self.id)
+        self.place = place
         self.round = SaveRound(
-            shared.ledger, index, self.name, shared.structures.divide, shared.timeout_s
+            shared.ledger, index, self.name, shared.structures.divide, shared.timeout_s, place
         )
         self.handle = SaveHandle(step, self.seal)
         self.taken: Snapshot | None = None
+        self._beside = Beside()
         self.began, self.blocked_s = began, 0.0
         self._shared = shared
         self._rank = shared.ledger.rank
@@ -96,6 +105,7 @@ class Save:
     def snapshot(self, state_dict: Mapping[str, Any], earlier: Sequence[Save]) -> None:
         """Takes the snapshot of `state_dict` as it is now; `earlier` saves are in progress."""
         shared, session, structures = self._shared, self._shared.session, self._shared.structures
+        self._beside = shared.beside()
         signature, leaves = signature_and_leaves(state_dict)
         structure = structures.known(signature)
         if structure is None:
@@ -122,11 +132,24 @@ class Save:
         if session.copies is not None:
             session.copies.submit(self.index, self.step, self.taken)
         session.pool.release_handed_over()
+        session.dropped.clear()
+
+    def adopt(self, save_id: str, sync: Callable[[], object]) -> None:
+        """Takes the snapshot of a save that was cut off: see `left_saves.py`."""
+        shared = self._shared
+        structure = shared.structures.present
+        buffer = None if structure is None else shared.session.pool.take_left(save_id, structure)
+        if structure is None or buffer is None or buffer.snapshot is None:
+            raise CheckpointError("its snapshot is not of the present structure")
+        self._structure, self._beside = structure.digest, Beside(sync)
+        if shared.ledger.world_size == 1:
+            self._catalog = shared.structures.catalog
+        self.taken = Snapshot(
+            buffer.snapshot, buffer.values, buffer, shared.session.writer, is_sealed=True
+        )
 
     def seal(self) -> None:
-        """Waits for the copy of the snapshot. Called where no write to the tensors is in
-        progress.
-        """
+        """Waits for the copy of the snapshot, where no write to the tensors is in progress."""
         if self.taken is not None:
             self.taken.seal()
 
@@ -154,17 +177,18 @@ class Save:
         self, structure: Structure, values: bytes, places: list[list[int]]
     ) -> SnapshotDescription:
         session, world_size = self._shared.session, self._shared.ledger.world_size
-        save_id = f"{self._shared.job}{self.index:08x}"
-        working, final = session.storage.names_for(self.step, save_id)
         return {
             "step": self.step,
             "number": self.index,
-            "save_id": save_id,
+            "save_id": self.id,
+            "metric": None if self.metric is None else float(self.metric),
+            "place": self.place,
+            "structure": structure.digest,
             "folder_id": session.identity,
             "rank": self._rank,
             "world_size": world_size,
-            "working": working,
-            "final": final,
+            "working": self.working,
+            "final": self.final,
             "layout": structure.files,
             "values": values_file(self._rank) if values else "",
             "places": places,
@@ -174,9 +198,7 @@ class Save:
     # ------------------------------------------------------------- on the thread of the saves
 
     def complete(self) -> tuple[int, Manifest | None]:
-        """Writes and commits; returns the size of the checkpoint, and on rank 0 its manifest, if
-        old checkpoints may be removed.
-        """
+        """Writes and commits; the size, and on rank 0 the manifest if old checkpoints may go."""
         shared = self._shared
         late = False
         outcome: str | CallFailure
@@ -187,6 +209,9 @@ class Save:
             raise
         except Exception as e:  # noqa: BLE001 - every rank must know of any error
             late = isinstance(e, CheckpointTimeout)
+            if self.taken is not None and e is self.taken.error and not shared.aborted:
+                # torch's join() writes to the parameters, for one.
+                self.round.await_announcements()
             # Whatever it is, an abort has caused it, if there is one: that kills the writer.
             outcome = self.round.failure(ABORTED if shared.aborted else e)
             drop_tracebacks(e)  # it may stay in the snapshot: see `SaveRound.own_error`
@@ -202,9 +227,7 @@ class Save:
         raise self.round.error(failure, late)
 
     def write(self) -> str:
-        """Makes this rank's files durable; returns its record, which rank 0 needs for the
-        manifest.
-        """
+        """Makes this rank's files durable; returns its record, for the manifest."""
         snapshot, writer = self._snapshot, self._shared.session.writer
         description = snapshot.description
         try:
@@ -216,7 +239,7 @@ class Save:
                     Writer.write_snapshot,
                     buffer=snapshot.buffer.number,
                     save_id=snapshot.save_id,
-                    folder=description["working"],
+                    folder=self.working,
                     files=description["layout"],
                     values_file=description["values"],
                     hashed=snapshot.hashed,
@@ -225,23 +248,26 @@ class Save:
         finally:
             # Even after an error: once the snapshot is sealed, nothing is being copied, and no hook
             # is left. If it is torn, that is why its save was dropped.
-            snapshot.sealed.wait()
+            with waits():  # for a step of training
+                snapshot.sealed.wait()
             if snapshot.error is not None:
                 raise snapshot.error
+        self._beside.sync()
         record: dict[str, Any] = {
-            "id": snapshot.save_id,
+            "step": self.step,
+            "id": self.id,
             "structure": self._structure,
             "files": description.get("files") if snapshot.hashed else files,
             "places": description["places"],
         }
+        if self._beside.digests:
+            record["digests"] = dict(self._beside.digests)
         if self.finite:
             record["non_finite"] = not_finite_in(snapshot.buffer, self.finite)
         return json.dumps(record, separators=(",", ":"))
 
     def commit(self) -> tuple[int, Manifest | None]:
-        """Makes the checkpoint visible, on rank 0; on the others, waits until rank 0 has. See
-        `complete`.
-        """
+        """Makes the checkpoint visible, on rank 0; others wait until rank 0 has. See `complete`."""
         manifest: Manifest | None = None
         if self._rank == 0:
             manifest, result = self._publish()
@@ -260,6 +286,7 @@ class Save:
             self.round.forget()
         if "size_bytes" not in result:
             raise self.round.error_of_commit(result)
+        self._beside.committed(result.get("differing", {}))
         return int(result["size_bytes"]), manifest
 
     def _publish(self) -> tuple[Manifest | None, dict[str, Any]]:
@@ -267,18 +294,23 @@ class Save:
         committed, and the result for the other ranks: the `size_bytes` of the checkpoint, or why it
         is not committed (`error`, `dropped`), or may not be (`unknown`).
         """
-        session, snapshot = self._shared.session, self._snapshot.description
+        session = self._shared.session
         manifest: Manifest | None = None
+        records: list[bytes] = []
         try:
             catalog = self._catalog or self._shared.structures.catalog
-            manifest, metadata = catalog.manifest(
-                self.round.records(), self.step, snapshot["save_id"], self.metric
-            )
+            records = self.round.records()
+            manifest, metadata = catalog.manifest(records, self.step, self.id, self.metric)
             content = encode(manifest)
+            if not catalog.is_readable:  # once: it takes 30 microseconds for each tensor and value
+                decode(content, f"{session.storage.where}/{self.working}/{MANIFEST}")
+                catalog.is_readable = True
+            session.storage.check_lock()
             session.writer.request(
                 Writer.commit,
-                working=snapshot["working"],
-                final=snapshot["final"],
+                working=self.working,
+                final=self.final,
+                written={n: f.size_bytes for n, f in manifest.files.items() if n != METADATA},
                 files=[(METADATA, len(metadata)), (MANIFEST, len(content))],
                 blob=metadata + content,
                 writer=session.credentials.writer,
@@ -300,37 +332,29 @@ class Save:
                 if self._shared.aborted:
                     return None, {"dropped": _DROPPED}
                 return None, {"error": f"rank 0 could not commit it: {why}"}
-        return manifest, {"size_bytes": manifest.size_bytes}
+        return manifest, {"size_bytes": manifest.size_bytes, "differing": differing(records)}
 
     def _is_committed(self, error: Exception) -> bool:
-        """Whether the save is committed although the commit has failed with `error`: the writer may
-        have been killed between the rename and its answer, or the disk may have failed only then.
-        It is durable if so.
+        """Whether the save is committed, and durably, although the commit failed with `error`: the
+        writer may have been killed, or the disk have failed, between the rename and the answer.
         """
         if isinstance(error, CheckpointTimeout):
             raise error
-        snapshot = self._snapshot.description
         return self._shared.session.writer.request(
-            Writer.settle_commit,
-            working=snapshot["working"],
-            final=snapshot["final"],
-            save_id=snapshot["save_id"],
+            Writer.settle_commit, working=self.working, final=self.final, save_id=self.id
         )
 
     def _is_visible(self) -> bool:
         """Whether a restore may load the save, after its writer has ended."""
-        snapshot = self._snapshot.description
         try:
-            storage = self._shared.session.storage
-            return saved_by(storage, snapshot["final"]) == snapshot["save_id"]
+            return saved_by(self._shared.session.storage, self.final) == self.id
         except (CheckpointError, OSError):
             return True
 
     def _remove_files(self) -> None:
         """Removes the files of a save that failed. If that fails too, the next job does it."""
-        folder = self._snapshot.description["working"]
         with contextlib.suppress(ProcessFailed, Dropped):
-            self._shared.session.writer.request(Writer.remove_folders, folders=[folder])
+            self._shared.session.writer.request(Writer.remove_folders, folders=[self.working])
 
     @property
     def _snapshot(self) -> Snapshot:

@@ -8,12 +8,11 @@ buffer, handle, event, and on rank 0 the removal of old checkpoints.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import queue
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -21,27 +20,25 @@ from torch.optim import Optimizer
 from outlast.async_checkpoint.handle import SaveHandle
 from outlast.async_checkpoint.policies import FailurePolicy, Retention
 from outlast.async_checkpoint.save.folder_session import FolderSession
+from outlast.async_checkpoint.save.left_saves import LeftSave
+from outlast.async_checkpoint.save.outcomes import SaveOutcomes
 from outlast.async_checkpoint.save.round import ABORTED, SaveRound, is_due_to_restart
 from outlast.async_checkpoint.save.save import Save, Shared
 from outlast.async_checkpoint.save.structures import Structures
 from outlast.async_checkpoint.snapshot.snapshot import Snapshotter
 from outlast.async_checkpoint.state_dict import signature_and_leaves
-from outlast.async_checkpoint.storage.directory import list_checkpoints
-from outlast.async_checkpoint.storage.fence import stale
 from outlast.async_checkpoint.storage.manifest import Manifest
 from outlast.async_checkpoint.writer.main import Writer
-from outlast.async_checkpoint.writer.write_files import Dropped
 from outlast.coordination.agreement import OF_ALL_RANKS
-from outlast.coordination.call_ledger import CallLedger
-from outlast.errors import CheckpointError, OutlastError, StoreError
+from outlast.coordination.call_ledger import DIFFERENT_ORDER, CallLedger
+from outlast.coordination.waits import waits, works
+from outlast.errors import CheckpointError, StoreError
 from outlast.events.emitter import Emitter
-from outlast.events.types import CheckpointCommitted, CheckpointFailed, CheckpointRemoved
 from outlast.system.error_text import describe
 
 log = logging.getLogger("outlast.checkpoint")
 
 _CONCLUDE_S = 10.0  # for rank 0, after an abort that came too late to drop a save
-_NOT_REMOVED = "old checkpoints could not be removed"
 
 
 class Saves:
@@ -84,12 +81,13 @@ class Saves:
         state_dict: Mapping[str, Any],
         metric: float | None,
         finite: Collection[str] = (),
+        place: str = "",
     ) -> SaveHandle:
         """Takes a snapshot and begins its save. See `Checkpointer.save`."""
         began = self._clock.now()
         self.seal_all()
         earlier = self.pending
-        save = Save(self.shared, self._next_index(), step, metric, finite, began)
+        save = Save(self.shared, self._next_index(), step, metric, finite, began, place)
         try:
             # On other ranks the earlier save may have ended: this one counts, and fails on all.
             if any(each.step == step for each in earlier):
@@ -106,6 +104,24 @@ class Saves:
             raise
         # Last: other ranks may raise it at a later save, and the saves of all ranks stay in step.
         self.raise_unseen()
+        return save.handle
+
+    def resume(
+        self, left: LeftSave, sync: Callable[[], object], finite: Collection[str]
+    ) -> SaveHandle:
+        """Completes a save that was cut off, after `prepare`, on all ranks together. If it cannot
+        be completed, its handle has the error, and no later save raises it.
+        """
+        began, index = self._clock.now(), self._next_index()
+        save = Save(self.shared, index, left.step, left.metric, finite, began, left.place)
+        try:
+            save.adopt(left.save_id, sync)
+        except CheckpointError as e:
+            save.refuse(e)
+            save.handle._end(save.round.own_error(e), left.step)
+            log.warning("the save of step %d was not completed: %s", left.step, e)
+        else:
+            self._enqueue(save)
         return save.handle
 
     def prepare(self, state_dict: Mapping[str, Any]) -> None:
@@ -125,7 +141,7 @@ class Saves:
             if not isinstance(e, OF_ALL_RANKS):
                 with contextlib.suppress(StoreError):
                     agreement.refuse(e)
-            if not isinstance(e, CheckpointError | ValueError):
+            if not isinstance(e, CheckpointError | ValueError) or DIFFERENT_ORDER in str(e):
                 raise
             # The first save raises the same error.
             log.debug("saves were not prepared: %s", e)
@@ -154,9 +170,11 @@ class Saves:
     def _run(self) -> None:
         try:
             while (save := self._queue.get()) is not None:
-                self._complete(save)
+                with works(self):
+                    self._complete(save)
             if not self.shared.aborted:
-                self._outcomes.await_removals()
+                with works(self):
+                    self._outcomes.await_removals()
         finally:
             self._thread_ends.set()
 
@@ -169,14 +187,17 @@ class Saves:
         except Exception as e:  # noqa: BLE001 - a bug here must not look like a slow save
             error = save.round.own_error(e)
         with self._lock:
+            if error is not None and is_due_to_restart(error) and not self.shared.aborted:
+                self._cut_off(save)  # another rank was the first to drop it
             self._pending.remove(save)
             queued = len(self._pending)
         taken, session = save.taken, self.shared.session
         assert taken is not None
         if error is None:
             taken.description["committed"] = True
-            number = taken.buffer.number
-            session.writer.tell(Writer.committed, buffer=number, save_id=taken.save_id)
+            number, taken.description["final"] = taken.buffer.number, save.final
+            tell = session.writer.tell
+            tell(Writer.committed, buffer=number, save_id=taken.save_id, final=save.final)
         session.pool.give_back(taken.buffer, taken.turn)
         save.handle._end(error, save.step)
         self._outcomes.ended(save, size_bytes, error, queued)
@@ -185,6 +206,9 @@ class Saves:
             self._outcomes.apply_retention(manifest)
 
     # ----------------------------------------------------------------------------- ending
+
+    def make_room(self, step: int, ends: float) -> None:
+        self._outcomes.make_room(step, ends)
 
     def wait(self, timeout_s: float | None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -200,9 +224,12 @@ class Saves:
 
         Can be called again, because an interrupt may have cut it short.
         """
-        self.shared.aborted = True
+        with self._lock:
+            self.shared.aborted = True
+            pending = list(self._pending)
+            for save in pending:
+                self._cut_off(save)
         self._outcomes.abandoned.set()
-        pending = self.pending
         for save in pending:
             if save.taken is not None:
                 save.taken.call_off()
@@ -215,6 +242,13 @@ class Saves:
         if self.shared.session.copies is not None:
             self.shared.session.copies.abandon()
         self.shared.snapshotter.abandon()
+
+    def _cut_off(self, save: Save) -> None:
+        """The next checkpointer may complete it. Called with the lock, and not after `abort`: the
+        next one may have looked by then.
+        """
+        if save.taken is not None:
+            self.shared.session.dropped[save.taken.save_id] = save.taken.description
 
     def check_not_in_callback(self) -> None:
         """Raises `RuntimeError` on the thread of the saves, which cannot wait for its own end."""
@@ -229,7 +263,8 @@ class Saves:
         if self._thread is None:
             return True
         # Not `join`: if a signal handler raises in it, CPython 3.11 takes the thread for ended.
-        return self._thread_ends.wait(timeout_s)
+        with waits():
+            return self._thread_ends.wait(timeout_s)
 
     def _claim_abort(self, saves: list[Save]) -> None:
         try:
@@ -239,118 +274,3 @@ class Saves:
                     save.round.conclude({"unknown": "rank 0 did not report it before the restart"})
         except StoreError:
             pass  # the thread of the saves, which waits on the store, gets the same error
-
-
-class SaveOutcomes:
-    """Handles the outcomes of one rank's saves. Without a policy, the first failure is raised.
-    `abandoned` is set after an abort: the program may end the writer at any time then, and a
-    removal of old checkpoints that is cut off is no failure.
-    """
-
-    def __init__(
-        self,
-        session: FolderSession,
-        keep: Retention,
-        policy: FailurePolicy | None,
-        emitter: Emitter,
-    ) -> None:
-        self.abandoned = threading.Event()
-        self._session = session
-        self._keep = keep
-        self._policy = policy
-        self._emitter = emitter
-        self._unseen: list[SaveHandle] = []
-
-    def watch(self, handle: SaveHandle) -> None:
-        """Makes `raise_unseen` raise the error of this save, unless the handle was read before."""
-        self._unseen.append(handle)
-
-    def raise_unseen(self) -> None:
-        """Raises the first error that no caller has seen, unless the policy tolerates it."""
-        unseen = [handle for handle in self._unseen if handle.unseen_error is not None]
-        self._unseen = [handle for handle in self._unseen if not handle.done()]
-        for handle in unseen:
-            error = handle.unseen_error
-            assert error is not None
-            handle._seen = True
-            if self._policy is None or self._policy.in_a_row > self._policy.max_in_a_row:
-                raise error
-
-    def ended(self, save: Save, size_bytes: int, error: Exception | None, queued: int) -> None:
-        """Reports a save that has ended, on every rank. `queued` saves are still in progress."""
-        seconds = self._emitter.clock.now() - save.began
-        if error is None:
-            if self._policy is not None:
-                self._policy.succeeded()
-            assert save.taken is not None
-            self._emitter.emit(
-                CheckpointCommitted(
-                    step=save.step,
-                    size_bytes=size_bytes,
-                    own_bytes=save.taken.size_bytes,
-                    blocked_seconds=save.blocked_s,
-                    seconds=seconds,
-                    queued=queued,
-                )
-            )
-            return
-        if is_due_to_restart(error):
-            # A restart in place drops the saves in progress, and the store may be gone before this
-            # process is told. If training continues, the next call raises the error.
-            log.debug("%s", error)
-        elif self._policy is None or not self._policy.failed(error):
-            another = isinstance(error, OutlastError) and error.of_another_rank
-            log.log(logging.INFO if another else logging.ERROR, "%s", error)
-        self._emitter.emit(
-            CheckpointFailed(
-                step=save.step,
-                cause=str(error),
-                blocked_seconds=save.blocked_s,
-                seconds=seconds,
-                queued=queued,
-            )
-        )
-
-    def apply_retention(self, manifest: Manifest) -> None:
-        """Removes the checkpoints that the commit of this one makes superfluous. On rank 0."""
-        session, keep = self._session, self._keep
-        if self.abandoned.is_set() or (keep.keeps_all and not session.credentials.writer):
-            return
-        try:
-            removable = []
-            if not keep.keeps_all:
-                removable = keep.removable(list_checkpoints(session.storage), manifest.step)
-            names = [info.folder for info in removable]
-            for folder, cause in stale(session.storage).items():
-                log.warning("removed %s/%s, %s", session.storage.where, folder, cause)
-                names.append(folder)
-            if names:
-                session.recycles = True
-                allowed = dataclasses.asdict(session.credentials)
-                self._warn(session.writer.request(Writer.hide_folders, folders=names, **allowed))
-        except (CheckpointError, OSError, Dropped):
-            self._not_removed()  # the save is committed, and old checkpoints only take up space
-        else:
-            for info in removable:
-                self._emitter.emit(CheckpointRemoved(step=info.step))
-
-    def await_removals(self) -> None:
-        """After the last save: waits until the files of removed checkpoints are gone."""
-        session = self._session
-        if session.writer.pid is None:
-            return
-        try:
-            self._warn(session.writer.request(Writer.await_removals, tidy=session.recycles))
-        except (CheckpointError, Dropped):
-            self._not_removed()
-
-    def _not_removed(self) -> None:
-        # After an abort the writer process may have ended: the next job removes them.
-        level = logging.DEBUG if self.abandoned.is_set() else logging.WARNING
-        log.log(level, "%s", _NOT_REMOVED, exc_info=True)
-
-    def _warn(self, errors: list[str]) -> None:
-        for error in errors:
-            log.warning(
-                "%s, and take up room until the next job removes them: %s", _NOT_REMOVED, error
-            )

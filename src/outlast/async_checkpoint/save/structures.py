@@ -49,6 +49,7 @@ class Catalog:
 
     def __init__(self, structures: Mapping[int, Structure]) -> None:
         self.structures = dict(structures)
+        self.is_readable = False  # a reader's check has accepted a manifest of it
         self.tensors: dict[str, TensorEntry] = {}
         self._described: dict[str, Any] = {}
         self._stored: dict[MetadataIndex, _StorageInfo] = {}
@@ -60,18 +61,22 @@ class Catalog:
     def manifest(
         self, records: Sequence[bytes], step: int, save_id: str, metric: float | None
     ) -> tuple[Manifest, bytes]:
-        """The manifest of a checkpoint, and the content of its file `METADATA`; `records` are what
-        the ranks have reported (`Save.write`).
-        """
+        """The manifest, and the content of `METADATA`; `records` are those of `Save.write`."""
         files: dict[str, FileEntry] = {}
         values: dict[str, ValueEntry] = {}
         judged: list[list[str]] = []
         for rank, record in enumerate(map(json.loads, records)):
             structure = self.structures[rank]
+            if record["step"] != step:
+                raise CheckpointError(f"rank {rank} has saved step {record['step']}, not {step}")
             if record["id"] != save_id:
                 raise CheckpointError(f"rank {rank} wrote into another folder: {record['id']}")
             if record["structure"] != structure.digest:
                 raise CheckpointError(f"rank {rank} has saved another structure than was agreed")
+            sizes = {name: entry["size_bytes"] for name, entry in record["files"].items()}
+            sizes.pop(values_file(rank), None)
+            if sizes != {name: size for name, _, size in structure.files}:
+                raise CheckpointError(f"rank {rank} has written other files than agreed: {sizes}")
             for item, (at, size) in zip(structure.values, record["places"], strict=True):
                 values[item.name] = ValueEntry(_listed(item.path), values_file(rank), at, size)
             if "non_finite" in record:
@@ -178,8 +183,7 @@ class StructureMemo:
 class Structures:
     """The structure of this rank's last state dict; on rank 0, the catalog of all ranks' shares.
 
-    One thread uses the catalog at a time: that of a save, or the training thread once all saves
-    before have ended.
+    One thread uses the catalog at a time: that of a save, or the training thread after all saves.
     """
 
     def __init__(self, memo: StructureMemo, rank: int, world_size: int) -> None:
@@ -189,15 +193,16 @@ class Structures:
         self._signature: list[Any] = []
         self._structure: Structure | None = None
 
+    @property
+    def present(self) -> Structure | None:
+        return self._structure
+
     def known(self, signature: list[Any]) -> Structure | None:
         """What this rank saves of a state dict with this signature; `None` if it is new."""
         return self._structure if signature == self._signature else None
 
     def agree(
-        self,
-        state_dict: Mapping[str, Any],
-        signature: list[Any],
-        ranks: SaveRound,
+        self, state_dict: Mapping[str, Any], signature: list[Any], ranks: SaveRound
     ) -> Structure:
         """Agrees with all ranks on what this one saves of a state dict whose structure is new."""
         items = self._memo.items(state_dict, signature)
@@ -219,9 +224,7 @@ class Structures:
         return structure
 
     def divide(self, parts: Sequence[bytes]) -> dict[str, Any]:
-        """Divides again, on rank 0: `parts` of ranks with a new structure are not empty. Returns
-        the answer for these; the others keep their shares.
-        """
+        """Divides again, on rank 0: returns the answer for ranks with new, nonempty `parts`."""
         new = self._memo.plans(parts)
         old = self.catalog.structures
         kept = {rank: s for rank, s in old.items() if rank not in new}

@@ -1,6 +1,4 @@
-"""The snapshot buffers of a process: allocated once, used by one save at a time, shared with the
-writer.
-"""
+"""The snapshot buffers of a process: allocated once, one save at a time, shared with the writer."""
 
 from __future__ import annotations
 
@@ -13,13 +11,11 @@ import torch
 
 from outlast.async_checkpoint.snapshot.structure import Structure
 from outlast.async_checkpoint.writer.client import WriterClient
-from outlast.async_checkpoint.writer.handover import (
-    SnapshotDescription,
-    StoredSnapshot,
-    take_over,
-)
+from outlast.async_checkpoint.writer.handover import SnapshotDescription, StoredSnapshot, take_over
 from outlast.async_checkpoint.writer.main import Writer
+from outlast.coordination.waits import waits
 from outlast.system import devices
+from outlast.system.parallel import start_thread
 from outlast.system.shared_memory import SharedMemory, populate
 
 
@@ -88,19 +84,35 @@ class BufferPool:
         self._spare = 0
 
     def grow(self, count: int, spare: int = 0) -> None:
-        """Grows the pool to at least `count` buffers for saves in progress, and as many more as may
-        be reserved at a time.
-        """
+        """Grows to at least `count` buffers for saves, and `spare` more that may be reserved."""
         self._spare = spare
         while len(self.buffers) < count + spare:
             self.buffers.append(SnapshotBuffer(len(self.buffers)))
 
-    def take(self, structure: Structure, timeout_s: float) -> SnapshotBuffer:
-        """A buffer for a snapshot of this structure; waits until one is free.
+    @property
+    def all_buffers(self) -> list[SnapshotBuffer]:
+        return [*self.buffers, *self.handed_over]
 
-        Raises:
-            NoFreeBuffer: after `timeout_s`.
+    def take_left(self, save_id: str, structure: Structure) -> SnapshotBuffer | None:
+        """The buffer with the sealed snapshot of a save that was cut off, if that is of this
+        structure; it is in use from now on.
         """
+        with self._freed:
+            for buffer in self.all_buffers:
+                snapshot = buffer.snapshot
+                if snapshot is None or snapshot["save_id"] != save_id or buffer.busy:
+                    continue
+                if snapshot.get("structure") != structure.digest or buffer.memory is None:
+                    return None
+                buffer.busy = True
+                buffer.turn += 1
+                if buffer.structure is not structure:
+                    buffer.structure, buffer.targets = structure, structure.inscribe(buffer.memory)
+                return buffer
+        return None
+
+    def take(self, structure: Structure, timeout_s: float) -> SnapshotBuffer:
+        """A buffer for a snapshot of this structure; `NoFreeBuffer` after `timeout_s`."""
 
         def order(buffer: SnapshotBuffer) -> tuple[bool, bool, int]:
             # Prefer one that is laid out for the structure; of these, that of the oldest snapshot.
@@ -110,7 +122,9 @@ class BufferPool:
             return last, buffer.structure is not structure, age
 
         with self._freed:
-            if not self._freed.wait_for(self._has_free, timeout_s):
+            with waits():
+                is_free = self._freed.wait_for(self._has_free, timeout_s)
+            if not is_free:
                 raise NoFreeBuffer
             buffer = min((each for each in self.buffers if each.usable), key=order)
             buffer.busy = True
@@ -135,7 +149,7 @@ class BufferPool:
         """Frees all buffers; their past users can no longer give them back."""
         self.end_copies()
         with self._freed:
-            for buffer in self.buffers:
+            for buffer in self.all_buffers:
                 buffer.busy = False
                 buffer.turn += 1
             self._freed.notify_all()
@@ -181,23 +195,18 @@ class BufferPool:
                     self.give_back(buffer)
 
         self._writer.start()
-        self._allocating = threading.Thread(target=allocate, name="outlast-allocate", daemon=True)
-        self._allocating.start()
+        self._allocating = start_thread("outlast-allocate", allocate)
 
     def take_over(self, socket: Path) -> SharedMemory | None:
-        """Takes over the snapshots that a dead process of this rank left in memory; returns the
-        memory that its writer kept for it, if there is any.
-        """
+        """Takes over the snapshots of a dead process; returns the memory kept for it, if any."""
         left, kept = take_over(socket)
         for stored in left:
             self.adopt(stored)
         return kept
 
     def adopt(self, stored: StoredSnapshot) -> SnapshotBuffer:
-        """Adds a snapshot of this rank that another process has made, until there is a newer one.
-        Its description has the `index`.
-        """
-        number = 1000 + len(self.handed_over)
+        """Adds a snapshot from another process; its description has the `index`."""
+        number = 1 + max([999, *(buffer.number for buffer in self.handed_over)])
         description, values, memory = stored.description, bytes(stored.values), stored.memory
         buffer = SnapshotBuffer(number, memory, snapshot=description, values=values)
         self.handed_over.append(buffer)
@@ -209,19 +218,21 @@ class BufferPool:
 
     def release_handed_over(self) -> None:
         """Releases the memory of a dead predecessor's snapshots: there is a newer state."""
+        busy = [buffer for buffer in self.handed_over if buffer.busy]
         for buffer in self.handed_over:
-            self._writer.tell(Writer.release_buffer, buffer=buffer.number)
-            buffer.drop_memory()
-        self.handed_over = []
+            if not buffer.busy:
+                self._writer.tell(Writer.release_buffer, buffer=buffer.number)
+                buffer.drop_memory()
+        self.handed_over = busy
 
     def end_copies(self) -> None:
         if self._allocating is not None:
             self._allocating.join()
-        for buffer in self.buffers:
+        for buffer in self.all_buffers:
             buffer.end_copy()
 
     def close(self) -> None:
-        for buffer in (*self.buffers, *self.handed_over):
+        for buffer in self.all_buffers:
             buffer.drop_memory()
         self.buffers, self.handed_over = [], []
 

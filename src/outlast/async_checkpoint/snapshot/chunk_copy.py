@@ -12,9 +12,8 @@ concerns those that torch does not count. Tensors in memory that other processes
 the writer (`are_private`): programs that train one tensor from several processes without locks
 (Hogwild) do so on purpose.
 
-A restart in place may interrupt the training thread in the middle of an eager copy, and the other
-threads must not keep copying into a buffer that the next save already uses. So the buffer is given
-back only after `call_off`, which waits for them.
+A restart in place may interrupt the training thread in the middle of an eager copy: the buffer is
+given back, to the next save, only after `call_off`, which waits for the other threads.
 """
 
 from __future__ import annotations
@@ -45,9 +44,8 @@ def are_private(tensors: Sequence[torch.Tensor]) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """A section of a file, from `begin` to `end` in the buffer, with its own checksum. `parts` are
-    the pieces of the copies that fill it: index of the copy, offset in its source, offset in the
-    buffer, size.
+    """A section of a file, from `begin` to `end` in the buffer, with its own checksum. `parts` of
+    copies fill it: index of the copy, offset in its source, offset in the buffer, size.
     """
 
     file: str
@@ -60,8 +58,7 @@ class Chunk:
 def cut(
     files: Sequence[tuple[str, int, int]], places: Sequence[tuple[int, int]], *, all_of_them: bool
 ) -> list[Chunk]:
-    """Cuts files (name, offset in the buffer, size) into chunks, and the copies that fill them into
-    parts.
+    """Cuts files (name, offset in the buffer, size) into chunks, and copies into their parts.
 
     Args:
         places: offset in the buffer and size of each copy, in ascending order, none empty.
@@ -142,9 +139,7 @@ class Chunks:
         """When this returns, nothing is being copied; a copy here ends before `fill` returns."""
 
     def checksums(self) -> dict[str, dict[str, Any]]:
-        """`size_bytes` and `checksums` of each file, as in the manifest, once all chunks are filled
-        and hashed.
-        """
+        """`size_bytes` and `checksums` of each file, as in the manifest, once all is hashed."""
         return {
             name: {"size_bytes": size, "checksums": self._checksums[name]}
             for name, size in self._sizes.items()
@@ -152,9 +147,7 @@ class Chunks:
 
 
 class ChunkCache:
-    """Remembers how the files were cut the last time: a save with the same copies as the previous
-    one only looks up the addresses.
-    """
+    """Remembers how files were cut: for the same copies again, only the addresses are new."""
 
     def __init__(self) -> None:
         self._chunks: Last[list[Chunk]] = Last()
@@ -208,18 +201,14 @@ class EagerCopy:
             raise self._error
 
     def call_off(self) -> None:
-        """Ends the copy: when this returns, nothing is being copied. Call it again if an interrupt
-        has cut it short.
-        """
+        """When this returns, nothing is being copied. If interrupted, call it again."""
         self._called_off = True
         self._await_helpers()
 
     def _await_helpers(self) -> None:
         for helper in self._helpers:
             if helper.ident is not None:  # else it never starts, or sees the call-off
-                # Not `join`: after an interrupted `join`, a thread that is still copying counts as
-                # dead (Python 3.11, bpo-45274).
-                helper.ended.wait()
+                helper.ended.wait()  # not `join`: see `Snapshot._await_copy`
 
     def _take(self) -> None:
         for number in self._left:

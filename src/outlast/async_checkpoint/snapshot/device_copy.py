@@ -1,5 +1,4 @@
-"""Copies tensors from an accelerator into a snapshot buffer: at once, or on streams of their own
-during training.
+"""Copies tensors from an accelerator into a buffer: at once, or on own streams during training.
 
 A copy from a device is only queued when the call returns. A restart in place may interrupt the
 training thread before the copy has ended, and the buffer must not be used again before the device
@@ -91,9 +90,7 @@ class DeviceChunks:
         return len(self._groups)
 
     def fill(self, number: int, called_off: Callable[[], bool] = lambda: False) -> int:
-        """Waits for one group of copies; returns the address of its end. The first call queues all
-        of them.
-        """
+        """Waits for one group of copies; the address of its end. The first call queues all."""
         if not self._queued:
             self._queued = True
             self._queue(called_off)

@@ -6,8 +6,7 @@ writer process, the copies to other hosts and the save itself are told by its se
 An eager save returns when everything is copied. An overlapped save returns at once: tensors that
 only an optimizer changes (its parameters and its state) are copied during the next forward and
 backward pass, by a thread, or by the device while a thread waits for it. The optimizer's `step`
-waits, in a torch hook, for the rest of the copy. All other tensors, such as batch-norm statistics,
-are copied at once.
+waits, in a torch hook, for the rest. All others, such as batch-norm statistics, are copied at once.
 
 A snapshot must be the state at the moment of the save (C2), so a write to a tensor that is still
 being copied must be detected. torch counts the writes to a tensor (`_version`); a write counts when
@@ -17,9 +16,7 @@ before has been counted. Copied bytes are written to files before that, but neve
 reports that it has finished before its snapshot is sealed.
 
 A write that torch does not count (through `.data`, numpy or a raw pointer) to a tensor of an
-optimizer, between `save` and `step`, is not detected: such code needs an eager save. If the write
-comes between the copy of a byte and its checksum, the checkpoint fails verification
-(`snapshot/chunk_copy.py`).
+optimizer, between `save` and `step`, is not detected: such code needs an eager save.
 """
 
 from __future__ import annotations
@@ -72,6 +69,8 @@ class Snapshot:
         values: bytes,
         buffer: SnapshotBuffer,
         writer: WriterClient,
+        *,
+        is_sealed: bool = False,
     ) -> None:
         self.description = description
         self.values = values
@@ -79,6 +78,8 @@ class Snapshot:
         self.turn = buffer.turn
         self.hashed = False
         self.sealed = threading.Event()
+        if is_sealed:  # before the buffer can end it
+            self.sealed.set()
         self.error: CheckpointError | None = None
         self._writer = writer
         self._now: DeviceCopy | EagerCopy | None = None
@@ -125,9 +126,7 @@ class Snapshot:
         self._thread.start()
 
     def seal(self) -> None:
-        """Waits for the copy and checks it. Called where no write to the tensors is in progress; a
-        second call does nothing.
-        """
+        """Waits for the copy and checks it, once; where no write to the tensors is in progress."""
         if self._thread is None:
             return
         # In every call: an interrupt may come at any point.
@@ -161,9 +160,7 @@ class Snapshot:
         self.sealed.set()
 
     def call_off(self) -> None:
-        """Ends the copy: when this returns, nothing is being copied. If it was not sealed before,
-        it cannot be used.
-        """
+        """When this returns, nothing is being copied. Unless sealed before, it cannot be used."""
         if self._now is not None:
             self._now.call_off()
         self._called_off = True
@@ -252,9 +249,7 @@ class Snapshotter:
         structure: Structure,
         leaves: Sequence[Any],
     ) -> Snapshot:
-        """A snapshot of the state whose `leaves` these are, as it is now, in a buffer that is laid
-        out for its structure.
-        """
+        """A snapshot of these `leaves` of a state, in a buffer laid out for its structure."""
         memory = buffer.memory
         assert memory is not None
         snapshot = Snapshot(description, values, buffer, self._writer)

@@ -3,13 +3,11 @@
 A rank's tensors have the same layout in the snapshot buffer as in its files. The files have the
 format of torch.distributed.checkpoint: one `torch.save` stream for each tensor, one after another.
 The bytes around a tensor's data in its stream depend on its dtype and shape only (`Frame`), and are
-written into the buffer once. A save then copies only the tensors' data, to the offset that they
-have in the file.
+written into the buffer once. A save then copies only the tensors' data, to its offset in the file.
 
 The frames are made by torch: `torch.save` runs under `torch.serialization.skip_data` on a tensor
-that is never filled, into a file object that records where torch skips. torch leaves the checksums
-of a skipped record (the CRC-32 of zip) at zero, and `torch.load` does not check them; our checksums
-are in the manifest.
+that is never filled, into a file object that records where torch skips. torch leaves the CRC-32 of
+a skipped record at zero, which `torch.load` does not check; our checksums are in the manifest.
 """
 
 from __future__ import annotations
@@ -125,9 +123,7 @@ class Structure:
         self._pickled: dict[str, Last[bytes]] = collections.defaultdict(Last)
 
     def inscribe(self, memory: SharedMemory) -> list[torch.Tensor]:
-        """Writes the frames into the buffer. Returns tensors that are views of the memory, one for
-        each of `tensors`: a save fills in their data.
-        """
+        """Writes the frames into the buffer; returns the views of it that a save fills."""
         targets = []
         whole = torch.frombuffer(memory.view, dtype=torch.uint8) if self.tensors else None
         for item, extent in zip(self.tensors, self.extents, strict=True):
@@ -149,9 +145,7 @@ class Structure:
         self._leaves = [numbers[item.path] for item in self.tensors]
 
     def sources(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
-        """The tensors of a state dict, one for each of `tensors`: this rank's part of each.
-        `leaves` are those of `signature_and_leaves`.
-        """
+        """This rank's part of each of `tensors`; `leaves` are those of `signature_and_leaves`."""
         return [
             # A plain tensor has the planned shape, which is in the signature.
             leaf
@@ -244,7 +238,14 @@ def _pickle(item: Item, value: Any) -> bytes:
 
 
 def local_part(leaf: Any, item: Item) -> torch.Tensor:
-    """This rank's part of a tensor, as described by `item`."""
+    """The data of this rank's part of a tensor, as described by `item`; a copy if its bytes in
+    memory are those of the conjugate or of the negative.
+    """
+    return local_view(leaf, item).resolve_conj().resolve_neg()
+
+
+def local_view(leaf: Any, item: Item) -> torch.Tensor:
+    """This rank's part of a tensor, as described by `item`: never a copy."""
     if hasattr(leaf, "local_shards"):  # ShardedTensor
         for shard in leaf.local_shards():
             if tuple(shard.metadata.shard_offsets) == item.offsets:
@@ -259,8 +260,6 @@ def local_part(leaf: Any, item: Item) -> torch.Tensor:
     part = cast(torch.Tensor, part).detach()
     if part.is_meta:
         raise CheckpointUnsavable(f"{item.name!r} is a meta tensor, which has no data")
-    if part.is_conj() or part.is_neg():
-        part = part.resolve_conj().resolve_neg()
     if tuple(part.shape) != item.sizes:
         raise CheckpointError(
             f"{item.name!r} has shape {tuple(part.shape)} on this rank, {item.sizes} was planned"

@@ -1,1 +1,1 @@
-"""Where checkpoints are kept, and what their directories contain."""
+"""Where checkpoints are kept, and what their directories contain. No module imports torch."""

@@ -1,6 +1,4 @@
-"""The checkpoints in a directory: lists, verifies and deletes them. Does not import torch, for the
-command line.
-"""
+"""The checkpoints in a directory: lists, verifies and deletes them, without importing torch."""
 
 from __future__ import annotations
 
@@ -37,12 +35,7 @@ from outlast.errors import CheckpointError, CheckpointReadError
 
 
 def open_storage(url: str) -> Storage:
-    """Returns the storage at `url`: a path, `file://` and a path, or any URL that fsspec supports.
-
-    Raises:
-        ModuleNotFoundError: if fsspec, or its implementation for this URL, is missing; names it.
-        ValueError: if the kind of URL is unknown.
-    """
+    """The storage at a path, at `file://` and a path, or at a URL: see `RemoteStorage`."""
     path = url.removeprefix("file://")
     return RemoteStorage(url) if "://" in path else LocalStorage(path)
 
@@ -108,9 +101,7 @@ def _classified(storage: Storage) -> list[Found]:
 
 
 def candidates(storage: Storage) -> list[tuple[int, str]]:
-    """Step and directory of all possible checkpoints, the newest step first, and of one step the
-    newest checkpoint first.
-    """
+    """Step and directory of all possible checkpoints: newest step first, newest commit first."""
     found = reversed(_classified(storage))
     steps = [(one.step, one.folder) for one in found if one.step is not None]
     return sorted(steps, key=lambda one: one[0], reverse=True)
@@ -152,11 +143,7 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
 
 
 def list_checkpoints(storage: Storage) -> list[CheckpointInfo]:
-    """The committed checkpoints, oldest first; those whose manifest is damaged are left out.
-
-    Raises:
-        CheckpointReadError: if a manifest cannot be read now.
-    """
+    """The committed checkpoints that are intact, oldest first; or a `CheckpointReadError`."""
     found: dict[int, CheckpointInfo] = {}
     for _, folder in reversed(candidates(storage)):
         try:
@@ -195,9 +182,7 @@ def leftovers(storage: Storage) -> list[str]:
 
 
 def survey(storage: Storage) -> list[Found]:
-    """All directories in the storage, by step, the uncommitted ones last. Checks only the sizes of
-    the files.
-    """
+    """All directories, by step, the uncommitted ones last. Checks only the sizes of the files."""
     found = _classified(storage)
     newest = {one.step: one.folder for one in found if one.step is not None}
     looks = [_look(storage, step, folder) for step, folder in sorted(newest.items())]
@@ -223,12 +208,24 @@ def _look(storage: Storage, step: int, folder: str) -> Found:
     return Found(folder, step, manifest, "; ".join(filter(None, looks)))
 
 
-def size_error(storage: Storage, folder: str, file: FileEntry) -> str:
-    """What is wrong with the size of a file; empty if nothing is. The file is not read.
+def has_all_files(storage: Storage, folder: str) -> bool:
+    """Whether a checkpoint has all its files, with their sizes. They are not read.
 
     Raises:
-        CheckpointReadError: if its size cannot be read now.
+        CheckpointReadError: if that cannot be read now.
     """
+    try:
+        files = read_manifest(storage, folder).files
+        found = reading(f"{storage.where}/{folder}", lambda: storage.sizes(folder))
+    except CheckpointReadError:
+        raise
+    except CheckpointError:
+        return False
+    return all(found.get(name) == file.size_bytes for name, file in files.items())
+
+
+def size_error(storage: Storage, folder: str, file: FileEntry) -> str:
+    """What is wrong with the size of a file, which is not read; empty if nothing is."""
     where = f"{storage.where}/{folder}/{file.name}"
 
     def look() -> str:
@@ -290,11 +287,7 @@ def verify_folder(
 
 
 def delete(storage: Storage, step: int) -> None:
-    """Deletes a checkpoint.
-
-    Raises:
-        CheckpointError: if it does not exist.
-    """
+    """Deletes a checkpoint; a `CheckpointError` if it does not exist."""
     _newest(storage, step)
     for found, folder in reversed(candidates(storage)):
         if found == step:  # the oldest first: a replaced one must not become visible again
@@ -317,11 +310,7 @@ def _in_place(storage: Storage) -> bool:
 
 
 def is_committed(storage: Storage, folder: str) -> bool:
-    """Whether a directory has a manifest, which is written last.
-
-    Raises:
-        CheckpointReadError: if that cannot be read now.
-    """
+    """Whether a directory has a manifest, which is written last; or a `CheckpointReadError`."""
     try:
         reading(f"{storage.where}/{folder}/{MANIFEST}", lambda: storage.size(folder, MANIFEST))
     except CheckpointReadError:

@@ -4,10 +4,7 @@ A manifest with a correct checksum may still be wrong: forged, or written by a p
 mistake. msgspec checks types and ranges when it converts the entries from JSON; `Contents.check`
 checks the rest. After both, a load can rely on it: every byte range lies within its file and in no
 other one, every element of every tensor is in exactly one part, and the paths of tensors and values
-form one tree. The time is that of a few sorts of the entries, also for a manifest that was made to
-take long.
-
-Nothing here imports torch.
+form one tree. It takes a few sorts of the entries, even if one was made to take long.
 """
 
 from __future__ import annotations
@@ -86,9 +83,7 @@ class ValueEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a checkpoint, or one rank's part of it, holds: its files, and its tensors and values by
-    their flat names.
-    """
+    """What a checkpoint, or a part of it, holds: files, and tensors and values by flat name."""
 
     files: dict[str, FileEntry]
     tensors: dict[str, TensorEntry]
@@ -100,11 +95,7 @@ class Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {**self.tensors, **self.values}
 
     def check(self, chunk_bytes: int, *, complete: bool = True) -> None:
-        """Checks entries together. Unless `complete`, a part of a tensor may be missing.
-
-        Raises:
-            ValueError: names the first entry that is wrong.
-        """
+        """A `ValueError` names the first wrong entry. If `complete`, each tensor is all there."""
         for name, file in self.files.items():
             unsafe = "/" in name or "\0" in name or name in ("", ".", "..") or file.name != name
             if unsafe or len(name.encode()) > 255:

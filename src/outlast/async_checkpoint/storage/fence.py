@@ -5,8 +5,7 @@ stopped. Rank 0 may be in the middle of a commit. When it wakes up, the job has 
 step, and a checkpoint that appears now is from a past that did not happen.
 
 So whenever a job on many hosts opens its checkpoints, its rank 0 puts a *fence* beside them: a
-numbered record with a new *writer id*, and the ids of the saves that were not committed then, which
-are *refused*.
+numbered record with a new *writer id*, and the ids of the *refused* saves, not committed by then.
 
 - Before a checkpoint becomes visible, the committer verifies that its host holds a lease, and that
   the newest fence has its writer id. This stops a process that wakes up before the check.
@@ -26,8 +25,6 @@ The order of fences: their numbers, and at equal numbers their position in the j
 iteration). A process that was stopped between reading the newest fence and writing its own uses a
 number that others have used since, and an older position: its fence never counts. One that was
 stopped earlier reads a fence with a later position, and stops.
-
-Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -62,9 +59,7 @@ class Fenced(CheckpointError):
 
 @dataclasses.dataclass(frozen=True)
 class Credentials:
-    """What a commit needs: the writer id of the newest fence, and the path of the lease page. Both
-    are empty in a job on one host.
-    """
+    """What a commit needs: the writer id of the newest fence, the lease page. Empty on one host."""
 
     writer: str = ""
     lease: str = ""
@@ -72,9 +67,7 @@ class Credentials:
 
 @dataclasses.dataclass(frozen=True)
 class Fence:
-    """One fence. `refused` are the ids of the saves that were not committed when a fence was made,
-    the newest last.
-    """
+    """One fence; `refused` are the saves not committed when a fence was made, the newest last."""
 
     number: int
     run: str
@@ -102,10 +95,8 @@ def newest(storage: Storage) -> Fence | None:
 
 
 def raise_fence(storage: Storage, position: Position) -> Credentials:
-    """Puts up a fence against all earlier processes of the job. On rank 0, with the lock held.
-
-    Raises:
-        Fenced: if the job has gone on without this process.
+    """Puts up a fence against all earlier processes of the job; `Fenced` if the job has gone on
+    without this one. On rank 0, with the lock held.
     """
     before = newest(storage)
     if before is not None and position.precedes(before.run, before.order):

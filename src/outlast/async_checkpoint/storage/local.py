@@ -47,8 +47,10 @@ from outlast.errors import CheckpointError
 from outlast.system.files import (
     FileLocked,
     fsync_folder,
+    is_at,
     lock_file,
     make_folder,
+    read_fully,
     replace_durably,
 )
 
@@ -85,7 +87,11 @@ class LocalStorage(Storage):
         return sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir())
 
     def make(self, folder: str) -> None:
-        os.makedirs(self._inside(folder), exist_ok=True)
+        path = self._inside(folder)
+        try:
+            path.mkdir(exist_ok=True)
+        except FileNotFoundError:  # made anew, it would be without the lock
+            raise CheckpointError(f"{self.root} is gone: it was moved or removed") from None
 
     def create(self, folder: str, name: str, size_bytes: int) -> _Writer:
         path = self._inside(folder, name)
@@ -129,6 +135,11 @@ class LocalStorage(Storage):
 
     def size(self, folder: str, name: str) -> int:
         return self._inside(folder, name).stat().st_size
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        path = self._inside(folder)
+        entries = os.scandir(path) if path.exists() else ()
+        return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in entries}
 
     def saved_at(self, folder: str) -> float | None:
         for path in (self._inside(folder, MANIFEST), self._inside(folder)):
@@ -200,6 +211,13 @@ class LocalStorage(Storage):
         # replaced, but not durably, must not be removed before that.
         self.settle()
 
+    def check_lock(self) -> None:
+        if self._lock >= 0 and not is_at(self._lock, self.root / _LOCK):
+            raise CheckpointError(
+                f"{self.root} is not the folder that this job has locked: it was moved, removed or "
+                "replaced, or another job has taken it over"
+            )
+
     def unlock(self) -> None:
         lock, self._lock = self._lock, -1
         _close(lock)
@@ -222,9 +240,7 @@ class LocalStorage(Storage):
         return ""
 
     def _finish_replacements(self) -> str:
-        """Hides the checkpoints that were replaced without an exchange, and gives their names to
-        the new ones; returns the directory of the last one hidden.
-        """
+        """Completes replacements without an exchange; returns the last directory hidden."""
         hidden = ""
         for folder in self.folders():
             if folder.endswith(NEW) and step_of(folder) is not None:
@@ -280,9 +296,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 class _Writer:
-    """A file of known size, written by several threads. `recycled`: a file of this size is at
-    `path`.
-    """
+    """A file of known size, written by several threads. `recycled`: one of this size is there."""
 
     def __init__(self, path: Path, size_bytes: int, recycled: bool) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -290,12 +304,12 @@ class _Writer:
         self.direct = size_bytes % mmap.PAGESIZE == 0
         self._switching = threading.Lock()
         try:
-            self._fd = os.open(path, flags | (os.O_DIRECT if self.direct else 0), 0o644)
+            self._fd = os.open(path, flags | (os.O_DIRECT if self.direct else 0), 0o666)
         except OSError as e:
             if not self.direct or e.errno not in _UNSUPPORTED:
                 raise
             self.direct = False
-            self._fd = os.open(path, flags, 0o644)
+            self._fd = os.open(path, flags, 0o666)
         try:
             # A full disk fails here, and the file gets contiguous blocks.
             if size_bytes and not recycled:
@@ -354,13 +368,7 @@ class _Reader:
             raise CheckpointError(f"{path} is not a regular file")
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
-        done = 0
-        while done < len(buffer):
-            count = os.preadv(self._fd, [buffer[done:]], offset + done)
-            if not count:
-                break
-            done += count
-        return done
+        return read_fully(self._fd, offset, buffer)
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1

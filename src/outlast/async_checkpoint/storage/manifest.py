@@ -7,13 +7,13 @@ where in the files each tensor and each value is. A load therefore needs no pick
 and a rank that reads one shard verifies the chunks of that shard only.
 
 A checksum shows damage, not a mistake of the program that wrote it: `entries.py` checks what the
-manifest says before anything is allocated or read for it. Nothing here imports torch.
+manifest says before anything is allocated or read for it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Annotated, Any
 
@@ -66,8 +66,7 @@ def pieces(size_bytes: int, piece_bytes: int = CHUNK_BYTES) -> Sequence[tuple[in
 
 class Manifest(Contents, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The content of one checkpoint. `save_id` is unique to the save; each checksum covers
-    `chunk_bytes`. `non_finite` names the tensors that must be finite and are not; `None` if that is
-    not known.
+    `chunk_bytes`. `non_finite` are those tensors that must be finite and are not, if known.
     """
 
     step: Count
@@ -92,11 +91,7 @@ class Head(msgspec.Struct, frozen=True):
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Returns the content of the manifest file.
-
-    Raises:
-        CheckpointError: if it is larger than any load would read.
-    """
+    """The content of the manifest file; a `CheckpointError` if no load would read so much."""
     fields = msgspec.structs.asdict
     body = json.dumps(fields(manifest), separators=(",", ":"), default=fields).encode()
     if len(body) + HEAD_BYTES > LARGEST_BYTES:
@@ -141,9 +136,7 @@ def decode(content: bytes, where: str) -> Manifest:
 
 
 def decode_head(content: bytes, where: str) -> Head:
-    """Returns the first line of a manifest, of which `content` is at least the beginning. Raises as
-    `decode`.
-    """
+    """The first line of a manifest, of which `content` is the beginning. Raises as `decode`."""
     found = _head(content)
     if found is None:
         raise CheckpointError(
@@ -161,13 +154,26 @@ def decode_head(content: bytes, where: str) -> Head:
     return head
 
 
-def saved_by(storage: Storage, folder: str) -> str:
-    """The id of the save of a checkpoint, from the first line of its manifest; empty if there is
-    none, or it is damaged.
+def check_written(storage: Storage, folder: str, files: Mapping[str, int]) -> None:
+    """Checks before a commit that a directory has these files, of these sizes, and no others.
 
     Raises:
-        CheckpointReadError: if it cannot be read now.
+        CheckpointError: if not; names a file and what is wrong with it.
+        CheckpointReadError: if that cannot be read now.
     """
+    where = f"{storage.where}/{folder}"
+    found = reading(where, lambda: storage.sizes(folder))
+    for name in sorted(files.keys() | found.keys()):
+        if name not in found:
+            raise CheckpointError(f"{where} lacks {name}, which a rank has reported as written")
+        if name not in files:
+            raise CheckpointError(f"{where} has {name}, which no rank has reported as written")
+        if found[name] != files[name]:
+            raise CheckpointError(f"{where}/{name}: {found[name]} bytes instead of {files[name]}")
+
+
+def saved_by(storage: Storage, folder: str) -> str:
+    """The id of the save of a checkpoint; empty if damaged or missing. May raise as `reading`."""
 
     def read() -> bytes:
         with closing(storage.open(folder, MANIFEST)) as reader:

@@ -4,8 +4,6 @@
 They differ in how a checkpoint becomes visible. A file system has an atomic rename: a save writes
 everything under a temporary name, which is then renamed. An object store has none: a save puts the
 files in their final place and the manifest last; a directory without one is not a checkpoint.
-
-Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -46,9 +44,7 @@ class FileWriter(Protocol):
         """Returns when the file is durable."""
 
     def abandon(self) -> None:
-        """Stops writing. On a file system, what was written may stay until the directory is
-        removed; on other storage nothing stays.
-        """
+        """Stops writing. Only on a file system does what was written stay, in its directory."""
 
 
 class FileReader(Protocol):
@@ -67,9 +63,8 @@ class FileReader(Protocol):
 
 
 class Storage(Protocol):
-    """What a checkpointer needs of a storage. Names have no slashes. Errors are `OSError`; those of
-    `get`, `open` and `size` are `FileNotFoundError` if the file does not exist. `where` names the
-    storage in messages.
+    """What a checkpointer needs. Names have no slashes. Errors are `OSError`; those of `get`,
+    `open` and `size` are `FileNotFoundError` if the file does not exist. `where` is for messages.
     """
 
     where: str
@@ -77,14 +72,10 @@ class Storage(Protocol):
     def prepare(self) -> None: ...
 
     def names_for(self, step: int, save_id: str) -> tuple[str, str]:
-        """The directory that a save writes to, and the directory of the committed checkpoint: the
-        same one on storage that cannot rename.
-        """
+        """The directories of a save and of its checkpoint: the same where there is no rename."""
 
     def folders(self) -> list[str]:
-        """The names of all directories, including those without a complete checkpoint. If several
-        belong to one step, the one committed last comes last.
-        """
+        """The names of all directories. Of several of one step, the last committed is last."""
 
     def make(self, folder: str) -> None:
         """Creates a directory, which may exist."""
@@ -95,9 +86,7 @@ class Storage(Protocol):
         """Writes a small file of a save; its name is durable after `sync`."""
 
     def put_record(self, folder: str, name: str, content: bytes) -> None:
-        """Writes a small file outside of any save, durably and in one step: a crash leaves the old
-        content or the new one. Creates the directory.
-        """
+        """Writes a small file of no save: durably, in one step. Creates the directory."""
 
     def sync(self, folder: str) -> None:
         """Returns when the directory's entries are durable."""
@@ -116,9 +105,7 @@ class Storage(Protocol):
         """Makes durable what is visible now, and what a `publish` that was cut short has done."""
 
     def get(self, folder: str, name: str) -> bytes:
-        """Returns the content of a small file; raises `CheckpointError` if it is no regular file or
-        larger than `SMALL_FILE_BYTES`.
-        """
+        """The content of a small file; a `CheckpointError` for a larger or irregular one."""
         with closing(self.open(folder, name)) as reader:
             size = reader.size_bytes
             if size > SMALL_FILE_BYTES:
@@ -131,26 +118,23 @@ class Storage(Protocol):
 
     def size(self, folder: str, name: str) -> int: ...
 
+    def sizes(self, folder: str) -> dict[str, int]:
+        """The sizes of all files of a directory, by name; none if it does not exist."""
+
     def hide(self, folder: str) -> str:
         """Makes a checkpoint invisible, durably; its files stay. Returns the directory to pass to
-        `remove` later, even if a new checkpoint has taken the old name; an empty string if there
-        was no checkpoint.
+        `remove` later, even if a new checkpoint has taken the old name; empty if there was none.
         """
 
     def remove(self, folder: str) -> None:
-        """Removes a directory and its files. At no moment does a part of it look like a
-        checkpoint. The directory may be missing.
-        """
+        """Removes a directory, if it is there; at no moment is a part of it a checkpoint."""
 
     def recycle(self, folder: str) -> None:
-        """Like `remove`, for a hidden directory, but may keep files for the next save to write
-        over, until `tidy`.
-        """
+        """As `remove`, of a hidden directory; may keep files to write over, until `tidy`."""
 
     def saved_at(self, folder: str) -> float | None:
         """When the manifest of a checkpoint was written, or, without one, when its directory was
-        last changed: seconds since 1970, by the storage's clock; `None` if the storage does not
-        say.
+        last changed: seconds since 1970, by the storage's clock, if it says.
         """
 
     def tidy(self) -> None: ...
@@ -168,6 +152,14 @@ class Storage(Protocol):
         Raises:
             CheckpointError: if another job holds the lock; names it.
         """
+
+    def check_lock(self) -> None:
+        """Checks that the storage which this process has locked is still the one of that name.
+
+        Raises:
+            CheckpointError: if it is not.
+        """
+        return
 
     def unlock(self) -> None: ...
 
@@ -244,9 +236,7 @@ class Position:
         return bool(order) and run == self.run and order < self.order
 
     def in_another_group(self, holder: str) -> bool:
-        """Whether another group of hosts with the same run id wrote this `signature`. One of the
-        two ends when they meet.
-        """
+        """Whether another group of the hosts of this run wrote it. One ends when they meet."""
         job, separator, group = _run_and_order(holder)[0].partition("-")
         own, _, mine = self.run.partition("-")
         return bool(separator) and job == own and group != mine

@@ -43,9 +43,7 @@ class RecycledFiles:
         self._folder = root / RECYCLED
 
     def keep(self, folder: Path) -> bool:
-        """Keeps the files in the hidden directory `folder`, instead of those kept before. Returns
-        whether it did; if not, the directory is still there.
-        """
+        """Keeps the files of the hidden `folder` alone, if it can; returns whether it did."""
         try:
             # A symbolic link may lead to files outside the storage.
             if not self._supported or not stat.S_ISDIR(os.lstat(folder).st_mode):
@@ -58,10 +56,8 @@ class RecycledFiles:
 
     def take(self, path: Path, size_bytes: int) -> bool:
         """Moves a recycled file of the same name and size to `path`, if there is one: its blocks
-        are allocated, and its content may be overwritten. Returns whether it did.
-
-        Raises:
-            OSError: if an unusable file was moved to `path` and cannot be removed again.
+        are allocated, and its content may be overwritten. Returns whether it did; an `OSError` if
+        what it moved is unusable and stays there.
         """
         try:
             os.rename(self._folder / path.name, path)
@@ -76,8 +72,7 @@ class RecycledFiles:
         """Removes all recycled files, unless other ranks take them first.
 
         Only rank 0 puts files there, and only rank 0 removes the directory at its end. Another rank
-        that needs room on the disk may remove the files at any time; those that rank 0 keeps
-        meanwhile stay.
+        that needs room on the disk may remove the files at any time; new ones stay.
         """
         if self._folder.is_symlink():
             self._folder.unlink()

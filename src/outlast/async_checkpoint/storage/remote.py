@@ -16,8 +16,6 @@ Two things differ from a file system:
 
 Credentials and endpoints are those of fsspec's file system for the URL: for S3 the usual
 environment variables (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, ...), files and instance roles.
-
-Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -56,8 +54,7 @@ _WILDCARDS = re.compile(r"[*?\[\]]")
 
 
 class RemoteStorage(Storage):
-    """Checkpoints below one URL that fsspec supports, such as `s3://bucket/directory`; the bucket
-    must exist. See `Storage`.
+    """See `Storage`. Below one URL of fsspec, such as `s3://bucket/directory`; the bucket exists.
 
     Raises:
         ModuleNotFoundError: if a package is missing; says what to install.
@@ -153,6 +150,15 @@ class RemoteStorage(Storage):
             if found["type"] != "file":
                 raise FileNotFoundError(f"{where} is not a file")
             return int(found["size"])
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        path = self._inside(folder)
+        found: list[dict[str, Any]] = []
+        with as_os_errors(f"{self.where}/{folder}"), suppress(FileNotFoundError):
+            self._fs.invalidate_cache(path)
+            found = self._fs.ls(path, detail=True)
+        files = [e for e in found if e["type"] == "file" and not str(e["name"]).endswith("/")]
+        return {str(e["name"]).rsplit("/", 1)[-1]: int(e["size"]) for e in files}
 
     def saved_at(self, folder: str) -> float | None:
         return self._committed_at(folder) or None

@@ -107,9 +107,7 @@ class PartsUpload(_Upload):
         self._upload = ""
 
     def abandon(self) -> None:
-        """See `FileWriter`. Nothing stays, unless the store cannot be reached; then removing the
-        directory removes it.
-        """
+        """See `FileWriter`. What stays, with the store out of reach, goes with the directory."""
         upload, self._upload = self._upload, ""
         with contextlib.suppress(OSError):
             if upload:
@@ -231,9 +229,7 @@ class RangeReader:
 def unfinished_uploads(
     fs: Any, root: str, where: str, folder: str = ""
 ) -> Iterator[tuple[str, str, str]]:
-    """Directory, key and id of the multipart uploads on S3 that have not ended, below `root` or in
-    one checkpoint directory of it.
-    """
+    """Directory, key and id of the unfinished multipart uploads in `root`, or one folder of it."""
     bucket, key, _ = fs.split_path(root)
     within = f"{key}/" if key else ""
     after: dict[str, str] = {}

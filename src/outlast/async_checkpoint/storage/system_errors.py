@@ -3,11 +3,8 @@ in which no checkpoint can be saved.
 
 A missing file is damage: the checkpoint cannot be restored, an older one can. An error of the disk,
 the network or the process (EIO, ESTALE, EMFILE, EACCES, a timeout, an answer 503) says nothing
-about the checkpoint. It may pass, so the read is tried again; if it stays, the restore fails.
-Passing over the checkpoint would continue from an older step, and overwrite a newer one that is
-intact.
-
-Nothing here imports torch.
+about the checkpoint. It may pass, so the read is tried again; if it stays, the restore fails. To
+pass over the checkpoint would be to continue from an older step, and overwrite an intact one.
 """
 
 from __future__ import annotations
@@ -40,6 +37,8 @@ _DAMAGES = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # from fs
 _PAUSES_S = (0.05, 0.25, 1.0)
 _pause = time.sleep
 
+NO_ROOM = "Make room in"
+"""In the message of a full disk."""
 _OWNER = "Give this user ({user}) write access to it"
 _FILE = "{file} is a file: remove it"
 _REMEDIES = {
@@ -85,11 +84,7 @@ def reading(where: str, read: Callable[[], T]) -> T:
 
 
 class Reopened:
-    """A file that several threads read; after a read error it is opened again. Errors name `where`.
-
-    Raises:
-        CheckpointError, CheckpointReadError: as `reading`; here if it cannot be opened.
-    """
+    """A file for several threads, opened again after a read error. Raises as `reading`."""
 
     def __init__(self, where: str, open_file: Callable[[], FileReader]) -> None:
         self._where = where
@@ -124,11 +119,7 @@ class Reopened:
 
 @contextlib.contextmanager
 def preparing(folder: Path) -> Iterator[None]:
-    """A block that creates `folder`, or files in it.
-
-    Raises:
-        FolderUnusable: if the system does not allow it; names the folder, the cause and a remedy.
-    """
+    """A block that creates `folder` or files in it; a `FolderUnusable` names the remedy."""
     try:
         yield
     except OSError as e:
@@ -147,7 +138,7 @@ def preparing(folder: Path) -> Iterator[None]:
 def room_advice(error: BaseException, where: str) -> str:
     """A sentence to append to the message of a full disk; empty for another error."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f". Make room in {where}, or use another folder"
+        return f". {NO_ROOM} {where}"
     return ""
 
 

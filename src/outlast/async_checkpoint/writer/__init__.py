@@ -1,1 +1,1 @@
-"""The writer process, and the main process's side of it."""
+"""The writer process, whose modules do not import torch, and the main process's side of it."""

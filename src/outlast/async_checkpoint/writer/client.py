@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import dataclasses
 import logging
 import os
-import select
 import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -23,13 +23,15 @@ from concurrent.futures import TimeoutError as FutureTimeout  # another class be
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from outlast.async_checkpoint.observers import writer_program
+from outlast.async_checkpoint.storage.fence import Credentials
 from outlast.async_checkpoint.writer.main import Writer
 from outlast.async_checkpoint.writer.remote import Call
 from outlast.async_checkpoint.writer.write_files import Dropped
 from outlast.errors import CheckpointError, CheckpointTimeout
 from outlast.system.background_process import BackgroundProcess, start_process
-from outlast.system.channel import Channel, pack, unpack
+from outlast.system.channel import pack, unpack
 from outlast.system.error_text import exit_text
+from outlast.system.parallel import start_thread
 from outlast.system.shared_memory import SharedMemory
 from outlast.system.waiting import readable
 
@@ -69,12 +71,8 @@ class Pending(Future[R]):
         self._client = client
 
     def result(self, timeout: float | None = None) -> R:
-        """Waits for the answer.
-
-        Raises:
-            ProcessTimeout: if there is none within `timeout`; the process is then killed.
-            ProcessFailed: names the cause.
-            Dropped: if the request was dropped.
+        """Waits for the answer; a `ProcessTimeout` if there is none within `timeout`, when the
+        process is killed; a `ProcessFailed` names another cause. `Dropped` if the request was.
         """
         try:
             return super().result(timeout)
@@ -100,8 +98,7 @@ class Pending(Future[R]):
 
 
 class ProcessClient:
-    """Starts a process with `config` (linger_s, launcher, and what it needs besides), and talks to
-    it.
+    """Starts a process with `config` (linger_s, launcher, and what else it needs); talks to it.
 
     Attributes:
         name: of the process, in messages.
@@ -166,9 +163,8 @@ class ProcessClient:
                 self._send(self._process, call)
 
     def await_idle(self, timeout_s: float) -> None:
-        """Waits for the requests in progress, for `timeout_s`. A process that does not answer in
-        time, because its disk does not respond, is killed and will be replaced: the buffers are
-        mapped here too.
+        """Waits for the requests in progress, for `timeout_s`. A process that does not answer,
+        because its disk does not, is killed and replaced: the buffers are mapped here too.
         """
         pending = list(self._pending.values())
         futures.wait(pending, timeout_s)
@@ -178,9 +174,7 @@ class ProcessClient:
                 process.kill()
 
     def kill_late(self, process: BackgroundProcess | None) -> None:
-        """Kills a process that did not read or answer a message in time. The channel may hold a
-        part of a message; the next request starts another process.
-        """
+        """Kills a process that was late, whose channel may hold a part of a message."""
         self._late = process  # before the kill: it takes a moment, and ends waits for answers
         if process is not None:
             process.kill()
@@ -249,7 +243,7 @@ class ProcessClient:
             raise ProcessFailed("the checkpointer was closed")
         process = self._process
         if process is not None:
-            if process is not self._late and process.alive and not _hung_up(process.channel):
+            if process is not self._late and process.alive and not process.channel.hung_up:
                 return process
             process.kill()
             self._process = None
@@ -260,10 +254,7 @@ class ProcessClient:
             process.channel.limit(max(self.timeout_s, _LEAST_S))
             self._over = over = threading.Event()
             name = f"outlast-{self.name.partition(' ')[0]}"
-            reader = threading.Thread(
-                target=self._read, args=(process, over), name=name, daemon=True
-            )
-            reader.start()
+            reader = start_thread(name, self._read, process, over)
             self._replaced = bool(self._readers)
             self._readers = [*(each for each in self._readers if each.is_alive()), reader]
             for call, pending in self._replayed(method):
@@ -332,16 +323,14 @@ class WriterClient(ProcessClient):
 
     def keep(self, memory: SharedMemory, socket: str) -> None:
         """Makes the writer keep `memory`, instead of what it kept before: after a kill of this
-        process, its replacement gets it at `socket`. Starts the writer. Memory that was lost is not
-        kept.
+        process, its replacement gets it at `socket`. Starts the writer. Lost memory is not kept.
         """
         if memory.intact:
             self.start()
             self.tell(Writer.keep_memory, memory=memory, socket=socket)
 
     def begin_save(self) -> None:
-        """Calls `begin_save`, and calls it again of another writer if this one ends before it
-        answers.
+        """Calls `begin_save`, and once more, of another writer, if this one ends without an answer.
 
         A writer that was killed between two saves looks alive to `start` until the kernel has ended
         it, milliseconds later, and then only this request fails. A second attempt is safe: it comes
@@ -351,8 +340,7 @@ class WriterClient(ProcessClient):
 
         It is the only request that is sent again: a writer that was lost later may have written
         files or committed. It is sent again once: if the second writer is lost too, whatever ends
-        it would end the third. A writer that does not answer in time is not tried again either: the
-        disk does not respond.
+        it would end the third. Nor is it sent again after a timeout: the disk does not respond.
         """
         try:
             self.request(Writer.begin_save)
@@ -365,15 +353,12 @@ class WriterClient(ProcessClient):
     def close(
         self,
         timeout_s: float,
+        credentials: Credentials = Credentials(),  # noqa: B008 - it is frozen
         *,
         tidy: bool = False,
         last: bool = False,
-        writer: str = "",
-        lease: str = "",
     ) -> None:
-        """Ends the writer process, after `timeout_s` with a kill; what it is writing and its
-        snapshots are lost. With `tidy` it deletes the recycled files first; with `last`, also the
-        files of saves that were not committed. `writer` and `lease` are the credentials.
+        """Ends the writer process as `Writer.leave` says, after `timeout_s` with a kill.
 
         If a restart has cut a message short, the writer is lost, and another one is started to do
         that; but not if the disk did not respond.
@@ -383,14 +368,8 @@ class WriterClient(ProcessClient):
                 # Without another writer, the next job removes what the lost one has left.
                 with contextlib.suppress(OSError, ProcessFailed):
                     self._running()
-            self.tell(
-                Writer.leave,
-                tidy=tidy,
-                last=last,
-                replaced=self._replaced,
-                writer=writer,
-                lease=lease,
-            )
+            allowed, replaced = dataclasses.asdict(credentials), self._replaced
+            self.tell(Writer.leave, tidy=tidy, last=last, replaced=replaced, **allowed)
             self._closed = True
         self.end(timeout_s)
 
@@ -399,15 +378,13 @@ class WriterClient(ProcessClient):
 
     def _remember(self, call: Call) -> None:
         buffer = call.arguments.get("buffer", -1)
+        if call.method in ("share_buffer", "release_buffer", "reuse_buffer"):
+            self._ends.pop(buffer, None)
         match call.method:
             case "share_buffer":
                 self._buffers[buffer] = call
-                self._ends.pop(buffer, None)
             case "release_buffer":
                 self._buffers.pop(buffer, None)
-                self._ends.pop(buffer, None)
-            case "reuse_buffer":
-                self._ends.pop(buffer, None)
             case "sealed" | "torn":
                 self._ends[buffer] = call
             case "keep_memory":
@@ -420,9 +397,3 @@ class WriterClient(ProcessClient):
                 yield call, None
         for call in self._ends.values():
             yield call, None
-
-
-def _hung_up(channel: Channel) -> bool:
-    poll = select.poll()
-    poll.register(channel.fileno(), 0)
-    return any(event & (select.POLLHUP | select.POLLERR) for _, event in poll.poll(0))

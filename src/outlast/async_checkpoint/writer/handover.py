@@ -7,8 +7,6 @@ enter, and both ends check that the other one belongs to this user.
 A replacement may be faster than the holder, which first takes checksums. So a holder announces
 itself: it locks a file beside the socket, in which its main process is named. As long as the file
 is locked and that process is dead, the replacement waits for the socket.
-
-Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -46,6 +44,9 @@ _POLL_S = 0.01
 class _Added(TypedDict, total=False):
     files: dict[str, dict[str, Any]] | None
     committed: bool
+    metric: float | None
+    place: str
+    structure: str
     buffer: int
     index: str
 
@@ -65,6 +66,8 @@ class SnapshotDescription(_Added):
         files: `size_bytes` and `checksums` of each file, once they are known.
         buffer: the number of its buffer in the writer.
         index: what it holds and where (`Structure.index`), outside of the process that made it.
+        metric, place, structure: of the save, for its end after a restart (`left_saves.py`); the
+            structure by its digest.
     """
 
     step: int
@@ -98,9 +101,7 @@ class StoredSnapshot:
 
 
 def private_folder(folder: Path) -> Path:
-    """Creates `folder` for this user only; raises `PermissionError` if it belongs to another user,
-    is a link, or is open to others.
-    """
+    """Creates `folder` for this user; `PermissionError` if it is another's, open, or a link."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     found = folder.lstat()

@@ -71,9 +71,7 @@ class HeldBuffers:
             self._changed.notify_all()
 
     def filled(self, number: int, save_id: str) -> Callable[[int], bool]:
-        """A function that waits until the copy of a save has reached an offset; `False` if it never
-        will, or was dropped.
-        """
+        """A wait until the copy of a save has reached an offset; `False` if it never will."""
         copy = self[number].copy_of(save_id)
 
         def wait_for(upto: int) -> bool:

@@ -10,13 +10,12 @@ from __future__ import annotations
 import contextlib
 import queue
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
 from outlast.async_checkpoint.storage.directory import leftovers, open_storage
 from outlast.async_checkpoint.storage.fence import Credentials, check
-from outlast.async_checkpoint.storage.manifest import MANIFEST, saved_by
+from outlast.async_checkpoint.storage.manifest import MANIFEST, check_written, saved_by
 from outlast.async_checkpoint.storage.protocol import Storage, is_temporary
 from outlast.async_checkpoint.storage.system_errors import room_advice
 from outlast.async_checkpoint.writer.handover import SnapshotDescription, StoredSnapshot
@@ -26,6 +25,7 @@ from outlast.async_checkpoint.writer.write_files import write_files
 from outlast.errors import CheckpointError
 from outlast.system.channel import Channel
 from outlast.system.error_text import describe
+from outlast.system.parallel import start_thread
 from outlast.system.shared_memory import SharedMemory
 
 _NICE = 5  # lower than training, which would have to wait in the end for a save that takes too long
@@ -50,7 +50,7 @@ class Writer(Service):
         self._recycles = False  # whether there may be recycled files of this process
         self._uncommitted: set[str] = set()  # the folders of saves begun
         self._is_last = False  # no other process will commit them
-        threading.Thread(target=self._remove_all, name="outlast-remover", daemon=True).start()
+        start_thread("outlast-remover", self._remove_all)
         super().__init__(channel, config)
 
     def serve(self) -> bool:
@@ -88,18 +88,14 @@ class Writer(Service):
         self.goodbye()
 
     def share_buffer(self, buffer: int, memory: SharedMemory, index: str) -> None:
-        """Shares a buffer, replacing the one with that number. `index` says what a snapshot in it
-        will hold (`Structure.index`).
-        """
+        """Shares a buffer, instead of the one with that number. `index`: see `Structure.index`."""
         self.buffers.share(buffer, memory, index)
 
     def release_buffer(self, buffer: int) -> None:
         self.buffers.release(buffer)
 
     def keep_memory(self, memory: SharedMemory, socket: str) -> None:
-        """Keeps this memory, instead of what was kept before: if the main process is killed, its
-        replacement gets it at `socket`, with the snapshots.
-        """
+        """Keeps this, and nothing else, for a replacement of the main process, at `socket`."""
         if self.kept is not None:
             self.kept.close()
         self.kept = memory
@@ -127,10 +123,10 @@ class Writer(Service):
         self.buffers.reached(buffer, snapshot["save_id"], sys.maxsize)
         self.announce(snapshot["socket"])
 
-    def committed(self, buffer: int, save_id: str) -> None:
+    def committed(self, buffer: int, save_id: str, final: str) -> None:
         snapshot = self.buffers[buffer].snapshot
         if snapshot is not None and snapshot["save_id"] == save_id:
-            snapshot["committed"] = True
+            snapshot["committed"], snapshot["final"] = True, final
 
     def drop_saves(self) -> None:
         """Everything that is being written is dropped, until the next `begin_save`."""
@@ -180,16 +176,18 @@ class Writer(Service):
         self,
         working: str,
         final: str,
+        written: dict[str, int],
         files: list[tuple[str, int]],
         writer: str,
         lease: str,
         blob: bytes,
     ) -> None:
-        """Makes a checkpoint visible. `files` (name, size), whose contents are in `blob`, are
-        written first, in order: the last is the manifest. In a job on many hosts it is refused
-        unless the newest fence is that of `writer` and the host holds its lease (`lease` is the
-        path of the page).
+        """Makes a checkpoint visible, if all files that the ranks have `written` are there, and no
+        others. `files` (name, size), whose contents are in `blob`, are written first, in order: the
+        last is the manifest. In a job on many hosts it is refused unless the newest fence is that
+        of `writer` and the host holds its lease (`lease` is the path of the page).
         """
+        check_written(self.storage, working, written)
         at = 0
         for number, (name, size_bytes) in enumerate(files, 1):
             if number == len(files) and working == final:
@@ -206,9 +204,7 @@ class Writer(Service):
             self._removals.put(replaced)
 
     def settle_commit(self, working: str, final: str, save_id: str) -> bool:
-        """After a `commit` that failed, or whose writer was lost: whether the save is committed; if
-        it is, durably.
-        """
+        """After a `commit` that failed or was lost: whether the save is committed, durably."""
         self.storage.settle()
         try:
             self.storage.size(final, MANIFEST)
@@ -241,9 +237,7 @@ class Writer(Service):
         return self._report_removal_errors()
 
     def await_removals(self, tidy: bool) -> list[str]:
-        """Waits for the removals in the background, and deletes recycled files too if `tidy`.
-        Returns their errors, as `hide_folders`.
-        """
+        """Waits for the removals, also of recycled files if `tidy`; returns as `hide_folders`."""
         if tidy:
             self._make_room()
         else:

@@ -10,8 +10,6 @@ When the main process ends without a goodbye, the service waits for a while at a
 snapshots to the replacement that connects (`handover.py`), and ends. It ends at once when the
 process that would start a replacement (the launcher: the parent of the main process) is gone too,
 so it is never left behind.
-
-Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ import dataclasses
 import os
 import queue
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,6 +28,7 @@ from outlast.errors import CheckpointError
 from outlast.system.background_process import settle
 from outlast.system.channel import Channel, pack, unpack
 from outlast.system.error_text import describe, traceback_text
+from outlast.system.parallel import start_thread
 from outlast.system.processes import open_process
 from outlast.system.shared_memory import SharedMemory
 from outlast.system.waiting import readable
@@ -81,10 +79,7 @@ class Service:
         self.requests: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self.kept: SharedMemory | None = None  # given to a replacement besides the snapshots
         self._goodbye = False
-        self.answering = threading.Thread(
-            target=self._answer_all, name="outlast-answers", daemon=True
-        )
-        self.answering.start()
+        self.answering = start_thread("outlast-answers", self._answer_all)
 
     def goodbye(self) -> None:
         self._goodbye = True

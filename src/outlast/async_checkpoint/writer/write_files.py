@@ -1,16 +1,15 @@
 """Writes a snapshot buffer to files with several threads, and takes their checksums.
 
 Each thread takes the next piece of any file, waits until it has been copied, and writes it. Unless
-the main process takes the checksums, the thread hashes the chunks too: the disk writes the piece of
-one thread while another thread hashes, and both release the GIL. A file is made durable as soon as
-its last piece is written.
+the main process takes the checksums, the thread hashes the chunks too: the disk writes one piece
+while another thread hashes, and both release the GIL. The last piece makes a file durable.
 """
 
 from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from outlast.async_checkpoint.storage.manifest import CHUNK_BYTES, checksum, pieces
@@ -74,8 +73,6 @@ def write_files(
     parts = [_File(name, memory[at : at + size], at) for name, at, size in files]
     parts += [_File(name, memoryview(content)) for name, content in small.items()]
     lock = threading.Lock()
-    failed = threading.Event()
-    jobs = ((part, at, size) for part in parts for at, size in part.pieces)
 
     def create(part: _File) -> FileWriter:
         try:
@@ -105,20 +102,13 @@ def write_files(
         if last:
             part.writer.finish()
 
-    def work() -> None:
-        while True:
-            with lock:
-                job = next(jobs, None)
-                if job is None or failed.is_set():
-                    return
-            try:
-                write(*job)
-            except BaseException:
-                failed.set()
-                raise
+    def work(jobs: Iterator[tuple[_File, int, int]]) -> None:
+        for part, at, size in jobs:
+            write(part, at, size)
 
+    jobs = ((part, at, size) for part in parts for at, size in part.pieces)
     try:
-        in_threads(work, max(1, threads), "outlast-write")
+        in_threads(work, jobs, max(1, threads), "outlast-write")
     except BaseException:
         for part in parts:
             if part.writer is not None and part.left:

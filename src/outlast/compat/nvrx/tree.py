@@ -214,9 +214,7 @@ class Tree(RankAssignment):
 
 @dataclasses.dataclass(frozen=True)
 class Arrangement:
-    """The paths of the ranks of one iteration, of which the first `active` are active; what each
-    rank was before; and why former ranks are discarded.
-    """
+    """The paths of ranks, the first `active` of them active; what they were; why some are out."""
 
     paths: tuple[Path, ...]
     active: int
@@ -242,8 +240,8 @@ def first_arrangement(
     size_filter: Callable[[int], int] | None = None,
     terminated: Collection[int] = (),
 ) -> Arrangement:
-    """The arrangement at the start of a job. Ranks become active in depth-first order, with groups
-    in the order of their first rank. Then `terminated` ranks are replaced.
+    """The arrangement at the start: ranks become active in depth-first order, with groups in the
+    order of their first rank. Then `terminated` ranks are replaced.
     """
     order = _depth_first([(rank, paths[rank]) for rank in sorted(paths)])
     leaves = [_Leaf(rank, paths[rank], None, True) for rank in order]
@@ -260,9 +258,7 @@ def next_arrangement(
     layers: Sequence[Layer],
     size_filter: Callable[[int], int] | None = None,
 ) -> Arrangement:
-    """The arrangement after `last`. Ranks that are not in `paths` are terminated; `newcomers` are
-    those in it that are new processes.
-    """
+    """The arrangement after `last`, of the ranks in `paths`; `newcomers` are new processes."""
     leaves, arrived = [], []
     for rank, path in enumerate(last.paths):
         active = rank if rank < last.active else None
@@ -315,16 +311,8 @@ def _depth_first(ranks: list[tuple[int, Path]]) -> list[int]:
     return [rank for group in groups.values() for rank in _depth_first(group)]
 
 
-def _allowed(leaf: _Leaf, layers: Sequence[Layer], counts: Mapping[Path, int]) -> bool:
-    """Whether every group of the leaf may have one more active rank."""
-    limits = ((group, layers[len(group) - 1].max_ranks) for group in leaf.groups())
-    return all(limit is None or counts.get(group, 0) < limit for group, limit in limits)
-
-
 def _discard(leaves: list[_Leaf], layers: Sequence[Layer]) -> dict[int, str]:
-    """Discards every group with fewer healthy ranks than `min_ranks`: the inner groups first, which
-    count for the outer ones. Returns the reasons.
-    """
+    """Discards groups with too few healthy ranks, the inner ones first; returns the reasons."""
     why: dict[int, str] = {}
     for depth in range(len(layers), 0, -1):
         groups: dict[Path, list[_Leaf]] = {}
@@ -343,9 +331,7 @@ def _discard(leaves: list[_Leaf], layers: Sequence[Layer]) -> dict[int, str]:
 
 
 def _replace(leaves: list[_Leaf], layers: Sequence[Layer]) -> list[_Leaf]:
-    """Gives the place of each active rank that is gone to the last inactive rank of its innermost
-    group that has one, as far up as the layers are marked RESERVE. Returns those not replaced.
-    """
+    """Fills the places of lost active ranks by rule 2 of `Tree`; returns those not replaced."""
     pools: dict[Path, list[_Leaf]] = {}
     for leaf in leaves:
         if leaf.healthy and leaf.active is None:
@@ -371,9 +357,7 @@ def _replace(leaves: list[_Leaf], layers: Sequence[Layer]) -> list[_Leaf]:
 
 
 def _backfill(leaves: list[_Leaf], unreplaced: list[_Leaf], layers: Sequence[Layer]) -> None:
-    """Moves the highest active ranks of each domain into its gaps: the domain of a rank is its
-    outermost group that is reached by layers marked BACKFILL alone.
-    """
+    """Moves the highest active ranks of each group into its gaps, by rule 3 of `Tree`."""
     domains: dict[Path, list[_Leaf]] = {}
     for lost in unreplaced:
         domain: Path = ()
@@ -400,8 +384,13 @@ def _activate_more(leaves: list[_Leaf], active: int, layers: Sequence[Layer]) ->
     counts: collections.Counter[Path] = collections.Counter()
     for leaf in _active(leaves):
         counts.update(leaf.groups())
+
+    def has_room(group: Path) -> bool:
+        limit = layers[len(group) - 1].max_ranks
+        return limit is None or counts[group] < limit
+
     for leaf in leaves:
-        if leaf.healthy and leaf.active is None and _allowed(leaf, layers, counts):
+        if leaf.healthy and leaf.active is None and all(map(has_room, leaf.groups())):
             leaf.active = active
             counts.update(leaf.groups())
             active += 1

@@ -13,8 +13,7 @@ class Election:
     """The votes for one candidate in one term.
 
     First a pre-vote: only if a quorum would vote for it, a candidate enters a new term. So a host
-    that was cut off or stopped does not disturb the others when it returns, with a term that has
-    grown meanwhile.
+    that was cut off or stopped does not disturb the others when it returns, with a grown term.
     """
 
     def __init__(self, voter: Voter, now: float, *, pre_vote: bool, handover: bool = False) -> None:

@@ -37,9 +37,7 @@ class HostInfo(msgspec.Struct, frozen=True):
 
 
 class ChainEntry(msgspec.Struct, frozen=True, tag_field="do"):
-    """An entry of the chain (see `table`): what has happened to the job, in the order in which all
-    hosts see it.
-    """
+    """An entry of the chain (see `table`): what has happened, in one order for all hosts."""
 
     def encode(self) -> bytes:
         """As it is in the store."""

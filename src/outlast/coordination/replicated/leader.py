@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from outlast.coordination.replicated.hosts import HostJoined, HostLost
@@ -135,12 +136,8 @@ class Leader:
             self._append(change)
         self._changes.clear()
         self._advance()
-        sending: list[tuple[str, Message]] = []
-        for name, peer in self._peers.items():
-            message = self._message(peer, now)
-            if message is not None:
-                sending.append((name, message))
-        return sending
+        messages = ((name, self._message(peer, now)) for name, peer in self._peers.items())
+        return [(name, message) for name, message in messages if message is not None]
 
     def _message(self, peer: Progress, now: float) -> Message | None:
         log = self._voter.log
@@ -234,14 +231,9 @@ class Leader:
         """The hosts that are to become voters: in the order in which they joined."""
         voters = self.voters.new.voters
         places = MAX_VOTERS - sum(name not in self._voter.table.gone for name in voters)
-        learners: list[str] = []
-        if places > 0:
-            for host in self._voter.table.sessions:
-                if host not in voters and self.leases.is_present(host, now):
-                    learners.append(host)
-                    if len(learners) == places:
-                        break
-        return learners
+        sessions = (host for host in self._voter.table.sessions if host not in voters)
+        present = (host for host in sessions if self.leases.is_present(host, now))
+        return list(itertools.islice(present, max(places, 0)))
 
     def successor(self, now: float) -> str | None:
         """A voter that can take over: it has the whole log, and was heard a moment ago."""

@@ -190,11 +190,7 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def decode(data: bytes) -> Message:
-    """The message of some bytes, all of whose values have the declared types.
-
-    Raises:
-        ValueError: if it is none.
-    """
+    """The message of some bytes, with values of the declared types; or a `ValueError`."""
     try:
         return _decoder.decode(data)
     except (ValueError, RecursionError) as e:

@@ -99,9 +99,7 @@ class Node:
 
     @property
     def voters(self) -> frozenset[str]:
-        """The voters, as far as this host knows: none while they change, and on a host that is no
-        voter itself and never was.
-        """
+        """The voters, if this host knows: none while they change, or where it never was a voter."""
         log = self._voter.log
         if log.voters is None or log.voters.old or log.voters_index > self._voter.commit:
             return frozenset()
@@ -212,24 +210,17 @@ class Node:
     def results(self) -> list[tuple[int, Result]]:
         """The tickets of finished operations with their results; taken.
 
-        A result may be `Failed` once the lease of this host is over; the operation may have been
-        performed.
+        A result may be `Failed` once the lease is over; the operation may have been performed.
         """
         return self._host.requests.results()
 
     def cancel(self, ticket: int) -> None:
-        """Forgets an operation, of which there will be no result. Meant for waits: others may be
-        performed all the same.
-        """
+        """Forgets an operation, without a result. For waits: others may still be performed."""
         self._host.requests.cancel(ticket)
 
     # ------------------------------------------------------------------ hosts
     def add_host(self, info: HostInfo, now: float) -> bool:
-        """Admits a host; only the leader can. Repeat it until the host is in `hosts/joined`.
-
-        Returns:
-            Whether this node leads.
-        """
+        """Admits a host if this node leads; whether it does. Repeat it until it has joined."""
         self._now = now
         if self._voter.log.last == 0:
             self.tick(now)  # the founder leads from its first moment

@@ -94,11 +94,7 @@ class OperationStore:
     """The methods of a `Store`, and a few more, each one `Operation` that `perform` performs."""
 
     def perform(self, operation: Operation, timeout: float | None = None) -> Result:
-        """The result; for a wait, a `KeyTimeout` after `timeout` seconds.
-
-        Raises:
-            StoreError: if the operation failed. It may have been performed.
-        """
+        """The result; a `KeyTimeout` of a wait; a `StoreError`, maybe after it was performed."""
         raise NotImplementedError
 
     def put(self, key: str, value: bytes) -> None:

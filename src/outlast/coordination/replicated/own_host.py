@@ -1,6 +1,4 @@
-"""This host as a member of the job, whoever leads: its lease, and its operations, each of which is
-repeated until it is answered.
-"""
+"""This host as a member: its lease, and its operations, each repeated until it is answered."""
 
 from __future__ import annotations
 

@@ -11,8 +11,7 @@ NEVER = float("-inf")
 
 @dataclass(frozen=True)
 class Configuration:
-    """The voters. A quorum has more than half of their total weight, so two quorums always share a
-    voter.
+    """The voters. A quorum has more than half of their weight, so two quorums share a voter.
 
     Each voter weighs 1. If their number is even, one of them, the tiebreaker, weighs 2: of two
     halves exactly one can go on. Of two voters, the tiebreaker goes on alone, and the other stops

@@ -66,8 +66,7 @@ class Table:
 
     Attributes:
         keys, sessions, gone: see `TableState`, which is not copied.
-        appeared: keys that were set, with their values, for those that wait for them; the user
-            clears it.
+        appeared: keys that were set, with their values, for their waits; the user clears it.
     """
 
     def __init__(self, state: TableState | None = None) -> None:

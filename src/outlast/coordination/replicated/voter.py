@@ -26,8 +26,7 @@ KEPT = 100
 
 
 class Log:
-    """The entries in order, numbered from 1, without the oldest, which the table contains. `base`
-    is the last one that was dropped.
+    """The entries in order, numbered from 1, without those up to `base`, which the table contains.
 
     Attributes:
         voters: the latest configuration in the log, committed or not: it is in force. `None` in the
@@ -208,9 +207,7 @@ class Voter:
     def answer_vote(
         self, sender: str, asked: VoteRequest, now: float, *, leads: bool
     ) -> VoteAnswer | None:
-        """The answer to a request for a vote, if any. `leads`: this node is a leader whose lease is
-        valid.
-        """
+        """The answer to a request for a vote, if any. `leads`: this leader has a valid lease."""
         if asked.term <= self.term and (asked.pre_vote or asked.term < self.term):
             return VoteAnswer(self.term, False, asked.pre_vote)  # the candidate is behind
         # A leader that hands over has stopped acting before it asked for this election.

@@ -12,9 +12,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from typing import Protocol
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, TypeVar, cast
 
 from outlast.errors import OutlastError
+
+T = TypeVar("T")
 
 HOST_KEYS = "outlast/this-host/"
 """Keys with this prefix are the host's own, where each host has a server of the store: it keeps
@@ -42,9 +45,7 @@ class Store(Protocol):
         """The value of `key`, or `None`. Never waits."""
 
     def wait_for(self, key: str, timeout: float | None) -> bytes:
-        """Waits until `key` exists, and returns its value; a `KeyTimeout` after `timeout` seconds.
-        `None` waits for as long as the store lives.
-        """
+        """The value of `key`, once it exists; a `KeyTimeout` after `timeout` seconds, if any."""
 
     def add(self, key: str, amount: int) -> int:
         """Adds to the number under `key` (0 if absent); returns the sum."""
@@ -111,3 +112,27 @@ class MemoryStore:
         with self._changed:
             self.ops["delete"] += 1
             self.table.pop(key, None)
+
+
+def drive(coroutine: Coroutine[Any, Any, T], perform: Callable[[Any], Any]) -> T:
+    """Runs `coroutine` to its end, performing the operations that it yields.
+
+    An exception of an operation is raised in the coroutine, at its `await`; the result or the
+    exception of the coroutine is that of `drive`.
+    """
+    result: Any = None
+    error: BaseException | None = None
+    try:
+        while True:
+            try:
+                op = coroutine.send(result) if error is None else coroutine.throw(error)
+            except StopIteration as stop:
+                return cast(T, stop.value)
+            result, error = None, None
+            try:
+                result = perform(op)
+            except BaseException as e:  # noqa: BLE001 - raised in the coroutine
+                error = e
+    finally:
+        error = None  # the exception holds this frame: without this the two would be a cycle
+        coroutine.close()

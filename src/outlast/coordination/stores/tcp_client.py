@@ -99,8 +99,7 @@ class TcpClient:
             within: how long that may take, in seconds, if less than an operation.
 
         Raises:
-            StoreError: if nothing answers; without a `__cause__`, if something other than torch's
-                server does.
+            StoreError: if nothing answers; without a `__cause__`, if no server of torch does.
         """
         timeout = self._timeout
         self._timeout = timeout if within is None else min(within, timeout)
@@ -124,9 +123,7 @@ class TcpClient:
         return self._perform(work)
 
     def compare_set(self, key: str, before: bytes, after: bytes) -> bytes:
-        """Sets `key` to `after` if its value is `before`; returns its value afterwards, or `before`
-        if it is absent.
-        """
+        """Sets `key` to `after` if it is `before`; its value afterwards, or `before` if absent."""
         return self._perform(lambda connection: _compare_set(connection, key, before, after))
 
     def read(self, key: str) -> bytes | None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,12 +33,7 @@ log = logging.getLogger("outlast.elastic")
 
 
 def rank_and_replicas(rank: int | None, replicas: int | None) -> tuple[int, int]:
-    """This replica's rank and the number of replicas: as given, or from the default process group,
-    or from the environment.
-
-    Raises:
-        ValueError: if only one is given, or the rank is out of range.
-    """
+    """Rank and number of replicas: as given, or of the default process group or the environment."""
     if (rank is None) != (replicas is None):
         raise ValueError("give both rank and replicas, or neither")
     if rank is None or replicas is None:
@@ -51,18 +46,15 @@ def rank_and_replicas(rank: int | None, replicas: int | None) -> tuple[int, int]
     return rank, replicas
 
 
-def warn_if_changed(now: int, saved: int, *, rank: int, place: str) -> None:
-    """Logs a warning on rank 0, if the sizes differ; `place` is the position in the data."""
-    if now == saved or rank != 0:
-        return
-    log.warning(
-        "the global batch size is %d, %d was saved: training continues at %s, and each step now "
-        "takes %d samples; learning rates and schedules that count steps are not adjusted",
-        now,
-        saved,
-        place,
-        now,
-    )
+def warn_if_changed(now: int, state: Mapping[str, Any], *, rank: int, place: str) -> None:
+    """Logs a warning on rank 0 if the size differs from the saved one; `place` is in the data."""
+    saved = int(state.get("global_batch_size", now))
+    if saved != now and rank == 0:
+        log.warning(
+            "the global batch size is %d, %d was saved: training continues at %s, and each step "
+            "now takes %d samples; learning rates and schedules that count steps are not adjusted",
+            *(now, saved, place, now),
+        )
 
 
 class ElasticLoader:
@@ -117,9 +109,8 @@ class ElasticLoader:
     ) -> None:
         refused = {"batch_size", "sampler", "batch_sampler"} & set(options)
         if refused:
-            raise ValueError(
-                f"{sorted(refused)} are set by global_batch_size and the number of replicas"
-            )
+            given = sorted(refused)
+            raise ValueError(f"{given} are set by global_batch_size and the number of replicas")
         if options.get("in_order") is False:
             raise ValueError(
                 "in_order=False is not supported: positions would be recorded for the wrong batches"
@@ -135,16 +126,11 @@ class ElasticLoader:
             virtual_replicas=virtual_replicas,
         )
         self.rank, self.replicas = rank_and_replicas(rank, replicas)
-        self.weight = 1.0
-        self.boundary = False
-        self.part = 0
-        self.trained = 0
-        self.holds_epoch = False
+        self.weight, self.part, self.trained = 1.0, 0, 0
+        self.boundary = self.holds_epoch = False
         self.left_out: tuple[int, int] | None = None
-        self._dataset = dataset
-        self._options = options
-        self._handed_out = 0
-        self._iteration = 0
+        self._dataset, self._options = dataset, options
+        self._handed_out = self._iteration = 0
 
     @property
     def epoch(self) -> int:
@@ -197,9 +183,7 @@ class ElasticLoader:
                 self.done()
 
     def _is_left_out(self) -> bool:
-        """Goes to the position up to which samples are left out. Returns whether the epoch is over
-        before that.
-        """
+        """Goes to the end of the left-out samples; returns whether the epoch is over before it."""
         sampler, to = self.sampler, self.left_out
         if to is None or (sampler.epoch, sampler.position) >= to:
             return False
@@ -221,9 +205,8 @@ class ElasticLoader:
                 yield Seeded(indices, self._seed_at(share.begins[part])) if own else indices
 
     def _generator(self) -> torch.Generator:
-        """Seeds the worker processes of torch's loader. By default each iteration draws a seed from
-        the global generator, so a training run stopped within an epoch would draw one more than an
-        uninterrupted run.
+        """Seeds the workers of torch's loader. By default each iteration draws a seed from the
+        global generator: a run that was stopped within an epoch would draw one more.
         """
         seed = mix64(self._seed_at(self.sampler.position) + self.rank)
         return torch.Generator().manual_seed(seed >> 1)
@@ -259,13 +242,9 @@ class ElasticLoader:
         """Continues from a saved position; see `ElasticSampler.load_state_dict`. Logs a warning on
         rank 0 if it was saved with another global batch size.
         """
-        sampler = self.sampler
+        sampler, size = self.sampler, self.sampler.global_batch_size
         sampler.load_state_dict(state)
         self._go_to(sampler.epoch, sampler.position)
-        warn_if_changed(
-            sampler.global_batch_size,
-            int(state.get("global_batch_size", sampler.global_batch_size)),
-            rank=self.rank,
-            place=f"sample {sampler.position} of {sampler.epoch_length} of epoch {sampler.epoch}, "
-            f"with {len(sampler)} steps left in it",
-        )
+        place = f"sample {sampler.position} of {sampler.epoch_length} of epoch {sampler.epoch}"
+        place += f", with {len(sampler)} steps left in it"
+        warn_if_changed(size, state, rank=self.rank, place=place)

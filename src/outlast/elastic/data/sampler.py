@@ -26,23 +26,16 @@ _LOOKAHEAD = 4096  # samples of a replica whose indices are computed together
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """One replica's share of one global batch.
-
-    Attributes:
-        indices: sample indices, in parts; the samples of a part go through the model together.
-        weights: for each part, the factor of its *mean* loss. With it, the gradients that DDP
-            averages over the replicas, summed over the parts, are those of the mean loss over the
-            global batch.
-        samples: the number of samples of the global batch.
-        begins: for each part, the position of its first sample in the epoch.
-        first: the number of the first part, among the `virtual_replicas` if there are any.
+    """One replica's share of one global batch, in parts, each of which goes through the model at
+    once. The weight of a part is the factor of its *mean* loss: the gradients that DDP averages
+    over the replicas, summed over the parts, are then those of the mean loss over the global batch.
     """
 
-    indices: list[list[int]]
+    indices: list[list[int]]  # of the samples of each part
     weights: list[float]
-    samples: int
-    begins: list[int]
-    first: int = 0
+    samples: int  # of the global batch
+    begins: list[int]  # for each part, the position of its first sample in the epoch
+    first: int = 0  # the number of the first part, among the `virtual_replicas` if there are any
 
 
 class ElasticSampler:
@@ -88,13 +81,9 @@ class ElasticSampler:
             raise ValueError(
                 "virtual_replicas already split the batch: max_batch_size is not allowed"
             )
-        self.shuffle = shuffle
-        self.seed = as_int("seed", seed)
-        self.drop_last = drop_last
-        self.max_batch_size = max_batch_size
-        self.virtual_replicas = virtual_replicas
-        self.epoch = 0
-        self.position = 0
+        self.shuffle, self.drop_last, self.seed = shuffle, drop_last, as_int("seed", seed)
+        self.max_batch_size, self.virtual_replicas = max_batch_size, virtual_replicas
+        self.epoch = self.position = 0
 
     @property
     def epoch_length(self) -> int:
@@ -150,9 +139,7 @@ class ElasticSampler:
                 )
 
     def _parts(self, size: int, rank: int, replicas: int) -> tuple[list[int], int, int]:
-        """The parts of one replica in a global batch: their bounds, the number of the first among
-        all replicas' parts, and the factor of their weights.
-        """
+        """A replica's parts of a global batch: bounds, number of the first among all, weight."""
         if self.virtual_replicas is not None:
             first, last = bounds(self.virtual_replicas, rank, replicas)
             # Gradients are summed, not averaged, over the replicas.

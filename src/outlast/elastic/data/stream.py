@@ -62,13 +62,9 @@ class ShardedStream:
         self.shards = list(shards)
         self.batch_size = as_int("batch_size", batch_size, at_least=1)
         self.rank, self.replicas = rank_and_replicas(rank, replicas)
-        self.epoch = 0
-        self.weight = 1.0
-        self.trained = 0
+        self.epoch, self.weight, self.trained = 0, 1.0, 0
         self.holds_epoch = self.at_end = False
-        self._read = read
-        self._collate = collate
-        self._group = group
+        self._read, self._collate, self._group = read, collate, group
         self._offsets = torch.zeros(len(shards), dtype=torch.int64)
         self._handed_out: list[tuple[int, int]] = []
         self._handed_out_count = 0  # of items, over all replicas
@@ -127,9 +123,7 @@ class ShardedStream:
         return self.own_state_dict()
 
     def own_state_dict(self) -> dict[str, Any]:
-        """The position of this replica alone, as after `done`. Not a collective, and nothing is
-        recorded. For this replica only: the offsets of other replicas' shards may be old.
-        """
+        """As after `done`, but not a collective: other replicas' offsets may be old."""
         offsets = self._offsets.tolist()
         for shard, offset in self._handed_out:
             offsets[shard] = offset
@@ -155,13 +149,8 @@ class ShardedStream:
         self.epoch, self.at_end = int(state["epoch"]), False
         self._offsets = torch.tensor(state["offsets"], dtype=torch.int64)
         self._handed_out, self._handed_out_count = [], 0
-        size = self.batch_size * self.replicas
-        warn_if_changed(
-            size,
-            int(state.get("global_batch_size", size)),
-            rank=self.rank,
-            place=f"item {int(self._offsets.sum())} of epoch {self.epoch}",
-        )
+        place = f"item {int(self._offsets.sum())} of epoch {self.epoch}"
+        warn_if_changed(self.batch_size * self.replicas, state, rank=self.rank, place=place)
 
     def _items(self, shards: Sequence[int]) -> Iterator[tuple[int, int, Any]]:
         for shard in shards:

@@ -19,35 +19,25 @@ _EVERY_S = 10.0
 
 
 class Counters(Part):
-    """The counters.
+    """The caller of a step says how many samples it had, or the loader counts: in `trained`, which
+    only grows, or by what `done()` returns for the last batch. Without either, the count is
+    unknown: a number that lacks some steps would be wrong.
 
-    The caller of a step says how many samples it had, or the loader counts: in `trained`, which
-    only grows (`ElasticLoader`, `ShardedStream`), or by what `done()` returns for the last batch.
-    The difference of `trained` between two steps is right however many batches there were in
-    between. Without either, the count is unknown: a number that lacks some steps would be wrong.
-
-    Attributes:
-        steps: the number of steps since the first run.
-        seconds: the time until the state that was restored.
-        clean_step: the last step after which the replicas are known to have been equal. A
-            checkpoint contains one copy of them: where it was loaded, they are equal.
+    After `clean_step`, the replicas are known to have been equal. A checkpoint contains one copy of
+    them: where it was loaded, they are equal.
     """
 
     def __init__(self, loader: Any) -> None:
         self.steps = self.clean_step = 0
-        self.seconds = 0.0
+        self.seconds = self._noted_s = 0.0  # until the state that was restored, and the last step
         self._since = time.monotonic()
         self._loader, self._samples = loader, 0
         self._before = getattr(loader, "trained", 0)
 
     @property
     def samples(self) -> int:
-        """The number of samples, over all ranks and since the first run.
-
-        Raises:
-            ValueError: if it is unknown.
-        """
-        if self._samples == _UNKNOWN:
+        """Over all ranks and since the first run; a `ValueError` if it is unknown."""
+        if self.known_samples is None:
             loader = "no loader" if self._loader is None else f"a {type(self._loader).__name__}"
             raise ValueError(
                 f"job.samples is unknown: a step was made with {loader}, which does not count "
@@ -55,8 +45,13 @@ class Counters(Part):
             )
         return self._samples
 
+    @property
+    def known_samples(self) -> int | None:
+        return None if self._samples == _UNKNOWN else self._samples
+
     def add_samples(self, samples: int | None) -> None:
         """Adds those of one step; `None` if the caller did not say how many."""
+        self._noted_s = self._now_s
         counted: int | None = self._loader.done() if hasattr(self._loader, "done") else None
         if hasattr(self._loader, "trained"):
             before, self._before = self._before, int(self._loader.trained)
@@ -69,11 +64,11 @@ class Counters(Part):
             self._samples += counted
 
     def save(self) -> dict[str, Any]:
-        return {
-            "steps": self.steps,
-            "samples": self._samples,
-            "seconds": self.seconds + time.monotonic() - self._since,
-        }
+        return {"steps": self.steps, "samples": self._samples, "seconds": self._now_s}
+
+    @property
+    def _now_s(self) -> float:
+        return self.seconds + time.monotonic() - self._since
 
     def load(self, state: Mapping[str, Any], steps: int) -> None:
         self.steps = steps
@@ -81,15 +76,19 @@ class Counters(Part):
         self._samples = max(int(state["samples"]), _UNKNOWN)
         self._before = getattr(self._loader, "trained", 0)
         self.seconds, self._since = float(state["seconds"]), time.monotonic()
+        self._noted_s = self.seconds
 
     def shared(self) -> dict[str, Any]:
-        return {**self.save(), "clean_step": self.clean_step}
+        """With the time of the last step: the same until the next one."""
+        return {**self.save(), "seconds": self._noted_s, "clean_step": self.clean_step}
+
+    @staticmethod
+    def saved(shared: Any, own: Mapping[int, Any]) -> Any:
+        return {name: value for name, value in shared.items() if name != "clean_step"}
 
 
 def steps_of(state: Any) -> int:
-    """The number of steps in saved counters, which other programs may have written: an error names
-    the first counter that is missing or no number.
-    """
+    """The steps in counters, maybe of other programs: an error names a missing or wrong one."""
     for name in ("steps", "samples", "seconds"):
         value = state.get(name)
         if not isinstance(value, int | float) or not math.isfinite(value):
@@ -107,11 +106,13 @@ class StepEvents:
         self._emitter = emitter
         self._first = self._last = self._written = 0
         self._due = emitter.clock.now() + _EVERY_S
+        self._cpu = time.thread_time()
 
     def begin(self, step: int) -> None:
         """Starts to count after `step`, which was restored."""
         self.write()
         self._first = self._last = step
+        self._cpu = time.thread_time()
         self._written = -1  # that no step was completed since is worth an event too
 
     def completed(self, step: int) -> None:
@@ -124,4 +125,5 @@ class StepEvents:
         self._due = self._emitter.clock.now() + _EVERY_S
         if self._last != self._written:
             self._written = self._last
-            self._emitter.emit(StepsDone(first=self._first, last=self._last))
+            cpu = max(0.0, time.thread_time() - self._cpu)
+            self._emitter.emit(StepsDone(first=self._first, last=self._last, cpu_seconds=cpu))

@@ -1,9 +1,8 @@
 """The encoding of states: in a checkpoint, and between ranks.
 
-Reading what another rank has sent never runs code that it names. An own state is pickled after
-every step, which is fast, and consists of plain values: it is read without access to any class. The
-nested state of a survivor may contain a few more types, such as those of a scheduler, and is read
-as torch reads a checkpoint with `weights_only=True`.
+Reading what another rank has sent never runs code that it names. An own state, which is pickled
+after every step, is read without access to any class. The nested state of a survivor may contain a
+few more types, as of a scheduler: it is read as torch does with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import xxhash
-from torch.distributed.tensor import DTensor
 from torch.serialization import safe_globals
 
+from outlast.elastic.tensors import bytes_of
 from outlast.errors import CheckpointMismatch
 
 KEY = "(skeleton)"
@@ -50,9 +48,7 @@ def load_shapes(header: bytes) -> Shapes:
 
 
 def load_state(header: bytes, known: Sequence[type]) -> Any:
-    """The state of a header; a `ValueError` if it contains objects of other classes than `known`
-    and those that torch reads with `weights_only=True`.
-    """
+    """The state of a header; a `ValueError` for classes neither `known` nor safe for torch."""
     (size,) = _SIZE.unpack_from(header)
     with safe_globals(list(known)):
         try:
@@ -62,9 +58,7 @@ def load_state(header: bytes, known: Sequence[type]) -> Any:
 
 
 def load_plain(pickled: bytes) -> Any:
-    """A pickled value; a `ValueError` unless it consists of numbers, texts, bytes, lists, tuples
-    and dicts.
-    """
+    """A pickled value of numbers, texts, bytes, lists, tuples and dicts; else a `ValueError`."""
     try:
         return _Plain(io.BytesIO(pickled)).load()
     except pickle.UnpicklingError as e:
@@ -73,8 +67,8 @@ def load_plain(pickled: bytes) -> Any:
 
 def packed(tensor: torch.Tensor) -> tuple[str, list[int], bytes]:
     """A tensor as plain values."""
-    content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return str(tensor.dtype).removeprefix("torch."), list(tensor.shape), content.numpy().tobytes()
+    content = bytes_of(tensor).cpu().numpy().tobytes()
+    return str(tensor.dtype).removeprefix("torch."), list(tensor.shape), content
 
 
 def unpacked(value: tuple[str, list[int], bytes]) -> torch.Tensor:
@@ -86,18 +80,6 @@ def unpacked(value: tuple[str, list[int], bytes]) -> torch.Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(dtype).reshape(shape)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without its gradient; of a DTensor, the part of this rank."""
-    detached = tensor.detach()
-    return detached.to_local() if isinstance(detached, DTensor) else detached
-
-
-def digest(tensor: torch.Tensor) -> str:
-    """Of the tensor's contents."""
-    content = local(tensor).cpu().contiguous().flatten().view(torch.uint8)
-    return xxhash.xxh3_64_hexdigest(content.numpy().data)
-
-
 class _Plain(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"{module}.{name} is no plain value")
@@ -106,11 +88,9 @@ class _Plain(pickle.Unpickler):
 def pack(state: Any) -> Any:
     """A state as a checkpoint has it, so that it is loaded exactly as saved, and never merged.
 
-    A checkpoint loads a nested state key by key. A state whose keys have changed since the save
-    would then be a mixture of the saved and the current one: a history that has grown would keep
-    its new entries. So each state is saved with its *skeleton*, as one value: its containers and
-    small values, with a mark in place of everything else, mainly tensors, which are saved under
-    separate names.
+    A checkpoint loads a nested state key by key: a history that has grown since would keep its new
+    entries. So each state is saved with its *skeleton*, as one value: its containers and small
+    values, with a mark in place of what is saved under separate names, mainly tensors.
     """
     if not isinstance(state, Mapping):
         return state
@@ -119,9 +99,7 @@ def pack(state: Any) -> Any:
 
 
 def unpack(loaded: Any) -> Any:
-    """The state as it was saved; `None` if the checkpoint does not contain it. A saved tensor
-    without a counterpart in the target is an error.
-    """
+    """The saved state, or `None`. A saved tensor that the target does not have is an error."""
     if not isinstance(loaded, Mapping):
         return loaded
     skeleton = loaded.get(KEY)

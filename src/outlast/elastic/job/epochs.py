@@ -1,25 +1,24 @@
 """Where a job is in its epochs: `Job.epochs` and `Job.batches`.
 
-The unit of recovery is the step, and an epoch does not end with its last one: a scheduler, an
-evaluation, early stopping follow. So an epoch is over when the loop asks for the next. The state of
-each step says in which epoch it was made, and after how many batches of each loader. When it is
-restored, the loop gets that epoch again, with the batches that are left. If none are, the code of
-the epoch's end runs again, on the state of the last step, with the same random numbers.
+A step's state says its epoch, and how many batches of each loader are done. When it is restored,
+the loop gets that epoch again, with the batches that are left; if none are, its end runs again.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
 
+from outlast.coordination.training_step import loop
 from outlast.elastic import random_generators as generators
 from outlast.elastic.data.loader import ElasticLoader
 from outlast.elastic.data.stream import ShardedStream
 from outlast.elastic.job.parts import Part
-from outlast.elastic.job.passes import Pass, global_batch, length_of, set_epoch
+from outlast.elastic.job.passes import Noted, Pass, global_batch, length_of, set_epoch
 from outlast.errors import CheckpointMismatch
+from outlast.events.hung_ranks import LEFT, NO_MORE
 from outlast.system.arguments import as_int
 
 log = logging.getLogger("outlast.elastic")
@@ -32,29 +31,27 @@ _has_told = False  # this process, that what follows a step is not repeated
 class Epochs(Part):
     """The epochs of one job, on one rank. `states` are the job's additional objects: a loader among
     them has its own position. `random`: the random generators are part of the job's state.
-
-    Attributes:
-        steps: the number of steps of the job.
-        by_framework: whether a framework repeats what follows a step after a fault.
-        left_out: by epoch, how many of the first batches of each pass are left out.
-        may_leave_out: whether a later step may leave out the batches of this one.
-        ended: how many epochs have ended in this process.
     """
+
+    in_place = False
 
     def __init__(
         self, loader: Any, states: Mapping[str, Any], rank: int, world_size: int, *, random: bool
     ) -> None:
-        self.steps = self.ended = 0
-        self.by_framework = False
+        self.steps = self.ended = 0  # of the job, and the epochs that have ended in this process
+        self.by_framework = False  # a framework repeats what follows a step after a fault
+        self.in_function = False  # one of `Job.after_steps` runs, which is part of a step
         self._own = loader if isinstance(loader, ElasticLoader | ShardedStream) else None
         self._with_position = [loader, *states.values()]
         self._rank, self._world_size, self._random = rank, world_size, random
         self._number: int | None = None  # until it is known that the program counts with it
         self._first_step: int | None = None  # the number of steps when the epoch began
         self._passes: list[Pass] = []
+        self._left_by: list[Noted] = []  # the loaders' generators, as the epoch before left them
+        self._continues = False  # between that epoch and the present one
         self._done: dict[int, tuple[int, ...]] = {}  # as `batches_done`, of the epochs before
-        self.left_out: dict[int, tuple[int, ...]] = {}
-        self.may_leave_out = False
+        self.left_out: dict[int, tuple[int, ...]] = {}  # by epoch, of the first ones of each pass
+        self.may_leave_out = False  # a later step may leave out the batches of this one
         self._calls = 0  # of `batches` in this epoch, since it was yielded
         self._inner = 0  # passes within another one
         self._restored: generators.Generators | None = None
@@ -76,9 +73,14 @@ class Epochs(Part):
         self._begin(as_int("epoch", number, at_least=0), None)
         self._done = {}
 
-    def loop(self, end: int) -> Iterator[int]:
-        """The epochs from the present one to `end`, which is not included."""
-        return self._to(as_int("n", end, at_least=0))
+    @property
+    def first_step(self) -> int:
+        """The number of steps when the present epoch began."""
+        return self.steps if self._first_step is None else self._first_step
+
+    def loop(self, n: int) -> Iterator[int]:
+        """The epochs from the present one to `n`, which is not included."""
+        return self._to(as_int("n", n, at_least=0))
 
     def _to(self, end: int) -> Iterator[int]:
         if self._left >= end > 0:
@@ -117,7 +119,7 @@ class Epochs(Part):
                     self._own.holds_epoch = False
 
     def _yielded(self) -> None:
-        first_step = self.steps if self._first_step is None else self._first_step
+        first_step = self.first_step
         if self._own is not None:
             self._own.holds_epoch = True
         elif self._is_loaded and not self._passes and self.steps > first_step:
@@ -133,6 +135,9 @@ class Epochs(Part):
 
     def _end_epoch(self) -> None:
         self.ended += 1
+        before = [*self._left_by, *[None] * len(self._passes)]
+        self._left_by = [p.generators_after(b) for p, b in zip(self._passes, before, strict=False)]
+        self._continues = False
         self._begin(self.number + 1, self.steps)
 
     def _begin(self, number: int, first_step: int | None) -> None:
@@ -143,7 +148,7 @@ class Epochs(Part):
             self._own.begin_epoch(number)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        if self._loop is None:
+        if self._loop is None and not self.in_function:
             raise ValueError(
                 "job.batches() yields what is left of an epoch: call it in a loop over job.epochs()"
             )
@@ -156,13 +161,15 @@ class Epochs(Part):
                 "does not save: pass it to Job(loader=...). If no steps are made on its "
                 "batches, iterate it without job.batches()"
             )
-        if any(each.is_open for each in self._passes):
+        if self.in_function or self.in_batches:
             return self._within_another(loader)
         self._warn_of_left_passes()
         number, self._calls = self._calls, self._calls + 1
         length = length_of(loader)
         if number == len(self._passes):
             self._passes.append(Pass(length, has_position))
+            if self._continues and number < len(self._left_by):
+                self._passes[-1].before = self._left_by[number]
         found, batch = self._passes[number], global_batch(loader, self._world_size)
         found.length = length if found.length is None else found.length
         if found.is_resized and found.global_batch != batch:
@@ -174,7 +181,8 @@ class Epochs(Part):
             )
         found.global_batch = batch
         if not found.has_position:
-            found.left_out = _at(self.left_out.get(self.number, ()), number)
+            counts = self.left_out.get(self.number, ())
+            found.left_out = counts[number] if number < len(counts) else 0
         if not found.has_position and not found.is_over and found.length != length:
             raise ValueError(
                 f"epoch {self.number} was saved after {found.done} batches of a loader with "
@@ -190,7 +198,9 @@ class Epochs(Part):
         for batch in found.batches(loader, self._restored, seed):
             if self._passes is not passes:
                 raise ValueError("this loop over job.batches() belongs to an epoch that is over")
+            loop.take()
             yield batch
+        loop.end(NO_MORE)
 
     def _within_another(self, loader: Iterable[Any]) -> Iterator[Any]:
         """An evaluation between two steps: it is not part of the state of a step."""
@@ -213,27 +223,51 @@ class Epochs(Part):
                 each.done = each.taken
 
     @property
+    def in_batches(self) -> bool:
+        """Whether the program is in the body of a loop over `Job.batches`."""
+        return any(each.is_open for each in self._passes)
+
+    @property
+    def in_evaluation(self) -> bool:
+        """Whether it is in a loop within that one."""
+        return self.in_function or self._inner > 0
+
+    @property
+    def at_end(self) -> bool:
+        """Whether it is at the end of an epoch: after its loops over `Job.batches`."""
+        passes = self._passes if self._loop is not None else []
+        return bool(passes) and all(each.is_over for each in passes)
+
+    @property
     def counts_batches(self) -> bool:
         """Whether steps were made on the batches of a loader that has no position of its own."""
         return any(each.done and not each.has_position for each in self._passes)
 
     def batches_done(self) -> dict[int, tuple[int, ...]]:
-        """By epoch, how many batches of each pass are done or left out, in the last ones; 0 for a
-        loader with a position of its own.
-        """
-        done = tuple(
-            0 if each.has_position else max(each.done, each.left_out) for each in self._passes
-        )
+        """By epoch, the batches done or left out of each pass; 0 if its loader has a position."""
+        passes = self._passes
+        done = (0 if each.has_position else max(each.done, each.left_out) for each in passes)
         found = {**self.left_out, **self._done}
-        left_out = zip_longest(done, found.get(self.number, ()), fillvalue=0)
-        merged = tuple(max(pair) for pair in left_out)
+        merged = tuple(map(max, zip_longest(done, found.get(self.number, ()), fillvalue=0)))
         return found | ({self.number: merged} if merged else {})
 
     def finish(self) -> None:
         """The program has ended without an error: an epoch whose end it has left is over."""
+        loop.end(LEFT)
         is_done = all(each.is_complete for each in self._passes)
         if not self._passes and self._own is not None:
             is_done = self._own.at_end
+        if (
+            self._was_left
+            and not self._calls
+            and any(each.done and not each.is_over for each in self._passes)
+        ):
+            self._warn(
+                "the program left the loop over job.epochs() in epoch %d, which is resumed after "
+                "step %d, before the batches that are left of it: training is complete. A test for "
+                "early stopping belongs behind job.batches(), as what is before it runs again",
+                *(self.number, self.steps),
+            )
         if self._was_left:
             self._left = self._end
             if is_done:
@@ -244,35 +278,44 @@ class Epochs(Part):
 
     @property
     def progress(self) -> tuple[int | None, int | None, int]:
-        """What states of the same step may differ in: the epoch, that of the loader, and whether
-        the loop was left.
-        """
+        """What may differ in states of one step: the epoch, the loader's, whether it was left."""
         return self._number, None if self._own is None else self._own.epoch, self._left
+
+    @property
+    def place(self) -> str:
+        """See `place_of`."""
+        return place_of(self.shared())
+
+    @property
+    def length(self) -> int:
+        """The number of batches of the pass that the loop is in, on this rank; -1 if unknown."""
+        found = next((each.length for each in self._passes if each.is_open), None)
+        return -1 if found is None else found
 
     def save(self) -> dict[str, Any]:
         shared = self.shared()
         return {**shared, str(self._rank): self.own() or ()} if shared else {}
-
-    def target(self, saved: Any) -> dict[str, Any]:
-        return {}  # filled with the saved ones
 
     def shared(self) -> dict[str, Any]:
         """Empty if the program does not use `Job.epochs`."""
         if self._number is None:
             return {}
         passes = tuple(each.saved() for each in self._passes)
-        at_end = self._loop is not None and bool(passes) and all(p.is_over for p in self._passes)
-        first_step = self.steps if self._first_step is None else self._first_step
         # Those that lie between the present step and a checkpoint to which it may go back.
         ended = tuple(sorted(self._done.items())[-_ENDED:]) if self.may_leave_out else ()
-        at = self._number, first_step, self._world_size, passes, at_end, self._left
+        at = self._number, self.first_step, self._world_size, passes, self._left
         return {_SHARED: (*at, ended)}
 
     def own(self) -> tuple[Any, ...] | None:
-        return tuple(each.noted for each in self._passes) or None
+        noted = tuple(each.noted for each in self._passes), tuple(self._left_by)
+        return noted if any(noted) else None
 
     def live(self, shared: Any, own: Any, trusted: bool) -> dict[str, Any]:
         return shared if own is None else {**shared, str(self._rank): own}
+
+    @staticmethod
+    def saved(shared: Any, own: Mapping[int, Any]) -> Any:
+        return {**shared, **{str(rank): each for rank, each in own.items()}} if shared else {}
 
     def load(self, state: Mapping[str, Any], steps: int) -> None:
         """Continues from a saved state, once the loader was loaded. A state from another world
@@ -282,8 +325,10 @@ class Epochs(Part):
         number = first_step = None
         left, ended = 0, ()
         if _SHARED in state:
-            number, first_step, world_size, saved, at_end, left, ended = state[_SHARED]
-            noted = state.get(str(self._rank), ()) if world_size == self._world_size else ()
+            number, first_step, world_size, saved, left, ended = state[_SHARED]
+            own = state.get(str(self._rank), ()) if world_size == self._world_size else ()
+            noted, left_by = own or ((), ())
+            self._left_by, self._continues = list(left_by), not saved
             passes = [Pass.restored(each, *noted[i : i + 1]) for i, each in enumerate(saved)]
             for each in passes:
                 if world_size != self._world_size and not each.done:
@@ -301,14 +346,6 @@ class Epochs(Part):
                         f"skipped. Continue with {world_size} ranks, or use "
                         "outlast.elastic.ElasticLoader or ShardedStream, which support any number"
                     )
-            if at_end:
-                self._warn(
-                    "step %d was saved by job.save() at the end of epoch %d, whose code runs again "
-                    "now: what it had changed before that save, such as a scheduler, it changes "
-                    "again. Call job.save() first",
-                    steps,
-                    number,
-                )
         self.steps, self._number, self._first_step, self._left = steps, number, first_step, left
         self._passes, self._calls, self._inner, self._restored = passes, 0, 0, None
         self._is_loaded, self._done = True, dict(ended)
@@ -316,25 +353,21 @@ class Epochs(Part):
             self._own.resume_epoch(number)
 
     def restored(self) -> None:
-        """All of the job's state is restored: the passes continue with the generators as they are
-        now, however the program uses them before.
-        """
+        """All is restored: passes continue with the generators as now, whatever draws before."""
+        loop.begin(self.steps)
         if self._random and any(each.done for each in self._passes):
             self._restored = generators.capture()
 
     def warn_if_unused(self) -> None:
-        """The job continues after a fault from its last step: what followed it is lost if the
-        program counts its epochs by itself. A process warns of it once, for all restarts.
-        """
+        """Warns, once a process, that what followed the last step is lost without `job.epochs`."""
         global _has_told
         in_epoch = isinstance(self._own, ElasticLoader) and self._own.sampler.position > 0
         unused = self._number is None and not self.by_framework
         if unused and self.steps and not in_epoch and self._rank == 0:
             log.log(
                 logging.INFO if _has_told else logging.WARNING,
-                "the fault came after step %d: what the program had done between this job.step() "
-                "and the next step, such as an evaluation at the end of an epoch, is not repeated. "
-                "With job.epochs(), the end of an epoch is",
+                "the fault came after step %d: if it was the last one of an epoch, the epoch's end "
+                "(an evaluation) is not repeated. With job.epochs(), it is repeated",
                 self.steps,
             )
             _has_told = True
@@ -345,7 +378,7 @@ class Epochs(Part):
             self._has_warned = True
             self._warn(
                 "a loop over job.batches() was left right after job.step(), with %d of %d "
-                "batches done: after a fault before the next step, it would go on with the "
+                "batches done: after a fault before the end of the epoch, it would go on with the "
                 "next batch. Test the condition at the beginning of the loop's body",
                 left.done,
                 left.length,
@@ -356,5 +389,10 @@ class Epochs(Part):
             log.warning(message, *values)
 
 
-def _at(counts: Sequence[int], number: int) -> int:
-    return counts[number] if number < len(counts) else 0
+def place_of(shared: Mapping[str, Any]) -> str:
+    """Where a state is, as text: its epoch and the batches done. `shared`: see `Epochs.shared`."""
+    if not shared:
+        return ""
+    number, _, _, passes, *_ = shared[_SHARED]
+    done = " + ".join(str(done) for _, has_position, done, *_ in passes if not has_position)
+    return f", epoch {number}" + (f", {done} batches" if done else "")

@@ -1,13 +1,10 @@
 """Keeps the order in which `DistributedDataParallel` sums gradients, over restarts.
 
-DDP puts the gradients of many parameters into a bucket, which is summed at once. Where a gradient
-is in its bucket decides in which order those of the ranks are added, and so their last bits, with
-three ranks or more. The first backward pass of a new DDP uses other buckets than all later ones:
-these have the order in which the gradients of rank 0 arrived in the first pass. So a training that
-continues with a new DDP would add in another order than one that was not disturbed.
-
-That order is part of the state of a job, from the first step on. A new DDP is given it by torch's
-own means: a reducer whose parameters have that order, and which is told that all have arrived.
+Where a gradient is in DDP's bucket decides in which order those of the ranks are added, and so the
+last bits, with three ranks or more. The first backward pass of a new DDP uses other buckets than
+all later ones: these have the order in which the gradients of rank 0 arrived in it. So that order
+is part of the state of a job. A new DDP is given it by torch's own means: a reducer whose
+parameters have that order, and which is told that all have arrived.
 """
 
 from __future__ import annotations
@@ -28,9 +25,9 @@ _ORDERS = "orders"
 
 
 class GradientBuckets(Part):
-    """The order of the buckets of each DDP in these modules, where it may change. They are in the
-    same order on all ranks, which call the same methods.
-    """
+    """The order of the buckets, where it may change, of each DDP in these modules, on all ranks."""
+
+    in_place = False
 
     def __init__(self, modules: Iterable[Any]) -> None:
         self._ddps: list[DistributedDataParallel] = []
@@ -41,7 +38,7 @@ class GradientBuckets(Part):
         """Adds the DDPs of a module that was wrapped after the state was restored. Collective."""
         number = len(self._ddps)
         self._find([module])
-        self._apply_from(number)
+        self.apply(number)
 
     def save(self) -> dict[str, tuple[bytes, ...]]:
         return {_ORDERS: tuple(self._orders)} if any(self._orders) else {}
@@ -49,20 +46,11 @@ class GradientBuckets(Part):
     def shared(self) -> Any:
         return self.save()
 
-    def target(self, saved: Any) -> dict[str, Any]:
-        return {}  # filled with the saved ones
-
     def load(self, state: Mapping[str, Any], steps: int) -> None:
         self._orders = list(state.get(_ORDERS, ()))
 
-    def apply(self) -> None:
-        """Gives each DDP the order that is known of it. Collective."""
-        self._apply_from(0)
-
     def note(self) -> None:
-        """Notes the orders that a step has decided. Collective: the next forward pass would agree
-        on them.
-        """
+        """Notes the orders that a step decided. Collective: the next pass would agree on them."""
         for number, ddp in enumerate(self._ddps):
             if not self._order_of(number) and not ddp.static_graph and _has_decided(ddp):
                 self._orders += [b""] * (number + 1 - len(self._orders))
@@ -74,7 +62,8 @@ class GradientBuckets(Part):
                 if isinstance(each, DistributedDataParallel) and _may_change(each):
                     self._ddps.append(each)
 
-    def _apply_from(self, first: int) -> None:
+    def apply(self, first: int = 0) -> None:
+        """Gives each DDP, from that number on, the order that is known of it. Collective."""
         for number, ddp in enumerate(self._ddps[first:], first):
             parameters, _ = ddp._build_params_for_reducer()
             order = array("I", self._order_of(number)).tolist()

@@ -1,15 +1,5 @@
 """`Job`: saves the state of a training run as one checkpoint, and restores it at any world size.
 
-    with outlast.Job("checkpoints", model=model, optimizer=optimizer, loader=loader) as job:
-        job.restore()
-        for epoch in job.epochs(10):
-            for images, labels in job.batches(loader):
-                ...
-                optimizer.step()
-                job.step()
-            scheduler.step()
-            evaluate(model)
-
 Every rank creates a `Job`. It saves on schedule, and on a signal: then all ranks save after the
 same step, and exit with a code that tells a scheduler to restart the job.
 """
@@ -18,7 +8,8 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -30,7 +21,11 @@ from outlast.coordination.call_ledger import connect_ledger
 from outlast.coordination.training_step import report_step
 from outlast.elastic.job.counters import StepEvents
 from outlast.elastic.job.ending import Ending
+from outlast.elastic.job.fallback import Fallback
+from outlast.elastic.job.iteration_end import IterationEnd
+from outlast.elastic.job.last_save import LastSave
 from outlast.elastic.job.models import Models, Optimizers, by_name, check_models
+from outlast.elastic.job.progress import JobProgress
 from outlast.elastic.job.restoring import Restoring
 from outlast.elastic.job.same_on_all_ranks import (
     SameParameters,
@@ -47,13 +42,12 @@ from outlast.system.arguments import Duration, as_int, as_timedelta, check_optio
 T = TypeVar("T")
 
 
-class Job:
+class Job(JobProgress):
     """Saves and restores the state of a training run as a unit.
 
-    A checkpoint contains the model's parameters and buffers (of the module inside DDP,
-    `ConsistentDDP` or `torch.compile`), the optimizer, the position in the data, the objects of
-    `states`, the random generators of each rank, and counters. A job of any world size can load it;
-    sharded tensors (FSDP2, DTensor) are resharded.
+    A checkpoint contains the model's parameters and buffers, the optimizer, the position in the
+    data, the objects of `states`, the random generators of each rank, and counters. A job of any
+    world size can load it; sharded tensors (FSDP2, DTensor) are resharded.
 
     Args:
         path: the folder of the checkpoints, as for `Checkpointer`.
@@ -69,20 +63,22 @@ class Job:
             next forward and backward pass; or other optimizers, as for `Checkpointer`.
         random: whether to save the random generators (Python, NumPy, torch) of each rank. A rank
             that did not exist before keeps its own.
-        signals: the signals on which to save and exit, by default SIGTERM, SIGINT and SIGUSR1. A
-            second SIGINT has its usual effect.
-        grace: how long the last save may take.
+        signals: the signals on which to save and exit, by default SIGTERM, SIGINT, SIGUSR1 and
+            SIGHUP (unless it is ignored, as under `nohup`). A second SIGINT has its usual effect.
+        grace: how long the last save may take, and is tried again, after a request to stop; at the
+            end of the training it is tried again for ten minutes.
+        fallback: a second folder, or URL, that all ranks share: if the last save keeps failing, it
+            is made in a folder in it that is named after `path`, where `restore` finds it.
         exit_code: the exit code of a job that was told to stop.
         min_ranks: the smallest number of ranks with which a restart in place may continue. By
             default all ranks are needed: the job ends with an error if a lost rank is not replaced.
             (A new job may have any number of ranks.)
         checks: `ReplicaCheck`, `StragglerCheck`, or another `FiniteCheck` than the default one.
         live: whether to continue after a restart in place from the state that the surviving ranks
-            have, if it is newer than the newest checkpoint. Until `restore` returns, a survivor
-            then holds the state of before the fault next to that of the new model. "auto": if it is
-            possible; a log line of level INFO says why it is not. True: it is an error if it is not
-            possible. False: never, and nothing is noted after a step. On an accelerator, the host
-            waits for the gradients before each step of an optimizer.
+            have, if it is newer than the newest checkpoint. "auto": if it is possible; a log line
+            of level INFO says why it is not. True: it is an error if it is not possible. False:
+            never, and nothing is noted after a step. On an accelerator, the host waits for the
+            gradients before each step of an optimizer.
         options: passed to `Checkpointer`: `group`, `max_in_flight`, `on_failure`, `threads`,
             `linger`, `timeout`, `events`, `replicas`, `replica_bandwidth`.
 
@@ -108,6 +104,7 @@ class Job:
         random: bool = True,
         signals: Iterable[int] = SIGNALS,
         grace: Duration = datetime.timedelta(seconds=30),
+        fallback: str | os.PathLike[str] | None = None,
         exit_code: int = PREEMPTED,
         min_ranks: int | None = None,
         checks: Check | Iterable[Check] = (),
@@ -129,12 +126,9 @@ class Job:
         if self._call is not None:
             self._call.require_ranks(min_ranks)
         self._checks = JobChecks(check_of(checks))
-        self.checkpointer = Checkpointer(
-            path,
-            keep=self._checks.retention(2 if keep is None else keep),
-            overlap=list(by_name(optimizer).values()) if overlap is True else overlap,
-            **options,
-        )
+        options["keep"] = self._checks.retention(2 if keep is None else keep)
+        overlap = list(by_name(optimizer).values()) if overlap is True else overlap
+        self.checkpointer = Checkpointer(path, overlap=overlap, **options)
         self.rank, world_size = self.checkpointer.rank, self.checkpointer.world_size
         self.model: Any = model  # of the type that was given
         self.optimizer: Any = optimizer
@@ -148,6 +142,8 @@ class Job:
         self._training.epochs.may_leave_out = self._skipped.most is not None
         self._ledger = connect_ledger("job", self._group)
         self._parameters = SameParameters(self._training, self._ledger, self.checkpointer)
+        second = None if fallback is None else Fallback(fallback, self.checkpointer, self._group)
+        finite = partial(self._checks.must_be_finite, self.module)
         self._restoring = Restoring(
             self._training,
             self.checkpointer,
@@ -155,64 +151,24 @@ class Job:
             self._group,
             self._call if live else None,
             required=live is True,
+            fallback=second,
+            create=lambda group: Checkpointer(path, **{**options, "group": group}),
+            finite=finite,
         )
         self._schedule = SaveSchedule(every, self._ledger)
         self._step_events = StepEvents(self.checkpointer.emitter)
-        self._saves = Saves(
-            self._training,
-            self.checkpointer,
-            self._ledger,
-            self._path,
-            partial(self._checks.must_be_finite, self.module),
-        )
+        self._saves = Saves(self._training, self.checkpointer, self._ledger, finite)
         self._may_save = False  # restored, or there is nothing to restore
         # Last: a constructor that raises leaves no handlers.
         self._stop = StopSignals(
             self.checkpointer, self._group, signals=signals, grace=grace, exit_code=exit_code
         )
+        last_save = LastSave(self._saves, self.checkpointer, self._ledger, second, self._stop)
         self._ending = Ending(
-            self._call, self.checkpointer, self._checks, self._saves, self._restoring, self._stop
+            self._call, self.checkpointer, self._checks, last_save, self._restoring, self._stop
         )
-
-    @property
-    def steps(self) -> int:
-        """The number of steps since the first run."""
-        return self._training.counters.steps
-
-    @steps.setter
-    def steps(self, steps: int) -> None:
-        self._training.counters.steps = steps
-
-    @property
-    def epoch(self) -> int:
-        """The present epoch, from 0: set it before `epochs` to begin with another one."""
-        return self._training.epochs.number
-
-    @epoch.setter
-    def epoch(self, epoch: int) -> None:
-        self._training.epochs.number = epoch
-
-    @property
-    def seconds(self) -> float:
-        """The time that the job has run, up to the state that was restored."""
-        return self._training.counters.seconds
-
-    @property
-    def restored_from(self) -> str:
-        """Where `restore` has found the state: "live" (this rank's own, from before the fault),
-        "replica" (sent by another rank), "memory" (a checkpoint in memory), "copies" (some ranks'
-        from the memory of another host) or "storage"; empty without a restored state.
-        """
-        return self.checkpointer.kept.restored_from
-
-    @property
-    def samples(self) -> int:
-        """The number of samples that were trained on, over all ranks and since the first run.
-
-        Raises:
-            ValueError: if it is unknown: see `step`.
-        """
-        return self._training.counters.samples
+        parts = self._training, self._restoring, self._saves, self._schedule, self._stop
+        self._end = IterationEnd(*parts, self._ending.save_for_stop, self.rank)
 
     def restore(self, step: int | None = None) -> int:
         """Continues from the newest state: after a restart in place, that of the ranks which have
@@ -242,18 +198,19 @@ class Job:
         trusted = TrustedRestore(self.checkpointer, step)
         # With a step, from a checkpoint: survivors have a state from after a silent fault.
         found = self._restoring.restore(trusted.step)
+        self._training.files.begin(is_restored=found is not None)
         self._may_save = True
         if trusted.skip is not None:
             self._skipped.leave_out(trusted.skip, self.checkpointer.emitter, self.rank)
         if found is None:
             check_equal_models(self.module, self._ledger, self._group)
             with long_phase(self.checkpointer.kept.timeout_s or None):
-                self.save().wait()
+                self._saves.save().wait()
         self._restoring.begin()
         self.module.zero_grad()  # a backward pass that a fault interrupted may have left gradients
         if found is not None:
             self._saves.restored()
-        trusted.finish(self.save)
+        trusted.finish(self._saves.save)
         clean = self._training.counters.clean_step
         self._start_checks(clean)
         if self._restoring.from_survivors:
@@ -261,10 +218,12 @@ class Job:
             self._checks.compare_now(timeout_s, required=True)  # before DDP copies a flip
         self._schedule.start(self.steps)
         self._step_events.begin(self.steps)
-        self._stop.begin(self.steps, self._ending.save_for_stop)
+        self._stop.begin(self.steps, self._end.save_for_stop)
+        self._end.restored()
         self._training.epochs.restored()
-        if self._restoring.from_survivors:
+        if self._restoring.from_survivors and not self._training.iteration.rest:
             self._training.epochs.warn_if_unused()
+        self._end.say_rest()
         return self.steps
 
     def epochs(self, n: int) -> Iterator[int]:
@@ -279,7 +238,7 @@ class Job:
         Raises:
             ValueError: if `n` is negative.
         """
-        return self._training.epochs.loop(n)
+        return self._end.epochs(self._training.epochs.loop(n))
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """The batches of a loader that are left of the present epoch: those that the loop had not
@@ -297,11 +256,12 @@ class Job:
             ValueError: outside of a loop over `epochs`; if a loader has a position that the job
                 does not save; if the loader is not the one of the restored step.
         """
-        return self._training.epochs.batches(loader)
+        return self._end.batches(self._training.epochs.batches(loader))
 
     def step(self, samples: int | None = None, loss: Any = None) -> None:
-        """Call it after each step of the optimizer. Saves on schedule; saves and ends the process
-        if any rank was told to stop.
+        """Call it after each step of the optimizer. Calls the functions of `after_steps`; then, or
+        in a loop over `batches` when that comes back for the next one, saves on schedule, and saves
+        and ends the process if any rank was told to stop.
 
         Args:
             samples: how many this step had, over all ranks; without them, `samples` of the job is
@@ -318,25 +278,45 @@ class Job:
             CheckpointError: if an earlier save failed.
         """
         self._check_restored()
+        self._end.check_step()
         self._training.stepped(samples)
+        self._parameters.compare_lengths()
+        self._end.counted(sys._getframe(1))
         self._skipped.check_known()
         self._step_events.completed(self.steps)
         self._training.counters.clean_step = self._checks.clean_step(self.steps)
         self._restoring.completed()
         report_step(self.steps, completed=True)
         self._checks.completed(self.steps, loss)
-        self._stop.completed(self.steps, self._ending.save_for_stop)
-        if self._schedule.is_due(self.steps):
-            self.save()
+        self._end.stepped()
+
+    def after_steps(self, n: int, function: Callable[[], object]) -> None:
+        """Makes `function` a part of each n-th step: an evaluation, the best model, a row of a log.
+        Call it before `restore`, on all ranks; several are called in this order.
+
+        `step` calls it without arguments, on all ranks, when the step is counted. A checkpoint of
+        the step has its effects. If a fault or a kill comes before all functions of a step have
+        ended, on any rank, `restore` calls them again first, from the same state and with the same
+        random numbers: what they use, such as the model, must be there when `restore` is called.
+
+        Raises:
+            ValueError: after `restore`, or if `n` is less than 1.
+        """
+        self._end.add(n, function, is_restored=self._may_save)
 
     def save(self, metric: float | None = None) -> SaveHandle:
-        """Saves now, in the background. Call it on all ranks.
+        """Saves now, in the background; in a function of `after_steps`, once the step's functions
+        have ended (in a loop over `batches`, the loop's body); at the end of an epoch, after its
+        `batches`, once the loop over `epochs` comes back. Call it on all ranks.
+
+        Args:
+            metric: of this step, to keep the best checkpoints: see `Retention`.
 
         Raises:
             ValueError: if there are checkpoints and `restore` was not called.
         """
         self._check_restored()
-        return self._saves.save(metric)
+        return self._end.save(metric, sys._getframe(1))
 
     def leave_epochs_to_framework(self) -> None:
         """For adapters: the framework continues at the restored step by itself, and repeats what
@@ -367,7 +347,11 @@ class Job:
         """
         self._step_events.write()
         self._stop.close(failed=True)
-        self._ending.close()
+        self._end.close()
+        try:
+            self._ending.close()
+        finally:
+            self._training.files.close()
 
     def __enter__(self) -> Job:
         return self
@@ -377,13 +361,15 @@ class Job:
         self._stop.close(failed=True)  # this rank begins no more steps
         try:
             if kind is None:
-                self._training.epochs.finish()
+                self._end.leave()
                 self._ending.complete(self.steps)
                 self._skipped.say_at_end(self.rank)
             else:
                 self._ending.fail(kind)
         finally:
+            self._end.close()
             self._ending.leave()
+            self._training.files.close()
 
     def _check_restored(self) -> None:
         if self._may_save:

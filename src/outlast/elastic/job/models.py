@@ -43,12 +43,9 @@ def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def check_models(models: Models, optimizers: Optimizers, states: Mapping[str, Any]) -> None:
-    """Checks the models and optimizers of a job with several of them.
-
-    Raises:
-        TypeError: if one is no module, or has no parameters to optimize.
-        ValueError: if a name is impossible; if an optimizer has parameters that are not saved, or
-            is named after a model of which it has none; if a model is a `ConsistentDDP`.
+    """Checks the models and optimizers of a job with several of them: a `TypeError` if one is none;
+    a `ValueError` if a name is impossible, if an optimizer has parameters that are not saved, or is
+    named after a model of which it has none, or if a model is a `ConsistentDDP`.
     """
     if not isinstance(models, Mapping) and not isinstance(optimizers, Mapping):
         return

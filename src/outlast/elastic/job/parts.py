@@ -1,18 +1,13 @@
 """The parts of a job's state beside the model and the optimizer: each saves and loads one object.
 
-A checkpoint has what `save` returns. The live state, which survivors continue from, has what
-`shared` and `own` have returned after a step: the first is the same on all ranks, the second
-belongs to one rank alone, and consists of plain values.
+A checkpoint has what `save` returns. The live state has what `shared` and `own` have returned after
+a step: the first is the same on all ranks, the second belongs to one rank alone.
 """
 
 from __future__ import annotations
 
-import array
-import ctypes
 import logging
 import pickle
-import random
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -37,7 +32,7 @@ from outlast.errors import CheckpointError, CheckpointMismatch
 
 log = logging.getLogger("outlast.elastic")
 
-_TWISTER_BYTES = 2500  # of NumPy's Mersenne Twister: 624 words and the position
+Saver = Callable[[Any, Mapping[int, Any]], Any]
 
 
 class Part:
@@ -47,9 +42,13 @@ class Part:
         is_of_rank: whether each rank has an essential state of its own. It is then known only when
             a step is complete, and a job of another size cannot continue without those of the
             ranks that are gone.
+        needs_own: whether this process, in a job of another size, must have noted a state itself.
+        in_place: whether a checkpoint is loaded into what `save` returns now; else the target is
+            filled with all that was saved.
     """
 
-    is_of_rank = False
+    is_of_rank = needs_own = False
+    in_place = True
 
     def __init__(self, source: Any) -> None:
         self._source = source
@@ -60,7 +59,7 @@ class Part:
 
     def target(self, saved: Any) -> Any:
         """What a checkpoint is loaded into, made from the result of `save`."""
-        return saved
+        return saved if self.in_place else {}
 
     def load(self, state: Any, steps: int) -> None:
         """Loads the filled target: the state after `steps` steps of the job."""
@@ -82,15 +81,21 @@ class Part:
         return None
 
     def frozen(self, shared: Any) -> Any:
-        """The state that all ranks share, when the iteration has ended, made from that noted after
-        the last step: with the tensors of which `shared` has taken no copy.
-        """
+        """Made of it when the iteration has ended: with the tensors of which there is no copy."""
         return shared
 
     def live(self, shared: Any, own: Any, trusted: bool) -> Any:
         """The state to load, made from noted ones. `own` is `None` on a rank that did not exist
         then; it is `trusted` if this process or its predecessor on this host has noted it.
         """
+        return shared
+
+    def saver(self) -> Saver:
+        """How a checkpoint is made of noted states, shared and own; the object may be gone."""
+        return type(self).saved
+
+    @staticmethod
+    def saved(shared: Any, own: Mapping[int, Any]) -> Any:
         return shared
 
 
@@ -112,16 +117,20 @@ class StreamPart(Part):
     def live(self, shared: Any, own: Any, trusted: bool) -> Any:
         return own
 
+    @staticmethod
+    def saved(shared: Any, own: Mapping[int, Any]) -> Any:
+        """Each rank knows of its own shards how far they are: further than the others know."""
+        offsets = [max(each) for each in zip(*(o["offsets"] for o in own.values()), strict=True)]
+        return {**next(iter(own.values())), "offsets": offsets}
+
 
 class ThirdPartyLoader(Part):
     """A third-party data loader, such as torchdata's `StatefulDataLoader`.
 
-    The loader defines the structure of its state: keys may differ between ranks, and between the
-    middle of an epoch and its start. So each rank's state is saved as one value, and restored to
-    that rank. At another world size only the loader itself can interpret the states (torchdata's
-    count what one rank has consumed), so they are refused: samples would be repeated and skipped. A
-    loader whose state is a global position declares this with a true attribute `resizable`. With a
-    method `resized`, it makes that position from the states of all ranks.
+    The keys of its state may differ between ranks and moments, so each rank's is saved as one
+    value, and restored to that rank. At another world size, samples would be repeated and skipped,
+    so the states are refused, unless they are a global position, which a true attribute `resizable`
+    says. A method `resized` makes that position from the states of all ranks.
 
     Until the next step or epoch, its state is the one that was loaded. The loader is not asked:
     torchdata's begins an iteration then, which draws random numbers, and takes the order from the
@@ -133,6 +142,7 @@ class ThirdPartyLoader(Part):
     """
 
     is_of_rank = True
+    in_place = False
 
     def __init__(
         self,
@@ -165,13 +175,8 @@ class ThirdPartyLoader(Part):
             return object()
         return self._moment(), id(getattr(self._source, "_iterator", None))
 
-    def target(self, saved: Any) -> dict[str, Any]:
-        return {}  # filled with the states of all ranks
-
     def load(self, state: Mapping[str, Any], steps: int) -> None:
-        """Loads this rank's state from those of all ranks; at another world size, an error unless
-        the loader is resizable. Before the first step, no position in the data can be lost.
-        """
+        """Before the first step, no position in the data can be lost."""
         if not state and not self._required:
             return
         kind = type(self._source).__name__
@@ -186,7 +191,7 @@ class ThirdPartyLoader(Part):
                 f"skipped. Continue with {len(state)} ranks, or use outlast.elastic.ElasticLoader "
                 f"or ShardedStream, which support any number (or set {kind}.resizable if it does)"
             )
-        if resized and hasattr(self._source, "resized"):
+        if resized and steps and hasattr(self._source, "resized"):
             own = (self._source.resized([state[str(rank)][0] for rank in range(len(state))]),)
         self._source.load_state_dict(own[0])
         self._loaded = (self._now(), own[0]) if steps else None
@@ -203,6 +208,10 @@ class ThirdPartyLoader(Part):
         loaded = pickle.loads(own) if trusted else load_plain(own)
         # Only this rank's is read. The job has the size with which it was noted.
         return dict.fromkeys(map(str, range(self._world_size)), (loaded,))
+
+    @staticmethod
+    def saved(shared: Any, own: Mapping[int, Any]) -> Any:
+        return {str(rank): (load_plain(each),) for rank, each in own.items()}
 
 
 class AttachedState(Part):
@@ -224,6 +233,8 @@ class AttachedState(Part):
 
     def load(self, state: Any, steps: int) -> None:
         """Does nothing if the checkpoint has no state for this object."""
+        if isinstance(state, Mapping) and KEY not in state and isinstance(state.get("0"), tuple):
+            raise CheckpointMismatch("each rank has saved its own: pass outlast.per_rank(...)")
         found = unpack(state)
         if found is not None and isinstance(self._source, nn.Module):
             load_module(self._source, found)
@@ -236,6 +247,10 @@ class AttachedState(Part):
         return self._source.state_dict()
 
     def live(self, shared: Any, own: Any, trusted: bool) -> Any:
+        return pack(shared)
+
+    @staticmethod
+    def saved(shared: Any, own: Mapping[int, Any]) -> Any:
         return pack(shared)
 
 
@@ -257,18 +272,17 @@ class ConsistentParts(Part):
     def live(self, shared: Any, own: Any, trusted: bool) -> Any:
         return tree_map(unpacked, own, is_leaf=lambda value: isinstance(value, tuple))
 
+    @staticmethod
+    def saved(shared: Any, own: Mapping[int, Any]) -> Any:
+        parts = {number: part for each in own.values() for number, part in each.items()}
+        return tree_map(unpacked, parts, is_leaf=lambda value: isinstance(value, tuple))
+
 
 class RandomPart(Part):
-    """The random generators of this process. Most programs draw from one of them, or from none: a
-    state that has not changed since `own` was called last is not converted again.
-    """
+    """The random generators of this process."""
 
     def __init__(self, rank: int) -> None:
-        self._rank = str(rank)
-        self._python: tuple[Any, ...] = ()
-        self._python_noted: tuple[Any, ...] = ()
-        self._numpy: tuple[Any, ...] | None = None
-        self._twister = b""
+        self._rank, self._notes = str(rank), generators.Notes()
 
     def save(self) -> dict[str, generators.Generators]:
         return {self._rank: generators.capture()}
@@ -277,53 +291,16 @@ class RandomPart(Part):
         generators.set_all(state[self._rank])
 
     def own(self) -> dict[str, Any]:
-        python = random.getstate()
-        if python != self._python:
-            version, numbers, gauss = self._python = python
-            self._python_noted = version, array.array("Q", numbers).tobytes(), gauss
-        noted: dict[str, Any] = {
-            "python": self._python_noted,
-            "torch": torch.get_rng_state().numpy().tobytes(),
-        }
-        if "numpy" in sys.modules:
-            noted["numpy"] = self._of_numpy(sys.modules["numpy"])
-        of_devices = generators.of_devices()
-        return noted | {name: state.numpy().tobytes() for name, state in of_devices.items()}
+        return self._notes.take()
 
     def live(self, shared: Any, own: Any, trusted: bool) -> dict[str, generators.Generators]:
         if own is None:  # a rank that did not exist before keeps its own
             return self.save()
-        found: generators.Generators = {}
-        for name, state in own.items():
-            if name == "python":
-                version, numbers, gauss = state
-                words = torch.frombuffer(bytearray(numbers), dtype=torch.int64)
-                found[name] = generators.of_python((version, words.tolist(), gauss))
-            elif name != "numpy":
-                found[name] = torch.frombuffer(bytearray(state), dtype=torch.uint8)
-            elif state is not None:
-                kind, keys, *rest = state
-                words = torch.frombuffer(bytearray(keys), dtype=torch.int32).to(torch.int64)
-                found[name] = generators.of_numpy((kind, (words & 0xFFFFFFFF).tolist(), *rest))
-        return {self._rank: found}
+        return {self._rank: generators.of_note(own)}
 
-    def _of_numpy(self, numpy: Any) -> tuple[Any, ...] | None:
-        """The state of NumPy's generator; `None` if it is not a Mersenne Twister.
-
-        `get_state` takes ten times as long as all else here. Its result is the same as before if
-        the words and the position are the same, unless it holds the second of two normal numbers,
-        which may have been drawn since.
-        """
-        generator = numpy.random.get_bit_generator()
-        if type(generator).__name__ != "MT19937":
-            return None
-        twister = ctypes.string_at(generator.ctypes.state_address, _TWISTER_BYTES)
-        known = self._numpy
-        if known is None or known[3] or twister != self._twister:
-            name, keys, position, has_gauss, cached = numpy.random.get_state()
-            self._numpy = (name, keys.tobytes(), int(position), int(has_gauss), float(cached))
-            self._twister = twister
-        return self._numpy
+    @staticmethod
+    def saved(shared: Any, own: Mapping[int, Any]) -> Any:
+        return {str(rank): generators.of_note(each) for rank, each in own.items()}
 
 
 class NamedParts(Part):
@@ -367,3 +344,14 @@ class NamedParts(Part):
             name: part.live(shared[name], (own or {}).get(name), trusted)
             for name, part in self._parts.items()
         }
+
+    def saver(self) -> Saver:
+        savers = {name: part.saver() for name, part in self._parts.items()}
+
+        def saved(shared: Any, own: Mapping[int, Any]) -> dict[str, Any]:
+            return {
+                name: save(shared[name], {r: each[name] for r, each in own.items() if name in each})
+                for name, save in savers.items()
+            }
+
+        return saved

@@ -1,18 +1,15 @@
 """A pass over a loader in one epoch: how much of it is done, and how it continues at any batch.
 
-A loader draws the order of its batches from random generators when an iteration begins: from a
-generator of its own, or from the global one. Their states at that moment are noted.
-To continue, the order is drawn again from the noted states, and the first batches are dropped:
-their indices, where torch's `DataLoader` has a sampler, so that no sample is loaded for nothing.
-Other data, such as an `IterableDataset`, are read again up to there.
+A loader draws the order of its batches from random generators when an iteration begins. Their
+states are noted at the sampler's first draw: workers that persist draw their seeds, in
+`iter(loader)`, only in the first epoch of a process. To continue, the order is drawn again from
+these states, and the first batches are dropped: their indices, where torch's `DataLoader` has a
+sampler, so that no sample is loaded for nothing. Other data are read again up to there.
 
-The moment is that of the sampler's first draw, and not that of `iter(loader)`: workers that persist
-draw their seeds only in the first epoch of a process. So what workers draw to augment their samples
-follows from the state at that moment, too, and from the number of the batch (`Seeded`). Workers
-that read an `IterableDataset` draw its order from their seeds: they start anew with each pass.
-
-At another number of ranks, a pass continues if the order of the samples over all ranks is known,
-and each batch of all ranks together is the next part of it, of the same size (`global_batch`).
+What workers draw to augment samples follows from these states, too, and from the number of the
+batch (`Seeded`). Workers that read an `IterableDataset` draw its order from their seeds: they start
+anew with each pass. At another number of ranks, a pass continues if the order of the samples over
+all ranks is known, and each batch of all ranks is the next part of it (`global_batch`).
 """
 
 from __future__ import annotations
@@ -21,6 +18,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import chain, islice
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,49 +30,43 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from outlast.elastic import random_generators as generators
 from outlast.elastic.data.loader import ElasticLoader
 from outlast.elastic.data.stream import ShardedStream
+from outlast.elastic.job.encoding import packed, unpacked
+from outlast.elastic.job.sampled_order import NOTE as ORDER
+from outlast.elastic.job.sampled_order import SampledOrder
 
 log = logging.getLogger("outlast.elastic")
 
 Noted = dict[str, tuple[str, bytes]]
-"""The states of generators, by name, as plain values: the type of their elements, and these."""
+"""The states of generators, by name: the type of their elements, and these."""
 
 _OWN = "own"  # the names of generators that the loader was given: own0, own1, ...
+_FIRST = "first "  # before these names, of their states when the program had made them
 _UNKNOWN = -1  # the length of a loader without one
 _END = object()
 
 
 @dataclasses.dataclass
 class Pass:
-    """One call of `Job.batches` in an epoch.
+    """One call of `Job.batches` in an epoch. An evaluation makes no steps: it is repeated whole."""
 
-    Attributes:
-        length: the number of batches of a whole pass; `None` until this number of ranks begins it.
-        has_position: whether the loader's own state, which the job saves, has the position.
-        done: how many batches it had yielded at the last step that was made in it. An evaluation,
-            in which no steps are made, has done none, and is repeated as a whole.
-        is_over: whether the loop has come to its end, or has left it.
-        taken: how many batches it has yielded.
-        is_open: whether the loop is in it.
-        left_out: how many of its first batches are left out, whether they are done or not.
-        worker_seed: a number of this pass, for the seeds of a loader's workers; `None` if torch
-            seeds them.
-        global_batch: as the function of this name, for the loader that it began with.
-        is_resized: whether it was saved within its batches by another number of ranks.
-    """
-
-    length: int | None
-    has_position: bool
-    done: int = 0
-    is_over: bool = False
+    length: int | None  # of a whole pass; `None` until this number of ranks begins it
+    has_position: bool  # the loader's own state, which the job saves, has the position
+    done: int = 0  # how many batches it had yielded at the last step that was made in it
+    is_over: bool = False  # the loop has come to its end, or has left it
     is_exhausted: bool = False
-    taken: int = 0
-    is_open: bool = False
-    left_out: int = 0
-    worker_seed: int | None = None
-    global_batch: int = 0
-    is_resized: bool = False
+    taken: int = 0  # how many batches it has yielded
+    is_open: bool = False  # the loop is in it
+    left_out: int = 0  # how many of its first batches are left out, whether they are done or not
+    worker_seed: int | None = None  # for the seeds of a loader's workers; `None`: torch seeds them
+    global_batch: int = 0  # as the function of this name, for the loader that it began with
+    is_resized: bool = False  # it was saved within its batches by another number of ranks
+    before: Noted | None = None  # of a job that continues between two epochs: see `at_end`
     _has_ended: bool = False
     _noted: Noted | None = None
+    _order: SampledOrder | None = None  # of the indices, in this process
+    _own: Sequence[torch.Generator] = ()
+    _given: Noted = dataclasses.field(default_factory=dict)  # their states when it began
+    _is_known: bool = False  # this process has iterated the loader before
     # Of the present iteration: how many batches to drop (`None`: all), whether to yield nothing
     # after that, and the states that the global generators have then.
     _dropped: int | None = 0
@@ -101,9 +93,31 @@ class Pass:
     @property
     def noted(self) -> Noted | None:
         """The random generators of this rank when it began, if the order may depend on them."""
-        if self.is_over and not self.done:
+        if self._noted is None or (self.is_over and not self.done):
             return None
-        return self._noted
+        # Of what the loop has taken: known before the step is complete, and the same after it.
+        digest = b"" if self._order is None else self._order.after(self.taken)
+        return {**self._noted, ORDER: (str(self.taken), digest)} if digest else self._noted
+
+    def generators_after(self, before: Noted | None) -> Noted:
+        """The loader's generators after this pass, for the next epoch. `before`: after the last."""
+        found = {}
+        for name, state in _states(self._own).items():
+            first = f"{_FIRST}{name}"
+            found[first] = (before or {}).get(first, self._given[name])
+            if before is None or self._given[name] != found[first]:
+                found[name] = state  # else the program sets it to the same state for each epoch
+        return found
+
+    def _go_on(self, own: Sequence[torch.Generator]) -> None:
+        """Sets the loader's generators as the epoch before has left them, unless the program has
+        set them itself: to another state than that with which it has made them.
+        """
+        before = self.before or {}
+        for name, state in self._given.items():
+            is_first = before.get(f"{_FIRST}{name}") == state
+            if name in before and (is_first or self._is_known):
+                _set({name: before[name]}, own)
 
     @property
     def is_complete(self) -> bool:
@@ -145,7 +159,7 @@ class Pass:
         if not self.done:
             if self.has_position:
                 return iter(loader)
-            self._noted, self._dropped = None, self.left_out
+            self._noted, self._order, self._dropped = None, None, self.left_out
             self._ends, self._present = False, {}
             return self._resumed(loader)
         present = generators.capture() if present is None else present
@@ -168,22 +182,20 @@ class Pass:
         return self._resumed(loader)
 
     def _resumed(self, loader: Iterable[Any]) -> Iterator[Any]:
-        found = [getattr(each, "generator", None) for each in samplers_of(loader)]
-        own = list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+        own = generators_of(loader)
         base = _base_of(loader)
+        self._own, self._is_known = own, isinstance(base, DataLoader) and base in _samplers
+        self._given = _states(own)
+        self._go_on(own)
         if not isinstance(base, DataLoader) or isinstance(base.dataset, IterableDataset):
             if self._dropped:
                 kind = type(loader).__name__
                 log.info("reading the first %d batches of a %s again", self._dropped, kind)
-            if not getattr(base, "persistent_workers", False):
-                yield from self._begin([] if self._ends else loader, own)
-                return
-            with _replaced(base, "persistent_workers", False):
+            persist = getattr(base, "persistent_workers", False)
+            with _replaced(base, "persistent_workers", False) if persist else nullcontext():
                 batches = self._begin([] if self._ends else loader, own)
                 first = next(batches, _END)
-            if first is not _END:
-                yield first
-                yield from batches
+            yield from () if first is _END else chain([first], batches)
             return
         name = "batch_sampler" if base.batch_sampler is not None else "sampler"
         sampler = _samplers.setdefault(base, _Sampler(getattr(base, name)))
@@ -194,7 +206,7 @@ class Pass:
         if self._ends and not base.persistent_workers:
             yield from sampler
             return
-        with _replaced(base, name, sampler):
+        with _replaced(base, name, sampler), _whole_iterator(base):
             batches = iter(loader)
             first = next(batches, _END)
         if not sampler.has_begun:
@@ -202,9 +214,7 @@ class Pass:
                 "the persistent workers of this DataLoader were started outside of job.batches(), "
                 "so the order of its batches cannot be noted: iterate it with job.batches() only"
             )
-        if first is not _END:
-            yield first
-            yield from batches
+        yield from () if first is _END else chain([first], batches)
 
     def _begin(self, source: Iterable[Any], own: Sequence[torch.Generator]) -> Iterator[Any]:
         """The rest of an iteration of `source`, which may draw from the generators `own`."""
@@ -224,7 +234,10 @@ class Pass:
         """As `_begin`, for the sampler of a loader: with the seeds of its workers, which follow
         from the noted state of the generator `seeds`, if they get any.
         """
-        dropped, found = self._dropped or 0, self._begin(source, own)
+        noted = None if self.is_resized else (self._noted or {}).get(ORDER)
+        self._order = SampledOrder()
+        followed = self._order.followed(source, noted)
+        dropped, found = self._dropped or 0, self._begin(followed, own)
         if seeds is None:
             yield from found
             return
@@ -236,17 +249,29 @@ class Pass:
             yield generators.Seeded(indices, generators.mix64(first + number))
 
 
-def _go_to_end(loader: Any) -> None:
-    """Goes on from a state without a batch that is left. One that knows it begins its next pass:
-    that is taken back.
+@contextlib.contextmanager
+def _whole_iterator(loader: Any) -> Iterator[None]:
+    """Drops the iterator that persistent workers keep, if one of them has died, or if an interrupt
+    leaves the block, in which it begins anew: it would raise errors for ever.
     """
+    kept = getattr(loader, "_iterator", None)
+    if not all(worker.is_alive() for worker in getattr(kept, "_workers", ())):
+        loader._iterator = None
+    try:
+        yield
+    except BaseException:
+        if getattr(loader, "_iterator", None) is not None:
+            loader._iterator = None
+        raise
+
+
+def _go_to_end(loader: Any) -> None:
+    """Goes on from a state with no batch left, and takes back a pass that the loader began."""
     base = _base_of(loader)
     state, found = base.state_dict(), iter(base)
     if next(found, _END) is not _END:
         base.load_state_dict(state)
-    if (
-        base is not loader
-    ):  # accelerate's has a copy, which is that of the last batch it has yielded
+    if base is not loader:  # accelerate's has a copy, of the last batch that it has yielded
         loader.dl_state_dict = base.state_dict()
 
 
@@ -282,6 +307,17 @@ def samplers_of(loader: Any) -> list[Any]:
     return list({id(each): each for each in found if each is not None}.values())
 
 
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """The loader's own generators: `generator` attributes, and those of samplers, of any name."""
+    found: list[Any] = [getattr(each, "generator", None) for each in samplers_of(loader)]
+    base = _base_of(loader)
+    others = {id(each) for each in (loader, base, getattr(base, "dataset", None))}
+    for each in samplers_of(loader):
+        if id(each) not in others:
+            found += getattr(each, "__dict__", {}).values()
+    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+
+
 def set_epoch(loader: Any, epoch: int) -> None:
     """Sets the epoch of all that may determine the order of the batches."""
     for each in samplers_of(loader):
@@ -308,9 +344,7 @@ def _replaced(loader: DataLoader[Any], name: str, value: object) -> Iterator[Non
 
 
 class _Sampler:
-    """Stands in for a loader's sampler. Persistent workers keep the sampler that they were started
-    with, so there is one for each loader.
-    """
+    """Stands in for a loader's sampler: one per loader, since persistent workers keep theirs."""
 
     has_begun = False
 
@@ -333,21 +367,21 @@ _samplers: WeakKeyDictionary[DataLoader[Any], _Sampler] = WeakKeyDictionary()
 
 
 def _note(own: Sequence[torch.Generator]) -> Noted:
-    states = generators.capture()
-    states.update({f"{_OWN}{i}": each.get_state() for i, each in enumerate(own)})
-    return {
-        name: (str(state.dtype).removeprefix("torch."), state.numpy().tobytes())
-        for name, state in states.items()
-    }
+    noted = {name: packed(state) for name, state in generators.capture().items()}
+    return {name: (dtype, content) for name, (dtype, _, content) in noted.items()} | _states(own)
+
+
+def _states(own: Sequence[torch.Generator]) -> Noted:
+    noted = {f"{_OWN}{i}": packed(each.get_state()) for i, each in enumerate(own)}
+    return {name: (dtype, content) for name, (dtype, _, content) in noted.items()}
 
 
 def _set(noted: Mapping[str, Any], own: Sequence[torch.Generator] = ()) -> None:
     """Sets the generators to noted states, or to captured ones."""
     for name, value in noted.items():
-        state = value
-        if not isinstance(value, torch.Tensor):
-            dtype, content = value
-            state = torch.frombuffer(bytearray(content), dtype=getattr(torch, dtype))
+        if name == ORDER:
+            continue
+        state = value if isinstance(value, torch.Tensor) else unpacked((value[0], [-1], value[1]))
         if not name.startswith(_OWN):
             generators.setter(name, state)()
         elif int(name.removeprefix(_OWN)) < len(own):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,20 +14,24 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from outlast.async_checkpoint import Checkpointer
+from outlast.async_checkpoint.kept_state import KeptState
 from outlast.async_checkpoint.observers import notify
 from outlast.coordination.agreement import Agreement
 from outlast.coordination.call_ledger import CallLedger
 from outlast.coordination.collectives import raise_together
+from outlast.elastic.job.by_rank.equal_states import refusal
 from outlast.elastic.job.encoding import load_plain, load_state, unpacked
+from outlast.elastic.job.fallback import Fallback
 from outlast.elastic.job.live.choice import Choice, Offer, choose, next_branch
 from outlast.elastic.job.live.frozen import Frozen, Leaf, join, signature
-from outlast.elastic.job.live.own_state import Record, read
+from outlast.elastic.job.live.own_state import Record, read_all
 from outlast.elastic.job.live.recorder import NotSupported, Recorder
+from outlast.elastic.job.live.rescue import Kept, rescue
 from outlast.elastic.job.live.transfer import Exchange, TransferFailed
 from outlast.elastic.job.same_on_all_ranks import first_rank, names_of
 from outlast.elastic.job.training_state import TrainingState
 from outlast.elastic.wrapped_modules import plain_state_dict
-from outlast.errors import CheckpointError
+from outlast.errors import CheckpointError, RestartAbort
 from outlast.inprocess.running_call import RunningCall
 from outlast.system.notices import notice
 from outlast.system.units import duration_text
@@ -35,10 +41,9 @@ log = logging.getLogger("outlast.elastic")
 
 class Restoring:
     """One rank's part in the restores of a job. With a wrapped `call`, it also notes the state of
-    each step, from which the next iteration of the call continues.
-
-    Args:
-        required: whether it is an error if the state cannot be noted.
+    each step, from which the next iteration of the call continues; if that is `required`, it is an
+    error if it cannot. `fallback` is another folder, which may have a newer checkpoint; `create`
+    and `finite` are for `Kept`.
     """
 
     def __init__(
@@ -50,8 +55,12 @@ class Restoring:
         call: RunningCall | None,
         *,
         required: bool,
+        create: Callable[[Any], Checkpointer],
+        finite: Callable[[], Collection[str]],
+        fallback: Fallback | None = None,
     ) -> None:
-        self._required = required
+        self._required, self._fallback = required, fallback
+        self._create, self._finite = create, finite
         self._training, self._call = training, call
         self._checkpointer, self._kept, self._group = checkpointer, checkpointer.kept, group
         self._rank, self._world_size = ledger.rank, ledger.world_size
@@ -60,15 +69,19 @@ class Restoring:
         self._branch = ""
         self._recorder: Recorder | None = None
         self._before: Recorder | str = ""  # that of the last iteration, or why there is none
-        self._offered: Frozen | None = None
+        self._offered: Frozen | None = None  # what this rank has of the chosen state
         self._own: dict[Record, bytes] = {}
         """What this rank has offered of single ranks. Read once: the memory may be lost before the
         transfer, and the others would wait for this rank's part in it.
         """
         if call is not None:
-            self._before = _recorders_of(call).get(self._kept.url, "")
-            if isinstance(self._before, Recorder):
-                self._before.freeze()
+            kept = _kept_of(call).get(self._kept.url)
+            before = self._before = "" if kept is None else kept.recorder
+            if isinstance(before, Recorder) and before.iteration == call.state.iteration:
+                before.release()  # the program wants the state from before what has gone wrong
+                self._before = "the program has caught its own exception"
+            elif isinstance(before, Recorder):
+                before.freeze()
 
     @property
     def from_survivors(self) -> bool:
@@ -78,13 +91,8 @@ class Restoring:
         """Restores the newest state, or the checkpoint of `step`. Returns the number of its steps,
         or `None` if there is none: everything is then as before.
 
-        The candidates are the newest step that the ranks have in their memory, and the checkpoints:
-        in memory, in that of another host, and on storage, of which the checkpointer takes the
-        newest valid one. The ranks' own is taken unless a checkpoint is newer or is required, or
-        its parts cannot be collected.
-
-        Raises:
-            Exception: as `Job.restore` describes.
+        The newest step that the ranks have in their memory is taken, unless a checkpoint is newer
+        or is required, or its parts cannot be collected. Raises what `Job.restore` describes.
         """
         self._choice = None
         found = self._newest_of_ranks()
@@ -97,6 +105,7 @@ class Restoring:
             elif newer is not None:
                 found = f"the ranks are at step {found.step}, and a checkpoint at step {newer}"
             else:
+                self._check_states(found)
                 found = self._load_from_ranks(found)
         if isinstance(found, Choice):
             self._choice = found
@@ -108,21 +117,22 @@ class Restoring:
 
     def begin(self) -> None:
         """All ranks continue from what was restored, or from the initial state. From now on, the
-        state of each step is noted; what was kept for this restore is released. Collective.
-
-        Raises:
-            ValueError: if the state cannot be noted, and must be.
+        state of each step is noted, a `ValueError` if it cannot be, and must be; what was kept for
+        this restore is released. Collective.
         """
         self._training.buckets.apply()
         if self._call is None:
             return
         branch = self._branch if self._choice is None else self._choice.branch
-        restored = Record(branch, self._training.counters.steps, True, self._rank, self._world_size)
+        training, phase = self._training, self._training.iteration.phase
+        place = self._rank, self._world_size, 0, phase, phase
+        restored = Record(branch, training.counters.steps, True, *place)
         self._recorder, missing = None, ""
         try:
             self._recorder = Recorder(
-                self._training, self._kept, restored, self._branch, self._call.check_running
+                training, self._kept, restored, self._branch, self._call.check_running
             )
+            self._recorder.iteration = self._call.state.iteration
         except NotSupported as e:
             if self._required:
                 raise ValueError(f"live=True: {e}") from None
@@ -134,24 +144,34 @@ class Restoring:
         if self._recorder is not None:
             self._recorder.completed()
 
+    def later(self, phase: int, *, is_changed: bool = True) -> None:
+        """A later phase of the last step is reached; as `Recorder.later`."""
+        if self._recorder is not None:
+            self._recorder.later(phase, is_changed=is_changed)
+
     def close(self) -> None:
         """The job has ended without a fault: nothing is kept."""
         self._recorder = None
         self._keep("")
 
+    def discard(self, why: str) -> None:
+        """No state of this process may be used."""
+        self._recorder = None
+        self._keep(why)
+
     def _keep(self, recorder: Recorder | str) -> None:
         self._before, self._own = "", {}
         if self._call is not None:
-            recorders = _recorders_of(self._call)
-            before = recorders.get(self._kept.url)
-            recorders[self._kept.url] = recorder
-            if isinstance(before, Recorder):
-                before.release()
+            kept = _kept_of(self._call)
+            before = kept.pop(self._kept.url, None)
+            if recorder:
+                kept[self._kept.url] = Kept(recorder, self._create, list(self._finite()))
+            self._call.rescue = partial(_rescue, self._call, kept) if kept else None
+            if before is not None and isinstance(before.recorder, Recorder):
+                before.recorder.release()
 
     def _newest_of_ranks(self) -> Choice | str:
-        """The newest state of which the ranks still have all parts, or why there is none. Called on
-        all ranks, with the same result.
-        """
+        """The newest state with all parts on the ranks, or why there is none; the same on all."""
         if self._call is None:
             return ""
 
@@ -168,22 +188,38 @@ class Restoring:
         return msgspec.convert(found, Choice, str_keys=True)
 
     def _offer(self, call: RunningCall) -> Offer:
-        self._own, before = self._records(), self._before
-        frozen = self._offered = None if isinstance(before, str) else before.frozen
+        self._own, before = read_all(self._kept.memories), self._before
         return Offer(
             records=list(self._own),
             signature=signature(plain_state_dict(self._training.module, keep_vars=True)),
-            resizable=not any(part.is_of_rank for part in self._training.parts.values()),
+            resizable=not any(
+                part.is_of_rank or part.needs_own for part in self._training.parts.values()
+            ),
             came_back=call.fault_came_back,
             branches=max((int(each.branch.partition("-")[0]) for each in self._own), default=0),
-            held=None if frozen is None else frozen.held,
+            held=[] if isinstance(before, str) else [each.held for each in before.all_frozen],
             why=before if isinstance(before, str) else before.why,
         )
 
-    def _records(self) -> dict[Record, bytes]:
-        """The own states that this process has, of its own and of one that was killed."""
-        found = [each for memory in self._kept.memories for each in read(memory)]
-        return dict(reversed(found))  # of several of the same, the one that was written last
+    def _check_states(self, choice: Choice) -> None:
+        """Raises a `RestartAbort` on all ranks if one would lose a value of `states` that differs
+        from the others'. A restart would end in the same.
+        """
+        records = [record for _, record in choice.own]
+        is_resized = any(r is None or r.world_size != self._world_size for r in records)
+        if not choice.sources and not is_resized:
+            return
+        noted = []
+        for record, own in self._own.items():
+            if record.final and (values := load_plain(own).get("states")):
+                for phase in range(record.phase, record.until + 1):
+                    state = f"{record.branch}/{phase}"
+                    noted.append((record.step, state, record.rank, values))
+        known = {} if isinstance(self._before, str) else self._before.equal_states.known
+        check = partial(refusal, receivers=list(choice.sources), is_resized=is_resized)
+        with self._ranks.operation():
+            if found := self._ranks.gather((noted, known), check):
+                raise RestartAbort(found)
 
     def _load_from_ranks(self, choice: Choice) -> Choice | str:
         """Loads this state of the ranks; returns why it could not be collected on all ranks."""
@@ -192,21 +228,24 @@ class Restoring:
         state: dict[str, Any] | None = None
         received_bytes = 0
         # Another error in the exchange is raised: other ranks wait in it for this one.
-        exchange = Exchange(self._group, self._rank)
+        exchange, before = Exchange(self._group, self._rank), self._before
+        state_of = choice.step, choice.phase, choice.branch
+        frozen = () if isinstance(before, str) else before.all_frozen
+        self._offered = next((each for each in frozen if each.held.record.has(*state_of)), None)
         try:
             here, trusted = self._own_state(choice, exchange)
             found = exchange.run(choice.sources, self._offered)
-        except TransferFailed as e:
-            log.warning("the state of the surviving ranks cannot be used: %s", e)
-        else:
             try:
                 state, received_bytes = self._joined(found, here, trusted)
             except (ValueError, TypeError, KeyError) as e:
-                log.warning("the state of the surviving ranks cannot be used: %s", e)
+                raise TransferFailed(str(e)) from e
+        except TransferFailed as e:
+            log.warning("the state of the surviving ranks cannot be used: %s", e)
         failed = first_rank(state is None, self._rank, self._group)
         if state is None or failed is not None:
             return f"the state of step {choice.step} could not be collected: see rank {failed}"
         self._load_on_all_ranks(state)
+        self._training.iteration.phase = choice.phase
         source = "replica" if self._rank in choice.sources else "live"
         seconds = time.monotonic() - began
         self._kept.restored(
@@ -215,21 +254,14 @@ class Restoring:
         if self._rank == 0:
             received = sorted(choice.sources)
             how = f"; {names_of(received)} received it from others" if received else ""
-            notice(
-                log,
-                "continuing after step %d with the state of the surviving ranks%s (%s)",
-                choice.step,
-                how,
-                duration_text(seconds),
-            )
+            text = "continuing after step %d with the state of the surviving ranks%s (%s)"
+            notice(log, text, choice.step, how, duration_text(seconds))
         return choice
 
     def _joined(
         self, found: tuple[bytes, list[torch.Tensor]] | None, here: bytes | None, trusted: bool
     ) -> tuple[dict[str, Any], int]:
-        """The state to load, of what was received and this rank's own state; and how many bytes of
-        it this rank has received.
-        """
+        """The state to load, from what was received and this rank's own; how many bytes came."""
         frozen = self._offered
         if found is not None:
             header, leaves = found
@@ -272,8 +304,16 @@ class Restoring:
         found: int | None = None
         try:
             state, optional = self._training.load_target()
-            found = self._checkpointer.restore(state, step=step, optional=optional)
+            source: Fallback | KeptState = self._kept
+            if self._fallback is not None:
+                source, found = self._fallback, self._fallback.restore(state, step, optional)
+                if found is None:  # what was loaded before damage was found counts no more
+                    state, optional = self._training.load_target()
+            if found is None:
+                source = self._kept
+                found = self._checkpointer.restore(state, step=step, optional=optional)
             if found is not None:
+                self._training.drop_moments(state, source.lacking)
                 self._load_on_all_ranks(state)
         except Exception:
             self._training.roll_back(backup)
@@ -283,9 +323,7 @@ class Restoring:
         return found
 
     def _load_on_all_ranks(self, state: dict[str, Any]) -> None:
-        """Loads the restored state; if one rank cannot, raises on all ranks: the others would wait
-        for that rank in their next collective.
-        """
+        """If one rank cannot, raises on all ranks: they would wait for it in a collective."""
         error: Exception | None = None
         try:
             self._training.load_state_dict(state)
@@ -297,23 +335,29 @@ class Restoring:
 
 # By folder, the recorder of a call's present or last iteration, or why there is none. It outlives
 # the iteration: until all ranks have restored a state, or the call ends.
-_recorders: dict[str, Recorder | str] = {}
+_kept: dict[str, Kept] = {}
 _owner: RunningCall | None = None
 
 
-def _recorders_of(call: RunningCall) -> dict[str, Recorder | str]:
+def _kept_of(call: RunningCall) -> dict[str, Kept]:
     global _owner
     if _owner is not call:
         _release_all()
         _owner = call
         call.at_end(_release_all)
-    return _recorders
+    return _kept
+
+
+def _rescue(call: RunningCall, kept: dict[str, Kept]) -> None:
+    saved = rescue(kept)
+    if saved and call.stop is not None:
+        call.finish_stop(saved)
 
 
 def _release_all() -> None:
     global _owner
-    for recorder in _recorders.values():
-        if isinstance(recorder, Recorder):
-            recorder.release()
-    _recorders.clear()
+    for each in _kept.values():
+        if isinstance(each.recorder, Recorder):
+            each.recorder.release()
+    _kept.clear()
     _owner = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,10 +17,13 @@ from outlast.async_checkpoint import Checkpointer
 from outlast.coordination.agreement import Agreement
 from outlast.coordination.call_ledger import CallLedger
 from outlast.coordination.collectives import least
-from outlast.elastic.job.encoding import digest
 from outlast.elastic.job.models import parameters_of
 from outlast.elastic.job.training_state import TrainingState
+from outlast.elastic.tensors import digest
 from outlast.elastic.wrapped_modules import plain_name
+from outlast.events.hung_ranks import EQUAL_STEPS
+
+log = logging.getLogger("outlast.elastic")
 
 Described = list[tuple[str, tuple[int, ...]]]
 """The name and the shape of each parameter, in the order of the optimizer."""
@@ -39,16 +43,20 @@ def names_of(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{more}"
 
 
+def by_rank(values: Sequence[str]) -> str:
+    """The values of the ranks, in their order, as a text."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return "; ".join(f"{names_of(found)}: {value}" for value, found in ranks.items())
+
+
 def check_equal_models(module: nn.Module, ledger: CallLedger, group: Any) -> None:
     """Compares the tensors that several ranks hold under one name. Collective.
 
-    Each rank writes a part of the checkpoint. If the ranks initialized their models differently,
-    the initial checkpoint would be a mixture of all of them, and a restart from it would silently
-    train another model. DDP gives all ranks the parameters of rank 0, but only when it wraps the
-    model, which a program may do after `Job.restore`.
-
-    Raises:
-        ValueError: on all ranks, if one differs; names it, on a rank where it differs.
+    Each rank writes a part of the checkpoint: it would be a mixture of models that were initialized
+    differently. DDP gives all ranks the parameters of rank 0, but maybe after `Job.restore`.
+    A `ValueError` on all ranks names one that differs, on a rank where it differs.
     """
     mine = {
         name: digest(tensor)
@@ -74,9 +82,7 @@ def check_equal_models(module: nn.Module, ledger: CallLedger, group: Any) -> Non
 def check_nothing_to_restore(
     checkpointer: Checkpointer, ledger: CallLedger, path: str, steps: int
 ) -> None:
-    """Checks that a job after `steps` steps, which has restored nothing, continues what is in its
-    folder: a `ValueError` on all ranks if there is a checkpoint of a later step.
-    """
+    """A `ValueError` on all ranks if nothing was restored and a later step has a checkpoint."""
     newest = max((info.step for info in checkpointer.checkpoints()), default=0)
     # One rank's answer holds for all: a save may already have begun when another rank looks.
     newest = int(ledger.agree("newest-unrestored", str(newest)))
@@ -92,11 +98,9 @@ def check_nothing_to_restore(
 class SameParameters:
     """The check that the optimizer has the same parameters on all ranks, in the same order.
 
-    An optimizer's state is saved by the numbers of its parameters, and a checkpoint contains one
-    copy of each number. With pipeline stages, parameter 0 of one stage would be saved as a copy of
-    parameter 0 of another one, without an error if the shapes are equal. A sharded parameter
-    (DTensor) is the same on all ranks: its shape is that of the whole. FSDP1 does not say what is
-    sharded: the state of one rank's part would be saved as that of all.
+    An optimizer's state is saved by the numbers of its parameters. With pipeline stages, parameter
+    0 of one stage would be saved as a copy of parameter 0 of another one. A sharded parameter
+    (DTensor) is the same on all ranks. FSDP1 does not say what is sharded.
     """
 
     def __init__(
@@ -105,17 +109,31 @@ class SameParameters:
         self._module, self._optimizers = training.module, training.optimizers
         kept = checked_by.kept
         self._ranks = Agreement(ledger.child("parameters"), kept.timeout_s, kept.url)
-        self._checked = ledger.world_size == 1
+        self._epochs, self._ledger = training.epochs, ledger
+        self._checked = self._has_compared = ledger.world_size == 1
 
     def check(self) -> None:
-        """Compares the ranks' parameters at the first call, on all ranks. A `ValueError` names the
-        ranks and the first parameter that differs.
-        """
+        """Compares parameters at the first call, on all ranks; a `ValueError` says what differs."""
         if self._checked:
             return
         with self._ranks.operation():
             self._compare()
         self._checked = True
+
+    def compare_lengths(self) -> None:
+        """At the first step: warns on a rank whose epoch has another number of batches than on the
+        first rank here. A program may end its loop earlier, on all ranks. Waits for no rank.
+        """
+        if self._has_compared:
+            return
+        self._has_compared, length, rank = True, self._epochs.length, self._ledger.rank
+        first, other = json.loads(self._ledger.agree("batches", json.dumps([length, rank])))
+        if -1 not in (first, length) and first != length:
+            log.warning(
+                "rank %d has %d batches in this epoch, and rank %d has %d: if the loop does not "
+                "end earlier, the job ends with an error there; %s",
+                *(rank, length, other, first, EQUAL_STEPS),
+            )
 
     def _compare(self) -> None:
         for name, module in self._module.named_modules():
@@ -146,9 +164,7 @@ def _described(module: nn.Module, optimizers: Mapping[str, Any]) -> Described:
 
 
 def difference(digests: Sequence[str], kinds: Sequence[Described | None]) -> str:
-    """The error for ranks whose parameters have these digests; one rank of each kind has said
-    which parameters it has.
-    """
+    """The error for ranks with these digests; `kinds` has the parameters of one rank of each."""
     first, other = [kind for kind in kinds if kind is not None][:2]
     number = next(
         (n for n, pair in enumerate(zip(first, other, strict=False)) if pair[0] != pair[1]),

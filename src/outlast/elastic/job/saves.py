@@ -1,169 +1,127 @@
-"""The saves of a job, and the last one: a completed state is not given up because a save failed."""
+"""The saves of a job, and when they are due; `last_save.py` has the last one."""
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import logging
 import numbers
 import time
 from collections.abc import Callable, Collection
+from functools import partial
 
 from outlast.async_checkpoint import Checkpointer, SaveHandle
 from outlast.coordination.call_ledger import CallLedger
-from outlast.coordination.stores.store import KeyTimeout
 from outlast.elastic.job.training_state import TrainingState
-from outlast.errors import CheckpointError, SaveCancelled, StoreError
-from outlast.inprocess.running_call import long_phase
 from outlast.system.arguments import as_int, as_timedelta
-from outlast.system.error_text import describe, first_line
 
 log = logging.getLogger("outlast.elastic")
 
-PAUSES_S = (1.0, 10.0)
-"""How long to wait before the second attempt of the last save, and before the third."""
-
-Progress = tuple[int, tuple[int | None, int | None, int]]
-"""How far a job is: the steps, and where it is in its epochs."""
-
-
-class NotSaved(CheckpointError):
-    """The last save of a job has failed for good: says what is in memory, and on storage."""
+Progress = tuple[int, bool, tuple[int | None, int | None, int]]
+"""How far a job is: the steps, whether the rest of the loop's body was not run, and where it is in
+its epochs.
+"""
 
 
 class Saves:
-    """Saves the state of one job, and knows whether the present state is saved. All ranks call its
-    methods together. `finite` returns the entries of the state that must be finite.
-    """
+    """Saves one job's state, on all ranks together. `finite` returns what must be finite."""
 
     def __init__(
         self,
         training: TrainingState,
         checkpointer: Checkpointer,
         ledger: CallLedger,
-        path: str,
         finite: Callable[[], Collection[str]],
     ) -> None:
         self._training, self._finite = training, finite
-        self._checkpointer, self._ledger, self._path = checkpointer, ledger, path
+        self._checkpointer, self._ledger = checkpointer, ledger
+        self._beside = partial(training.beside, ledger)
         self._handle: SaveHandle | None = None
         self._saved: Progress | None = None
         self._restored: Progress | None = None
+        self._metric: tuple[int, float] | None = None  # of a step
+        checkpointer.kept.resumes = True
 
     @property
     def _progress(self) -> Progress:
-        return self._training.counters.steps, self._training.epochs.progress
+        training = self._training
+        return training.counters.steps, bool(training.iteration.rest), training.epochs.progress
+
+    @property
+    def place(self) -> str:
+        """Where this rank is, in words: all ranks save at the same place."""
+        return f"{self._training.counters.steps} steps{self._training.epochs.place}"
+
+    @property
+    def step(self) -> int:
+        return self._training.counters.steps
+
+    @property
+    def has_trained(self) -> bool:
+        return bool(self.step or self._training.epochs.place)
 
     def restored(self) -> None:
+        """Also completes the saves with a metric that a fault has cut off."""
         self._handle, self._saved, self._restored = None, None, self._progress
+        sync = self._training.files.sync
+        for each, handle in self._checkpointer.kept.resume(self.step, sync, self._finite):
+            if each.step == self.step:
+                self.set_metric(each.metric)
+                self._handle = handle
+                if handle is None:
+                    self.save()
+            elif handle is None and self._ledger.rank == 0:
+                log.warning(
+                    "the save of step %d, with the metric %g, was cut off by a fault and cannot be "
+                    "completed, because a rank has lost its snapshot: its checkpoint is missing",
+                    each.step,
+                    each.metric,
+                )
 
-    def save(self, metric: float | None = None) -> SaveHandle:
-        step = self._training.counters.steps
-        if self._handle is not None and self._handle.step == step:
+    def set_metric(self, metric: float | None) -> None:
+        """All saves of the present step have this metric, also one that replaces another."""
+        if metric is not None:
+            self._metric = self.step, metric
+
+    def save(self) -> SaveHandle:
+        if self._handle is not None and self._handle.step == self.step:
             self._checkpointer.wait()  # `Job.step` has just saved: this save replaces that one
-        if self._training.consistent_ddp is not None:
-            self._training.consistent_ddp.average_statistics()
-        state = self._training.state_dict()
-        self._handle = self._checkpointer.save(step, state, metric=metric, finite=self._finite())
+        self._handle = self.save_to(self._checkpointer)
         self._saved = self._progress
         return self._handle
 
-    def save_if_changed(self) -> None:
-        """Begins a save, unless the present state is being saved, or is committed. A state that was
-        restored may be in memory only.
-        """
-        if not self._is_saved():
-            self.save()
+    def save_to(self, checkpointer: Checkpointer) -> SaveHandle:
+        """Saves the present state, also somewhere else."""
+        checkpointer.kept.beside(self._beside)
+        step, finite = self.step, self._finite()
+        metric = self._metric[1] if self._metric is not None and self._metric[0] == step else None
+        if self._training.consistent_ddp is not None:
+            self._training.consistent_ddp.average_statistics()
+        state = self._training.state_dict()
+        return checkpointer.save(step, state, metric=metric, finite=finite, place=self.place)
 
-    def _is_saved(self) -> bool:
+    def seal(self) -> None:
+        """Waits for the copy of the present save: what follows may write to the tensors."""
+        if self._handle is not None:
+            self._handle._seal()
+
+    def failed(self) -> None:
+        """The present state is neither saved nor being saved."""
+        self._handle = self._saved = self._restored = None
+
+    def is_saved(self) -> bool:
+        """Whether the state is being saved or committed; a restored one may be only in memory."""
+        if self._handle is not None and self._handle.done() and not self._handle.succeeded:
+            self._saved = None
         if self._saved == self._progress:
             return True
         if self._restored != self._progress:
             return False
-        step = self._training.counters.steps
-        committed = any(info.step == step for info in self._checkpointer.checkpoints())
-        return self._ledger.agree(f"committed/{step}", str(committed)) == str(True)
-
-    def complete(self) -> None:
-        """Returns once the present state is committed: training is complete. A save that fails is
-        tried again.
-
-        Raises:
-            NotSaved: if the last attempt has failed, too.
-            CheckpointError: if a fault of the job has ended the save, rather than the storage.
-        """
-        for attempt, pause in enumerate((*PAUSES_S, None), 1):
-            with long_phase(self._checkpointer.kept.timeout_s or None):
-                error = self._attempt(attempt)
-            # One rank's outcome holds for all: all try again, or none.
-            # The traceback of the writer follows in further lines, and is in the log.
-            found = "" if error is None else first_line(error)
-            cause = self._ledger.agree(f"last-save/{attempt}", found)
-            if not cause:
-                return
-            if pause is None:
-                raise NotSaved(self._what_is_where(attempt, cause)) from None
-            if self._checkpointer.rank == 0:
-                log.error("the last save failed, and is tried again in %g s: %s", pause, cause)
-            self._handle = self._saved = self._restored = None
-            self._await_all(attempt)
-            time.sleep(pause)
-
-    def _await_all(self, attempt: int) -> None:
-        """Waits until this attempt has ended on all ranks. A rank whose part fails at once would
-        otherwise use up its attempts while another one still writes its part of the first: before
-        rank 0 has removed the files of that, whose room may be what is missing, and has logged it.
-        """
-        ended, timeout_s = self._ledger.child("last-save-ended"), self._checkpointer.kept.timeout_s
-        # If a rank does not come in time, the next attempt says so.
-        with long_phase(timeout_s or None), contextlib.suppress(KeyTimeout):
-            ended.finish(attempt)
-            ended.await_verdict(attempt, timeout_s)
-
-    def _attempt(self, number: int) -> CheckpointError | None:
-        """Waits until the state is committed; returns why it is not."""
-        try:
-            self._checkpointer.wait()
-        except CheckpointError as e:
-            _raise_if_ending(e)
-            log.debug("a save before the last one has failed: %s", e)
-        if self._handle is not None and not self._handle.succeeded:
-            self._saved = None
-        # It may not be known on all ranks whether the checkpoint of this step is committed.
-        is_saved = self._ledger.agree(f"last-save/{number}/before", str(self._is_saved()))
-        try:
-            if is_saved != str(True):
-                self.save().wait()
-        except CheckpointError as e:
-            _raise_if_ending(e)
-            return e
-        return None
-
-    def _what_is_where(self, attempts: int, cause: str) -> str:
-        step = self._training.counters.steps
-        try:
-            steps = [info.step for info in self._checkpointer.checkpoints()]
-            newest = f"step {steps[-1]}" if steps else "none"
-        except (CheckpointError, OSError) as e:
-            newest = f"unknown: {describe(e)}"
-        return (
-            f"step {step}, the last one, is in memory only: {attempts} attempts to save it have "
-            f"failed. On storage in {self._path}: {newest}. The failure: {cause}"
-        )
-
-
-def _raise_if_ending(error: CheckpointError) -> None:
-    """Raises the error of a save that was dropped, or has lost the store: a fault ends the job, and
-    the ranks do not try again together.
-    """
-    if isinstance(error, SaveCancelled) or isinstance(error.__cause__, StoreError):
-        raise error
+        committed = any(info.step == self.step for info in self._checkpointer.checkpoints())
+        return self._ledger.agree(f"committed/{self.step}", str(committed)) == str(True)
 
 
 class SaveSchedule:
-    """Decides, step by step, whether to save: every N steps or T seconds, after the same step on
-    all ranks; never if `every` is `None`.
-    """
+    """Decides when all ranks save, after the same step: every N steps or T seconds, or never."""
 
     def __init__(self, every: int | datetime.timedelta | None, ledger: CallLedger) -> None:
         self._every, self._ledger = every, ledger

@@ -1,12 +1,9 @@
 """The batches that a job leaves out, after values were found that are not finite.
 
 When they are found, the position in the data is recorded beside the checkpoints. The restart goes
-back to a finite checkpoint, and what lies between the position of that checkpoint and the recorded
-one is left out, as if the loop had met it with `continue`: an epoch that ends in between ends, with
-the code of its end. Steps count what was trained, so they continue with that of the checkpoint.
-
-A position is compared, not counted down: after any fault, what was not passed yet is left out. It
-is part of the job's state, since the record is removed once that is saved.
+back to a finite checkpoint, and what lies between its position and the recorded one is left out, as
+if the loop had met it with `continue`. Steps count what was trained. A position is compared, not
+counted down, and is part of the job's state, since the record is removed once that is saved.
 """
 
 from __future__ import annotations
@@ -37,20 +34,13 @@ _WRITTEN_S = 60.0
 
 @dataclasses.dataclass(frozen=True)
 class Skip:
-    """The batches up to a position are left out.
+    """The batches up to a position are left out."""
 
-    Attributes:
-        found: the step after which values were not finite.
-        times: how often in a row this is done.
-        samples: how many were trained on up to there, on all ranks; `None` if unknown.
-        loader: the epoch of the `ElasticLoader`, and the position in it.
-        epochs: by epoch, how many batches of each `Job.batches` were done.
-    """
-
-    found: int = 0
-    times: int = 0
-    samples: int | None = None
-    loader: tuple[int, int] | None = None
+    found: int = 0  # the step after which values were not finite
+    times: int = 0  # how often in a row this is done
+    samples: int | None = None  # how many were trained on up to there, on all ranks, if known
+    loader: tuple[int, int] | None = None  # the epoch of the `ElasticLoader`, the position in it
+    # By epoch, how many batches of each `Job.batches` were done.
     epochs: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
 
@@ -64,6 +54,8 @@ class _State:
 class SkippedBatches(Part):
     """Those of one job, on one rank. `most`: how often in a row; `None`: never."""
 
+    in_place = False
+
     def __init__(
         self, loader: Any, epochs: Epochs, counters: Counters, most: int | None = None
     ) -> None:
@@ -73,11 +65,7 @@ class SkippedBatches(Part):
         self.most = most
 
     def check_known(self) -> None:
-        """Checks, after a step, that the job knows the batches.
-
-        Raises:
-            ValueError: if it does not.
-        """
+        """A `ValueError`, after a step, if the job does not know the batches."""
         if self.most is not None and self._loader is None and not self._epochs.counts_batches:
             raise ValueError(
                 "on_non_finite='skip': the job does not know which batches to leave out. Pass an "
@@ -89,11 +77,9 @@ class SkippedBatches(Part):
         self, checkpointer: Checkpointer, ledger: CallLedger, step: int, why: str
     ) -> NoReturn:
         """Records that the job goes back to the checkpoint of `step`, and leaves out all batches up
-        to the present one. Any rank may call this, at about the same step: one record holds.
-
-        Raises:
-            SkipBatches: when it is recorded.
-            NonFinite: if it was done too often in a row, or cannot be recorded.
+        to the present one. Any rank may call this, at about the same step: one record holds. Then
+        raises `SkipBatches`; or `NonFinite`, if this was done too often in a row, or cannot be
+        recorded.
         """
         assert self.most is not None
         before, found = self._state.skip, self._counters.steps
@@ -102,7 +88,8 @@ class SkippedBatches(Part):
             if recorded is not None:  # and not followed, as by restore(step=...)
                 before = msgspec.convert(recorded, Skip, strict=False)
             times = before.times + 1 if found <= before.found else 1
-            skip = Skip(found, times, self._samples, self._position, self._epochs.batches_done())
+            samples, done = self._counters.known_samples, self._epochs.batches_done()
+            skip = Skip(found, times, samples, self._position, done)
             own = {"rank": ledger.rank, "step": step, "skip": dataclasses.asdict(skip)}
             first = json.loads(ledger.agree("skip", json.dumps(own)))
             times, step = first["skip"]["times"], first["step"]
@@ -126,11 +113,7 @@ class SkippedBatches(Part):
         )
 
     def leave_out(self, record: dict[str, Any], emitter: Emitter, rank: int) -> None:
-        """Leaves out what was recorded, once the checkpoint is restored.
-
-        Raises:
-            CheckpointError: if the record is not one.
-        """
+        """Leaves out what was recorded, after the restore; a `CheckpointError` if it is invalid."""
         try:
             skip = msgspec.convert(record, Skip, strict=False)
         except msgspec.ValidationError as e:
@@ -138,7 +121,7 @@ class SkippedBatches(Part):
                 f"the record of the batches to leave out, trust/limit.json beside the checkpoints, "
                 f"cannot be read: {e}. Without that file, none is left out"
             ) from e
-        step, known, before = self._counters.steps, self._samples, self._state
+        step, known, before = self._counters.steps, self._counters.known_samples, self._state
         steps = skip.found - step
         samples = None if skip.samples is None or known is None else skip.samples - known
         if skip != before.skip:  # else the state was saved, but the record not removed yet
@@ -152,13 +135,9 @@ class SkippedBatches(Part):
                 step,
                 "batches" if samples is None else f"{samples} samples",
             )
+            number = -1 if samples is None else samples
             emitter.emit(
-                BatchesSkipped(
-                    step=step,
-                    found=skip.found,
-                    samples=-1 if samples is None else samples,
-                    times=skip.times,
-                )
+                BatchesSkipped(step=step, found=skip.found, samples=number, times=skip.times)
             )
 
     def say_at_end(self, rank: int) -> None:
@@ -174,9 +153,6 @@ class SkippedBatches(Part):
     def save(self) -> dict[str, Any]:
         return self.shared()
 
-    def target(self, saved: Any) -> dict[str, Any]:
-        return {}  # filled with what was saved
-
     def shared(self) -> dict[str, Any]:
         """Empty if nothing was left out."""
         if self._state == _State():
@@ -186,13 +162,6 @@ class SkippedBatches(Part):
     def load(self, state: Any, steps: int) -> None:
         found = json.loads(state["state"][0]) if state else {}
         self._set(msgspec.convert(found, _State, strict=False))
-
-    @property
-    def _samples(self) -> int | None:
-        try:
-            return self._counters.samples
-        except ValueError:
-            return None
 
     @property
     def _position(self) -> tuple[int, int] | None:

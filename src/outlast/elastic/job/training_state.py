@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,16 +13,23 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
+from outlast.async_checkpoint.beside import Beside
 from outlast.async_checkpoint.plain_values import Unsavable, encode
+from outlast.coordination.call_ledger import CallLedger
 from outlast.elastic.data.loader import ElasticLoader
 from outlast.elastic.data.stream import ShardedStream
+from outlast.elastic.job.by_rank.equal_states import EqualStates
+from outlast.elastic.job.by_rank.per_rank import PerRank, PerRankState
+from outlast.elastic.job.by_rank.text_files import TextFiles
 from outlast.elastic.job.counters import Counters, steps_of
-from outlast.elastic.job.encoding import is_plain_tensor, local
+from outlast.elastic.job.encoding import is_plain_tensor
 from outlast.elastic.job.epochs import Epochs
 from outlast.elastic.job.gradient_buckets import GradientBuckets
+from outlast.elastic.job.iteration import Iteration
+from outlast.elastic.job.loaded_groups import loaded_group
 from outlast.elastic.job.models import ONLY, Models, Optimizers, by_name, joined, parameters_of
 from outlast.elastic.job.parts import (
     AttachedState,
@@ -33,34 +42,19 @@ from outlast.elastic.job.parts import (
     ThirdPartyLoader,
 )
 from outlast.elastic.job.skipped import SkippedBatches
-from outlast.elastic.wrapped_modules import (
-    consistent_ddp,
-    load_plain,
-    plain_state_dict,
-)
+from outlast.elastic.tensors import local
+from outlast.elastic.wrapped_modules import consistent_ddp, load_plain, plain_state_dict
 
 _HAS_MOMENTS = "has_moments"  # part of the checkpoint's format
 _OPTIONAL = (
-    "random.",
-    "states.",
-    "parts.",
-    "epochs.",
-    "skipped.",
-    "buckets.",
+    *("random.", "states.", "parts.", "epochs.", "iteration.", "files.", "skipped.", "buckets."),
     "loader.global_batch_size",
 )
 
 
 class TrainingState:
-    """Reads and writes the state of models, their optimizers, a data loader and more.
-
-    The arguments are those of `Job`; `rank` and `world_size` are those of this process.
-
-    Attributes:
-        module: the one that is saved: of several models, a `ModuleDict`.
-        optimizers: by name; more of them may be in `states`.
-        parts: by their names in the state, in the order of loads: the random generators last, from
-            which others may draw.
+    """Reads and writes the state of models, their optimizers, a data loader and more, as in `Job`.
+    `parts` are loaded in this order: the generators last, from which others may draw.
     """
 
     def __init__(
@@ -75,7 +69,8 @@ class TrainingState:
         random: bool,
     ) -> None:
         self.module, self.optimizers = joined(model), by_name(optimizer)
-        self.more_optimizers = [each for each in states.values() if isinstance(each, Optimizer)]
+        more = (each for each in states.values() if isinstance(each, Optimizer))
+        self.all_optimizers = [*self.optimizers.values(), *more]
         self.consistent_ddp = None if isinstance(model, Mapping) else consistent_ddp(model)
         self.counters = Counters(loader)
 
@@ -94,24 +89,30 @@ class TrainingState:
             "optimizer": self._optimizer_parts.get(ONLY)
             or NamedParts(self._optimizer_parts, "optimizer"),
         }
+        third_party = partial(ThirdPartyLoader, rank=rank, world_size=world_size, moment=moment)
         if isinstance(loader, ShardedStream):
             self.parts["loader"] = StreamPart(loader)
         elif isinstance(loader, ElasticLoader):
             self.parts["loader"] = SamplerPart(loader)
         elif loader is not None:
-            self.parts["loader"] = ThirdPartyLoader(
-                loader, rank, world_size, required=True, moment=moment
-            )
+            self.parts["loader"] = third_party(loader, required=True)
         self._attached: dict[str, Part] = {
-            name: ThirdPartyLoader(each, rank, world_size, required=False, moment=moment)
+            name: third_party(each, required=False)
             if isinstance(each, DataLoader)
+            else PerRankState(each, name, rank)
+            if isinstance(each, PerRank)
             else AttachedState(each)
             for name, each in states.items()
         }
         if states:
             self.parts["states"] = NamedParts(self._attached)
         self.skipped = SkippedBatches(loader, self.epochs, self.counters)
+        self.files = TextFiles(rank)
         self.parts |= {"epochs": self.epochs, "skipped": self.skipped, "buckets": self.buckets}
+        self.parts["iteration"] = self.iteration = Iteration()
+        self.parts["files"] = self.files
+        shared = [n for n, part in self._attached.items() if isinstance(part, AttachedState)]
+        self.equal_states = EqualStates({name: states[name] for name in shared})
         if self.consistent_ddp is not None:
             self.parts["parts"] = ConsistentParts(self.consistent_ddp)
         if random:
@@ -127,10 +128,13 @@ class TrainingState:
         """The state to save: the tensors themselves, not copies."""
         return {name: saved for name, part in self.parts.items() if (saved := part.save())}
 
+    def beside(self, ledger: CallLedger) -> Beside:
+        """What belongs to a save beside the state."""
+        files = Beside(self.files.sync)
+        return self.equal_states.at_save(files, ledger, self.counters.steps)
+
     def load_target(self) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """The nested state that a checkpoint is loaded into, and the prefixes of the names that may
-        be missing in the checkpoint or in the target.
-        """
+        """What a checkpoint is loaded into; prefixes of names that it or the target may lack."""
         for part in self._optimizer_parts.values():
             part.create_sharded_moments()
         state = self.state_dict()
@@ -143,6 +147,19 @@ class TrainingState:
         ]
         return target, (*_OPTIONAL, *of_moments)
 
+    def drop_moments(self, state: dict[str, Any], lacking: Iterable[tuple[Any, ...]]) -> None:
+        """Removes from a filled target what is there of the moments of parameters that have none
+        in the checkpoint, such as those of an expert that was not used yet: in this process, or by
+        `create_sharded_moments`. `lacking` are the paths that were not found.
+        """
+        for name in self._optimizer_parts:
+            moments = (state["optimizer"] if name == ONLY else state["optimizer"][name])["state"]
+            at = ("optimizer", "state") if name == ONLY else ("optimizer", name, "state")
+            absent = Counter(path[len(at)] for path in lacking if path[: len(at)] == at)
+            for key, count in absent.items():
+                if count == len(tree_leaves(moments[key])):
+                    del moments[key]
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads the target, filled from a checkpoint, or a live state."""
         steps = steps_of(state["counters"])
@@ -150,12 +167,10 @@ class TrainingState:
             part.load(state.get(name, {}), steps)
 
     def check_savable(self) -> None:
-        """Checks that the additional objects' states come back from a checkpoint as they are. A
-        `ValueError` names the object and the value that would not.
-        """
+        """Raises a `ValueError` that names an object and a value that would not load as saved."""
         for name, part in self._attached.items():
             try:
-                encode(part.shared())
+                encode(part.save() if isinstance(part, PerRankState) else part.shared())
             except Unsavable as e:
                 raise ValueError(f"{f'states.{name}{e.where}'!r} cannot be saved: {e}") from None
 
@@ -205,13 +220,19 @@ class OptimizerPart(Part):
 
     def target(self, saved: Any) -> Any:
         """The moments, two thirds of the state, are loaded into new memory, which the optimizer
-        adopts: the current moments then need no backup.
+        adopts: the current moments then need no backup. Each group is filled with what was saved:
+        its keys and their types may have changed since.
         """
+        saved = {**saved, "param_groups": [{} for _ in saved["param_groups"]]}
         return {**saved, "state": {}} if self.replaces_moments else saved
 
     def load(self, state: Any, steps: int) -> None:
         state = dict(state)
         has_moments = state.pop(_HAS_MOMENTS, True)
+        pairs = zip(self._source.param_groups, state["param_groups"], strict=False)
+        state["param_groups"] = [
+            loaded_group(number, group, loaded) for number, (group, loaded) in enumerate(pairs)
+        ]
         self._source.load_state_dict(state)
         if steps and has_moments:
             self._match_strides()
@@ -226,7 +247,7 @@ class OptimizerPart(Part):
         ]
 
     def frozen(self, shared: Any) -> dict[str, Any]:
-        state = self._source.state_dict()
+        state = self.save()
         numbers = [group["params"] for group in state["param_groups"]]
         groups = [{**each, "params": n} for each, n in zip(shared, numbers, strict=True)]
         return {**state, "param_groups": groups}
@@ -235,9 +256,8 @@ class OptimizerPart(Part):
         """Creates the moments, since a DTensor can only be loaded into an existing one. torch does
         this with a step at a learning rate of 0, which counts as a step.
         """
-        if not self._source.state and any(
-            isinstance(p, DTensor) for p in parameters_of(self._source)
-        ):
+        is_sharded = any(isinstance(p, DTensor) for p in parameters_of(self._source))
+        if is_sharded and not self._source.state:
             get_optimizer_state_dict(self._module, self._source)
 
     @property
@@ -267,9 +287,7 @@ class OptimizerPart(Part):
 
 
 class Backup:
-    """A copy of a nested state in CPU memory, including the contents of tensors, except
-    `not_copied`, parts to which a load does not write.
-    """
+    """A CPU copy of a nested state, without `not_copied`: the parts to which no load writes."""
 
     def __init__(self, state: Any, not_copied: Sequence[Any]) -> None:
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -310,12 +328,9 @@ def check_stateful(loader: Any, states: Mapping[str, Any]) -> None:
     for name, each in {"loader": loader, **states}.items():
         lacks = [m for m in ("state_dict", "load_state_dict") if not hasattr(each, m)]
         if each is not None and lacks:
-            hint = ""
-            if isinstance(each, DataLoader):
-                hint = (
-                    ": use outlast.elastic.ElasticLoader or torchdata's StatefulDataLoader, or "
-                    "leave it out, and iterate it with job.batches()"
-                )
-            raise ValueError(
-                f"{name!r} ({type(each).__name__}) has no {' and no '.join(lacks)}{hint}"
+            hint = (
+                ": use outlast.elastic.ElasticLoader or torchdata's StatefulDataLoader, or leave "
+                "it out, and iterate it with job.batches()"
             )
+            text = f"{name!r} ({type(each).__name__}) has no {' and no '.join(lacks)}"
+            raise ValueError(text + hint * isinstance(each, DataLoader))

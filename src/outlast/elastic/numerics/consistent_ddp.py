@@ -9,19 +9,15 @@
             optimizer.step()
             optimizer.zero_grad()
 
-Floating-point sums depend on their order. Here the global batch is always split into
-`virtual_replicas` parts, each with its own random numbers and batch-norm statistics, and the
-gradients of the parts are summed in the order of the parts, ((g0 + g1) + g2) + ..., regardless of
-which replicas computed them. Each replica has consecutive parts. The sum passes along the replicas:
-each adds its parts to the sum that it receives, and the last one broadcasts the result. A parameter
+The global batch is always split into `virtual_replicas` parts, each with its own random numbers and
+batch-norm statistics, and the gradients of the parts are summed in the order of the parts,
+((g0 + g1) + g2) + ..., regardless of which replicas computed them. Each replica has consecutive
+parts: it adds them to the sum that it receives, and the last one broadcasts the result. A parameter
 that only some parts use gets the sum of their gradients; the `grad` of one that no part of any
 replica uses is `None`. (The idea is known as accuracy-consistent elasticity: EasyScale, SC'23.)
 
-Costs: no communication overlaps with the backward pass. The sum takes one hop per replica, in
-pipelined buckets, and a broadcast. Replicas other than the first keep the gradients of all their
-parts until the sum of the replicas before them arrives. Parts are computed one by one, with smaller
-matrices. Requirements: the same kind of processor, the same number of torch threads, and
-deterministic operations (on accelerators: `torch.use_deterministic_algorithms`).
+Requirements: the same kind of processor, the same number of torch threads, and deterministic
+operations (on accelerators: `torch.use_deterministic_algorithms`). docs/elastic.md has the costs.
 """
 
 from __future__ import annotations
@@ -75,9 +71,7 @@ class ConsistentDDP(nn.Module):
             raise ValueError(
                 f"virtual_replicas={virtual_replicas} is less than the {self._replicas} replicas"
             )
-        self.module = module
-        self.virtual_replicas = virtual_replicas
-        self._group = group
+        self.module, self.virtual_replicas, self._group = module, virtual_replicas, group
         self.parts = range(*bounds(virtual_replicas, self._rank, self._replicas))
         if self._replicas > 1:
             with torch.no_grad():
@@ -200,8 +194,7 @@ class ConsistentDDP(nn.Module):
 def _seeded(seed: int, part: int) -> dict[str, torch.Tensor]:
     number = mix64(seed * 0x1_0000_0001 + part) >> 1
     states = {"cpu": torch.Generator().manual_seed(number).get_state()}
-    accelerator = devices.available()
-    if accelerator is not None:
+    if (accelerator := devices.available()) is not None:
         index = torch.accelerator.current_device_index()
         states[accelerator.type] = accelerator.seeded(index, number)
     return states
@@ -209,8 +202,7 @@ def _seeded(seed: int, part: int) -> dict[str, torch.Tensor]:
 
 def _random_state() -> dict[str, torch.Tensor]:
     states = {"cpu": torch.get_rng_state()}
-    accelerator = devices.available()
-    if accelerator is not None:
+    if (accelerator := devices.available()) is not None:
         index = torch.accelerator.current_device_index()
         states[accelerator.type] = accelerator.random_state(index)
     return states

@@ -32,15 +32,11 @@ class OrderedSum:
     """Sums the gradients of one global batch after another."""
 
     def __init__(self, rank: int, replicas: int, group: Any) -> None:
-        self._rank = rank
-        self._last = replicas - 1
-        self._group = group
+        self._rank, self._last, self._group = rank, replicas - 1, group
         self._buckets: list[_Bucket] = []
 
     def begin(self, parameters: list[nn.Parameter]) -> None:
-        """Starts a global batch; the partial sum of an abandoned one is dropped. The trained
-        parameters are the same on all replicas.
-        """
+        """Starts a global batch of these trained parameters, the same on all replicas."""
         if [id(p) for bucket in self._buckets for p in bucket.parameters] != [*map(id, parameters)]:
             self._buckets = [_Bucket(each) for each in _group_into_buckets(parameters)]
         for bucket in self._buckets:
@@ -88,9 +84,7 @@ class OrderedSum:
 
 
 class _Bucket:
-    """The sum of some parameters' gradients, followed by their flags in the same tensor, so that
-    the flags need no separate message.
-    """
+    """The sum of some parameters' gradients, followed by their flags: one tensor, one message."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters

@@ -8,33 +8,29 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
+
+log = logging.getLogger("outlast.elastic")
 
 Key = TypeVar("Key")  # of a digest: the number of a piece, or the name of a buffer
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What one rank publishes about one cycle.
+    """What one rank publishes about one cycle."""
 
-    Attributes:
-        signature: of the layout; ranks with the same one hold the same parameters.
-        first: the step after which the first slice was hashed; every further slice one step later.
-        slices: the number of pieces of each slice.
-        digests: of each piece; `None` if its parameters were written to while they were hashed.
-        known: the last clean step that the rank knows of.
-        buffers: the digests of buffers that were not written to, by name, as of `first`.
-    """
-
-    signature: str
+    signature: str  # of the layout; ranks with the same one hold the same parameters
     host: str
-    first: int
-    slices: list[int]
-    digests: list[str | None]
-    known: int = -1
+    first: int  # the step after which the first slice was hashed; every further one a step later
+    slices: list[int]  # the number of pieces of each
+    digests: list[str | None]  # of each piece; `None` if it was written to while it was hashed
+    known: int = -1  # the last clean step that the rank knows of
+    # The digests of buffers that were not written to, by name, as of `first`.
     buffers: dict[str, str] = dataclasses.field(default_factory=dict)
+    batches: int = 0  # how many the rank had taken then: equal on all ranks
 
     def encode(self) -> str:
         return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
@@ -56,25 +52,15 @@ class Record:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """What differs among the ranks that hold the same parameters.
+    """What differs among the ranks that hold the same parameters."""
 
-    Attributes:
-        replicas: these ranks.
-        ranks: those whose digests are not those of the majority; without a majority, all.
-        hosts: of `ranks`.
-        majority: whether more than half of the replicas agree on each piece that differs.
-        pieces: the numbers of the pieces that differ.
-        step: the step after which the first of them was hashed.
-        buffers: the names of the buffers that differ.
-    """
-
-    replicas: list[int]
-    ranks: list[int]
-    hosts: list[str]
-    majority: bool
-    pieces: list[int]
-    step: int
-    buffers: list[str] = dataclasses.field(default_factory=list)
+    replicas: list[int]  # these ranks
+    ranks: list[int]  # those whose digests are not those of the majority; without one, all
+    hosts: list[str]  # of `ranks`
+    majority: bool  # whether more than half of the replicas agree on each piece that differs
+    pieces: list[int]  # the numbers of those that differ
+    step: int  # after which the first of them was hashed
+    buffers: list[str] = dataclasses.field(default_factory=list)  # the names of those that differ
 
 
 def compare(records: Sequence[Record]) -> list[Difference]:
@@ -162,18 +148,11 @@ def _alike(records: Sequence[Record]) -> dict[str, list[int]]:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What rank 0 publishes about one cycle.
+    """What rank 0 publishes about one cycle."""
 
-    Attributes:
-        first: the step after which the cycle began.
-        clean_step: the last step after which all compared digests were known to be equal: of this
-            cycle if nothing differs.
-        differences: one for each set of replicas that differ.
-    """
-
-    first: int
-    clean_step: int
-    differences: list[Difference]
+    first: int  # the step after which it began
+    clean_step: int  # the last one after which all compared digests were known to be equal
+    differences: list[Difference]  # one for each set of replicas that differ
 
     def encode(self) -> str:
         return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
@@ -186,13 +165,9 @@ class Result:
 
 
 class Judge:
-    """Compares one cycle after the other, on rank 0.
-
-    Attributes:
-        clean_step: the last step after which the replicas are known to have been equal. At first
-            that of the state from which the check began.
-        known_by_all: the same, as far as every rank knows it: whichever ranks survive a fault, the
-            check that follows begins with this step or a later one.
+    """Compares one cycle after the other, on rank 0. `clean_step` is the last step after which the
+    replicas are known to have been equal; `known_by_all` is the same, as far as every rank knows
+    it: whichever ranks survive a fault, the check that follows begins with it or a later one.
     """
 
     def __init__(self, clean_step: int) -> None:
@@ -203,6 +178,11 @@ class Judge:
         records = [Record.decode(text) for text in texts]
         differences = compare(records) + self._buffers(records)
         first = min(record.first for record in records)
+        places = [f"step {each.first}, {each.batches} batches taken" for each in records]
+        if differences and len(set(places)) > 1:
+            # That is why, and no fault of the hardware. A save is an error.
+            log.warning("the replicas differ, and are not at the same step: %s", places)
+            return Result(first, self.clean_step, []).encode()
         self.known_by_all = max(self.known_by_all, min(record.known for record in records))
         # A piece that was skipped everywhere says nothing about this cycle.
         complete = all(None not in record.digests for record in records)

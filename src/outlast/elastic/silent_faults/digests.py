@@ -16,7 +16,8 @@ import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from outlast.elastic.silent_faults.layout import Part, Piece, local_tensor
+from outlast.elastic.silent_faults.layout import Part, Piece
+from outlast.elastic.tensors import local
 from outlast.system.streams import current_stream, on_stream
 
 Digest = Callable[[], str]
@@ -114,10 +115,8 @@ def _bytes_of(tensor: torch.Tensor, part: Part) -> torch.Tensor:
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes: those in memory if its elements lie together, in any order of the
-    dimensions (`torch.channels_last`); else those of a copy.
-    """
-    tensor = local_tensor(tensor)
+    """The tensor's bytes: in memory if its elements lie together, in any order; else a copy's."""
+    tensor = local(tensor)
     if not tensor.is_contiguous():
         order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
         tensor = tensor.permute(order)
@@ -125,9 +124,7 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Buffers:
-    """The buffers of a module that must be equal on all replicas: those that nothing has written to
-    since this was created, by their write counters.
-    """
+    """The buffers of a module that nothing has written to since then: equal on all replicas."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -165,9 +162,7 @@ class Buffers:
     def _pieces(
         self, is_wanted: Callable[[torch.device], bool] = lambda _: True
     ) -> tuple[dict[str, Piece], list[torch.Tensor]]:
-        """The pieces by label, and the tensors that they refer to. They are the same in every
-        cycle, except for those that are left out.
-        """
+        """The pieces by label, and their tensors: always the same, except for what is left out."""
         now = {
             name: each.detach()
             for name, each in self._module.named_buffers()

@@ -1,15 +1,12 @@
 """Exchanges one record of each rank per round, in the background, without waiting for a rank.
 
-Round i of the ledger:
-
     1. Every rank publishes its record (`CallLedger.finish`).
     2. Rank 0 sees that all have, compares the records, and publishes the result (`conclude`).
     3. Every rank reads the result, and gives up the keys (`forget`).
 
-A rank looks for what the others have published when its training thread calls `poke`, once per
-step: there is nothing to wait for, and no thread to wake up at the end. The training thread only
-puts work into a queue, and takes results that have arrived. A rank that dies leaves its round
-without a result; the next iteration of a restart in place has a new ledger.
+A rank looks for what the others have published when its training thread calls `results`, once per
+step. A rank that dies leaves its round without a result; the next iteration of a restart in place
+has a new ledger.
 """
 
 from __future__ import annotations
@@ -20,12 +17,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
-from outlast.coordination.call_ledger import CallLedger
+from torch import nn
+
+from outlast.coordination.call_ledger import CallLedger, connect_ledger
 from outlast.coordination.stores.store import KeyTimeout
+from outlast.coordination.waits import waits, works
 from outlast.errors import StoreError
+from outlast.events.emitter import Emitter, Sink
 
 log = logging.getLogger("outlast.elastic")
+
+R = TypeVar("R", bound="Running")
 
 Judge = Callable[[Sequence[str]], str]
 """Compares the records of all ranks, in the order of the ranks; returns the result, not empty. It
@@ -35,28 +39,62 @@ is called on rank 0 alone, for one round after the other.
 _CLOSE_S = 5.0  # one store operation may be in progress
 
 
+class Running:
+    """The base of running checks. Close it, or use it in a `with` block."""
+
+    def close(self) -> None:
+        """Ends the check."""
+        raise NotImplementedError
+
+    def __enter__(self: R) -> R:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Startable(Generic[R]):
+    """The base of checks: how a program without `Job` starts one."""
+
+    def start(
+        self, module: nn.Module, *, group: Any = None, events: Sink | None = None, step: int = 0
+    ) -> R:
+        """Starts the check, with parameters that are equal and finite now; a collective.
+
+        Args:
+            module: what all ranks train; wrappers such as DDP make no difference.
+            group: the ranks to check; the default process group by default.
+            events: the sink of events.
+            step: the number of steps so far.
+
+        Raises:
+            NonFinite: of a `FiniteCheck` with `"stop"`, if a parameter is not finite.
+            ValueError: if the parameters of `module` cannot be compared, or the check needs a
+                `Job`; says why.
+        """
+        ledger, emitter = connect_ledger(type(self).__name__, group), Emitter(events)
+        emitter.place(rank=ledger.rank)
+        return self._run(module, ledger, emitter, step)
+
+    def _run(self, module: nn.Module, ledger: CallLedger, emitter: Emitter, step: int) -> R:
+        raise NotImplementedError
+
+
 class Exchange:
     """One rank's part. `name` says in the log what ends if the store is lost."""
 
     def __init__(self, ledger: CallLedger, name: str, judge: Judge) -> None:
-        self._ledger = ledger
-        self._name = name
-        self._judge = judge
+        self._ledger, self._name, self._judge = ledger, name, judge
+        self.rank = ledger.rank
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._results: deque[str] = deque()
         self._arrived = threading.Event()  # a result, or the loss of the store
-        self._next = 0
         self._open: list[int] = []  # rounds in which this rank has published; its thread's own
-        self._unread = 0  # the same, as the training thread counts them
-        self._poked = False
+        self._next = self._unread = 0  # `_unread`: of `_open`, as the training thread counts them
+        self._poked = self._closing = False
         self.error: Exception | None = None  # why the exchange has ended: most often, a lost store
-        self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"outlast-{name}", daemon=True)
         self._thread.start()
-
-    @property
-    def rank(self) -> int:
-        return self._ledger.rank
 
     def publish(self, record: Callable[[], str]) -> None:
         """Publishes the record that `record`, called in the background, returns."""
@@ -94,7 +132,9 @@ class Exchange:
             found += self.results()
             if not self._unread or self.error:
                 return found
-            if not self._arrived.wait(max(0.0, end - time.monotonic())):
+            with waits():
+                has_come = self._arrived.wait(max(0.0, end - time.monotonic()))
+            if not has_come:
                 text = "%s: no result within %g s: this state was not checked"
                 log.warning(text, self._name, timeout_s)
                 return found
@@ -108,17 +148,17 @@ class Exchange:
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             try:
-                work()
-            except StoreError as e:
-                # The job itself needs the store too: what ends here alone is a check. At the end of
-                # a job, another rank may have taken the store along.
-                self.error = e
-                level = logging.DEBUG if self._closing else logging.WARNING
-                log.log(level, "%s: no longer checked: %s", self._name, e)
-                self._arrived.set()
+                with works(self):
+                    work()
             except Exception as e:
                 self.error = e
-                log.exception("%s: no longer checked", self._name)
+                if isinstance(e, StoreError):
+                    # The job itself needs the store too: what ends here alone is a check. At the
+                    # end of a job, another rank may have taken the store along.
+                    level = logging.DEBUG if self._closing else logging.WARNING
+                    log.log(level, "%s: no longer checked: %s", self._name, e)
+                else:
+                    log.exception("%s: no longer checked", self._name)
                 self._arrived.set()
 
     def _publish(self, record: Callable[[], str]) -> None:
@@ -151,7 +191,7 @@ class Exchange:
             self._look()
 
     def _result(self, index: int) -> str | None:
-        if self._ledger.rank != 0:
+        if self.rank != 0:
             payload = self._ledger.conclusion(index)
             return None if payload is None else payload.decode()
         if self._ledger.verdict(index) is None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-_NAMED = 4
+from outlast.system.units import listed
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What one rank, `rank` on `host`, has found after `step`: values that were finite after
-    `since`. Of several findings, the first in the order of `order` counts.
-    """
+    """What one rank found after `step`: values that were finite after `since`. See `order`."""
 
     step: int
     since: int
@@ -36,10 +34,7 @@ def describe(finding: Finding) -> str:
 
 
 def _found(finding: Finding) -> str:
-    where = f"rank {finding.rank} on {finding.host}"
-    names = ", ".join(finding.names[:_NAMED])
-    if len(finding.names) > _NAMED:
-        names += f" and {len(finding.names) - _NAMED} more"
+    where, names = f"rank {finding.rank} on {finding.host}", listed(finding.names)
     if finding.origin == "loss":
         more = f", and so are values of {names}" if names else ""
         return f"after step {finding.step}: the loss of {where} is {finding.loss}{more}"

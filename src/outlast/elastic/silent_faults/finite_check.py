@@ -1,24 +1,18 @@
 """`FiniteCheck`: ends a job whose parameters or loss are no longer finite numbers, or has it go
 back and leave out the batches that led there.
 
-A flipped bit of high value, or a learning rate that is too high, makes the loss NaN; from then on
-all that the job computes is lost, and it would go on to its end without an error. The parameters
-tell: a NaN stays in them. (Gradients do not: a scaler of mixed precision skips such steps.)
-
-Each step looks at one slice of the parameters, of at most 128 KiB or 1/`every` of them, by
-a sum: infinities and NaN stay in it. On the CPU the training thread does it: a step reads and
-writes every parameter several times, so that the slice costs less than handing it to another
-thread. On a device the sum is enqueued, and read when it is there: nothing is synchronized. As soon
-as a loss is NaN, so is almost every parameter, after the same step, whatever the slice. A small
-model is one slice; so is every model when it is compared before its last save.
+The parameters tell: a NaN stays in them. (Gradients do not: a scaler of mixed precision skips such
+steps.) Each step looks at one slice of the parameters, of at most 128 KiB or 1/`every` of them, by
+a sum: infinities and NaN stay in it. On the CPU the training thread does it, which costs less than
+handing the slice to another thread. On a device the sum is enqueued, and read when it is there:
+nothing is synchronized. As soon as a loss is NaN, so is almost every parameter, whatever the slice.
 
 Who was first: the gradients of all ranks are averaged, so all have NaN after the same step. What
-tells is a rank's own gradients, before they are averaged with those of others. Those of the first
-parameter, which the whole backward pass leads to, and of the last matrix, into which the results of
-the forward pass go, are summed (a part, if they are large); the sums are kept for some steps, and
-read only if parameters are not finite. The loss tells too, if the program passes it. A rank that
-finds something publishes it, and waits for what other ranks have found at the same step; one that
-is waiting for this rank in a collective will not answer.
+tells is a rank's own gradients, before they are averaged: those of the first parameter, which the
+whole backward pass leads to, and of the last matrix, into which the results of the forward pass go,
+are summed; the sums are read only if parameters are not finite. The loss tells too, if the program
+passes it. A rank that finds something publishes it, and waits for what other ranks have found at
+the same step; one that is waiting for this rank in a collective will not answer.
 """
 
 from __future__ import annotations
@@ -38,13 +32,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from outlast.async_checkpoint.finite import is_finite, total
-from outlast.coordination.call_ledger import CallLedger, connect_ledger
+from outlast.coordination.call_ledger import CallLedger
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.elastic.silent_faults.digests import flat_bytes
+from outlast.elastic.silent_faults.exchange import Running, Startable
 from outlast.elastic.silent_faults.finding import Finding, describe
-from outlast.elastic.silent_faults.layout import element_slices, local_tensor
+from outlast.elastic.silent_faults.layout import element_slices
+from outlast.elastic.tensors import local
 from outlast.errors import NonFinite, StoreError
-from outlast.events.emitter import Emitter, Sink
+from outlast.events.emitter import Emitter
 from outlast.events.types import NonFiniteFound
 from outlast.system.arguments import as_int
 from outlast.system.devices import on_accelerator
@@ -60,7 +56,7 @@ _OTHERS_S = 5.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FiniteCheck:
+class FiniteCheck(Startable["RunningFiniteCheck"]):
     """Looks for parameters, and losses, that are not finite. A `Job` has it by default.
 
     Attributes:
@@ -90,39 +86,22 @@ class FiniteCheck:
                 f"{self.on_non_finite!r}"
             )
 
-    def start(
-        self, module: nn.Module, *, group: Any = None, events: Sink | None = None, step: int = 0
+    def _run(
+        self, module: nn.Module, ledger: CallLedger, emitter: Emitter, step: int
     ) -> RunningFiniteCheck:
-        """Starts the check of a module's parameters; a collective.
-
-        Args:
-            module: the module; wrappers such as DDP make no difference.
-            group: the ranks that train it; the default process group by default.
-            events: the sink of events.
-            step: the number of steps so far.
-
-        Raises:
-            NonFinite: with `"stop"`, if a parameter is not finite now.
-            ValueError: with `"skip"`, for which a `Job` has to know the batches.
-        """
-        if self.on_non_finite == "skip":
+        if self.on_non_finite == "skip":  # the batches have to be known
             raise ValueError("on_non_finite='skip' needs a Job: pass the check to Job(checks=...)")
-        ledger = connect_ledger("finite", group)
-        emitter = Emitter(events)
-        emitter.place(rank=ledger.rank)
         return RunningFiniteCheck(self, parameters_to_check(module), ledger, emitter, step)
 
 
 def parameters_to_check(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that must be finite, by name: not those without a gradient that are not finite
-    now, such as a mask.
-    """
+    """The parameters that must be finite, by name: not a mask (no gradient, not finite now)."""
     return {
         name: parameter
         for name, parameter in module.named_parameters()
         if not parameter.is_meta
         and (parameter.is_floating_point() or parameter.is_complex())
-        and (parameter.requires_grad or is_finite(local_tensor(parameter)))
+        and (parameter.requires_grad or is_finite(local(parameter)))
     }
 
 
@@ -136,8 +115,8 @@ class _Look:
     ready: Any
 
 
-class RunningFiniteCheck:
-    """The check of one rank. Close it, or use it in a `with` block.
+class RunningFiniteCheck(Running):
+    """The check of one rank.
 
     `newest_finite` returns the step of the newest checkpoint that training can continue from.
     `go_back`, for `"skip"`, is called with this step and what was found: it raises `NonFinite`.
@@ -153,11 +132,8 @@ class RunningFiniteCheck:
         newest_finite: Callable[[], int | None] = lambda: None,
         go_back: Callable[[CallLedger, int, str], NoReturn] | None = None,
     ) -> None:
-        self._check = check
-        self._parameters = parameters
-        self._ledger = ledger
-        self._emitter = emitter
-        self._newest_finite = newest_finite
+        self._check, self._parameters, self._newest_finite = check, parameters, newest_finite
+        self._ledger, self._emitter = ledger, emitter
         self._go_back = go_back if check.on_non_finite == "skip" else None
         self._ends_job = check.on_non_finite in ("stop", "skip")
         self._step = step
@@ -213,11 +189,7 @@ class RunningFiniteCheck:
             self._judge(look.step, look.number, look.sums.tolist())
 
     def check_all(self) -> None:
-        """Looks at all parameters as they are now, and at the losses so far, and waits for it.
-
-        Raises:
-            NonFinite: as `step`.
-        """
+        """Looks at all parameters and the losses so far, and waits for it. Raises as `step`."""
         while self._losses and not self._off:
             self._losses[0].ready.synchronize()
             self._judge_first_loss()
@@ -225,17 +197,10 @@ class RunningFiniteCheck:
             self._look_closely(self._step)
 
     def close(self) -> None:
-        """Ends the check."""
         self._off = True
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-
-    def __enter__(self) -> RunningFiniteCheck:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # -------------------------------------------------------------------------- private
 
@@ -246,17 +211,15 @@ class RunningFiniteCheck:
             self._look_closely(step)
 
     def _parts(self, number: int) -> list[torch.Tensor]:
-        """The tensors of a slice, as they are now; made once, while the parameters stay where they
-        are in memory.
-        """
+        """A slice's tensors, as they are now; made once, while the parameters stay in place."""
         elements = self._slices[number]
         where, parts = self._views[number]
         now = [0 if isinstance(p, DTensor) else p.data_ptr() for p, _, _ in elements]
         if where != now or 0 in now:
+            own = [(local(p), begin, end) for p, begin, end in elements]
             parts = [
-                local if (begin, end) == (0, local.numel()) else _flat(local)[begin:end]
-                for parameter, begin, end in elements
-                for local in (local_tensor(parameter),)
+                t if (a, b) == (0, t.numel()) else flat_bytes(t).view(t.dtype)[a:b]
+                for t, a, b in own
             ]
             copied = any(not p.is_contiguous() for p, _, _ in elements)
             self._views[number] = [] if copied else now, parts
@@ -287,7 +250,7 @@ class RunningFiniteCheck:
 
     def _look_closely(self, step: int) -> None:
         """Looks at every value. A sum that is not finite may have overflowed."""
-        tensors = {name: local_tensor(p) for name, p in self._parameters.items()}
+        tensors = {name: local(p) for name, p in self._parameters.items()}
         names = [name for name, tensor in tensors.items() if not is_finite(tensor)]
         if not names:
             self._known = [self._step] * len(self._slices)
@@ -306,12 +269,10 @@ class RunningFiniteCheck:
             self._report("parameters", step, since, names)
 
     def _huge(self) -> str:
-        """The finite parameter with the greatest value, if that looks like a flipped bit: it makes
-        the loss infinite or NaN.
-        """
+        """The greatest finite parameter, if it looks like a flipped bit that ruins the loss."""
         most, which = _HUGE, ""
         for name, parameter in self._parameters.items():
-            tensor = local_tensor(parameter)
+            tensor = local(parameter)
             greatest = tensor.abs().max().item() if tensor.numel() else 0.0
             if most < greatest < math.inf:
                 most, which = greatest, name
@@ -323,17 +284,18 @@ class RunningFiniteCheck:
         if self._ends_job:
             finding = self._first_of_all(finding)
         text = describe(finding)
-        found = NonFiniteFound(
-            step=finding.step,
-            since=finding.since,
-            first=finding.rank,
-            first_host=finding.host,
-            origin=finding.origin,
-            parameters=finding.names,
-        )
         self._reported.add("loss" if finding.origin == "loss" else "parameters")
         if finding.rank == self._ledger.rank:
-            self._emitter.emit(found)
+            self._emitter.emit(
+                NonFiniteFound(
+                    step=finding.step,
+                    since=finding.since,
+                    first=finding.rank,
+                    first_host=finding.host,
+                    origin=finding.origin,
+                    parameters=finding.names,
+                )
+            )
         if not self._ends_job:
             log.error("%s", text)
             return
@@ -370,7 +332,3 @@ def _on_its_way(step: int, number: int, sums: list[torch.Tensor]) -> _Look:
     ready = torch.Event(device, enable_timing=False)
     ready.record(current_stream(device))
     return _Look(step, number, together, ready)
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return flat_bytes(tensor).view(tensor.dtype)

@@ -5,18 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import nn
 
-from outlast.async_checkpoint import CheckpointInfo, Retention
-from outlast.async_checkpoint.trust import (
-    limit_trust,
-    newest_finite,
-    remove_distrusted,
-    trusted,
-)
+from outlast.async_checkpoint import Checkpointer, CheckpointInfo, Retention, SaveHandle
+from outlast.async_checkpoint.trust import limit_trust, newest_finite, remove_distrusted, trusted
 from outlast.coordination.call_ledger import CallLedger
 from outlast.elastic.silent_faults.comparison import Result
 from outlast.elastic.silent_faults.finite_check import (
@@ -29,9 +24,6 @@ from outlast.elastic.silent_faults.straggler_check import RunningStragglerCheck,
 from outlast.elastic.wrapped_modules import plain_name
 from outlast.errors import CheckpointError
 
-if TYPE_CHECKING:
-    from outlast.async_checkpoint import Checkpointer, SaveHandle
-
 log = logging.getLogger("outlast.elastic")
 
 _SAVES_S = 60.0
@@ -41,12 +33,7 @@ _Running: TypeAlias = RunningReplicaCheck | RunningStragglerCheck
 
 
 def check_of(checks: Check | Iterable[Check]) -> tuple[Check, ...]:
-    """Checks the argument `checks` of `Job`, and adds a `FiniteCheck` if there is none.
-
-    Raises:
-        TypeError: if one is not a check.
-        ValueError: if there are two of one kind.
-    """
+    """Checks the argument `checks` of `Job`, and adds a `FiniteCheck` if there is none."""
     found: tuple[Any, ...] = (checks,) if isinstance(checks, Check) else tuple(checks)
     for each in found:
         if not isinstance(each, Check):
@@ -72,9 +59,8 @@ class JobChecks:
         self._starts = 0
 
     def retention(self, keep: Retention | int) -> Retention:
-        """What a job keeps, and the newest checkpoint that is known to be from before any
-        difference, if ranks that differ are excluded; and that before each comparison that has no
-        result yet.
+        """What a job keeps: if ranks that differ are excluded, also the newest checkpoint from
+        before any difference, and that before each comparison that has no result yet.
         """
         kept = Retention.of(keep)
         if not any(isinstance(check, ReplicaCheck) and check.excludes for check in self._checks):
@@ -84,17 +70,19 @@ class JobChecks:
     @property
     def max_skips(self) -> int | None:
         """As `FiniteCheck.max_skips`; `None` if no batches are left out."""
-        (check,) = (each for each in self._checks if isinstance(each, FiniteCheck))
+        check = self._finite_check
         return check.max_skips if check.on_non_finite == "skip" else None
+
+    @property
+    def _finite_check(self) -> FiniteCheck:
+        return next(each for each in self._checks if isinstance(each, FiniteCheck))
 
     def must_be_finite(self, module: nn.Module) -> Collection[str]:
         """The names of the parameters that must be finite in a checkpoint of a job."""
         return [f"model.{plain_name(name)}" for name in self._finite_parameters(module)]
 
     def clean_step(self, step: int) -> int:
-        """The last step after which the replicas were equal, as far as this rank knows: `step`, the
-        present one, if they are not compared.
-        """
+        """The last step after which replicas were known to be equal; `step` if not compared."""
         return step if self._replicas is None else self._replicas.known_clean_step
 
     def start(
@@ -106,34 +94,27 @@ class JobChecks:
         go_back: Callable[[CallLedger, int, str], NoReturn],
         clean_step: int | None = None,
     ) -> None:
-        """Starts the checks, or starts them anew, after `step` steps; for `go_back`, see
-        `RunningFiniteCheck`. After an earlier step, `clean_step`, the replicas were equal, as far
-        as this rank knows; by default, now. Call it on all ranks at the same point.
+        """Starts the checks, or starts them anew, after `step` steps, on all ranks; for `go_back`,
+        see `RunningFiniteCheck`. The replicas were equal after `clean_step`, by default now.
         """
         self.close()
         # Records of the checks before a restore, of the same step too, must not be taken for these.
         self._starts += 1
         for check in self._checks:
-            emitter = checkpointer.emitter
+            own = ledger.child(f"{type(check).__name__}/{step}/{self._starts}")
+            place = own, checkpointer.emitter, step
             if isinstance(check, FiniteCheck):
-                own = ledger.child(f"finite/{step}/{self._starts}")
-                parameters = self._finite_parameters(module)
-                newest = partial(_newest_finite, checkpointer)
-                self._finite = RunningFiniteCheck(
-                    check, parameters, own, emitter, step, newest, go_back
-                )
-                continue
-            if isinstance(check, StragglerCheck):
-                own = ledger.child(f"stragglers/{step}/{self._starts}")
-                self._running.append(RunningStragglerCheck(check, module, own, emitter, step))
-                continue
-            distrust = _distrust(checkpointer) if check.excludes else None
-            own = ledger.child(f"replicas/{step}/{self._starts}")
-            clean = step if clean_step is None else min(clean_step, step)
-            # The ranks may know different clean steps: they agree on one of them.
-            clean = int(own.agree("clean step", str(clean)))
-            self._replicas = RunningReplicaCheck(check, module, own, emitter, step, distrust, clean)
-            self._running.append(self._replicas)
+                found, newest = self._finite_parameters(module), partial(_newest, checkpointer)
+                self._finite = RunningFiniteCheck(check, found, *place, newest, go_back)
+            elif isinstance(check, StragglerCheck):
+                self._running.append(RunningStragglerCheck(check, module, *place))
+            else:
+                distrust = _distrust(checkpointer) if check.excludes else None
+                clean = step if clean_step is None else min(clean_step, step)
+                # The ranks may know different clean steps: they agree on one of them.
+                clean = int(own.agree("clean step", str(clean)))
+                self._replicas = RunningReplicaCheck(check, module, *place, distrust, clean)
+                self._running.append(self._replicas)
 
     def completed(self, step: int, loss: torch.Tensor | float | None = None) -> None:
         """Notes that a step is completed; raises what the checks raise."""
@@ -154,40 +135,27 @@ class JobChecks:
 
     def close(self) -> None:
         """Ends the checks."""
-        finite, self._finite = self._finite, None
-        if finite is not None:
-            finite.close()
-        running, self._running = self._running, []
+        running = [*self._running, *([] if self._finite is None else [self._finite])]
+        self._finite, self._running = None, []
         for check in running:
             check.close()
 
     def _finite_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """Those of the first call: a frozen parameter that is not finite then need not be."""
         if self._must_be_finite is None:
-            (check,) = (each for each in self._checks if isinstance(each, FiniteCheck))
-            ignored = check.on_non_finite == "ignore"
+            ignored = self._finite_check.on_non_finite == "ignore"
             self._must_be_finite = {} if ignored else parameters_to_check(module)
         return self._must_be_finite
 
-    def _clean_steps(self) -> tuple[int, ...]:
-        found = self._replicas
-        if found is None:
-            return ()
-        # First: a comparison that ends in between has made its step the clean one.
-        undecided = found.undecided_steps
-        return (*undecided, found.clean_step, found.clean_step_known_by_all)
+    def _clean_steps(self) -> list[int]:
+        return [] if self._replicas is None else self._replicas.clean_steps
 
 
 class TrustedRestore:
-    """A restore in a folder whose newest checkpoints may be wrong. Create it on all ranks.
-
-    Attributes:
-        step: the step to restore: `step`, if given; `None` for the newest, if all checkpoints can
-            be trusted.
-        skip: which batches to leave out after that: see `elastic.job.skipped`.
-
-    Raises:
-        CheckpointError: if there is no checkpoint that can be trusted.
+    """A restore in a folder whose newest checkpoints may be wrong. Create it on all ranks. A
+    `CheckpointError` if none can be trusted. `step` is the one to restore: the given one, or `None`
+    for the newest, if all can be trusted. `skip`: which batches to leave out after that
+    (`elastic.job.skipped`).
     """
 
     def __init__(self, checkpointer: Checkpointer, step: int | None) -> None:
@@ -213,10 +181,8 @@ class TrustedRestore:
             )
 
 
-def _newest_finite(checkpointer: Checkpointer) -> int | None:
-    """The newest checkpoint to continue from, after the saves in progress: what follows the finding
-    would drop them.
-    """
+def _newest(checkpointer: Checkpointer) -> int | None:
+    """The newest checkpoint to continue from, after saves in progress: they would be dropped."""
     try:
         checkpointer.wait(_SAVES_S)
     except (CheckpointError, TimeoutError) as e:

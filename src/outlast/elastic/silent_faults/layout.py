@@ -14,12 +14,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
 
-import torch
 import xxhash
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+
+from outlast.elastic.tensors import local, shard_of
 
 _MOST_PIECES = 512
 _LEAST_BYTES = 1 << 20  # of a slice: a small model is hashed during one step
@@ -47,39 +46,26 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The parameters of this rank.
+    """The parameters of this rank."""
 
-    Attributes:
-        parameters: those that this rank holds a part of.
-        slices: the pieces, by the step of a cycle after which they are hashed.
-        signature: equal on ranks that hold the same.
-        size_bytes: of this rank's parts.
-    """
-
-    parameters: tuple[nn.Parameter, ...]
-    slices: tuple[tuple[Piece, ...], ...]
-    signature: str
-    size_bytes: int
+    parameters: tuple[nn.Parameter, ...]  # those that this rank holds a part of
+    slices: tuple[tuple[Piece, ...], ...]  # by the step of a cycle after which they are hashed
+    signature: str  # equal on ranks that hold the same
+    size_bytes: int  # of this rank's parts
 
     @classmethod
     def of(cls, module: nn.Module, every: int) -> Layout:
-        """Divides the parameters of `module` into at most `every` slices.
-
-        Raises:
-            ValueError: if `module` is in a wrapper whose parameters cannot be compared.
-        """
+        """Divides `module` into at most `every` slices; a `ValueError` if a wrapper prevents it."""
         held: list[tuple[str, nn.Parameter, int]] = []
         described: list[str] = []
         for name, parameter in module.named_parameters():
             _check_comparable(name, parameter)
-            where = _shard(parameter)
+            where = shard_of(parameter)
             if where is None:
                 continue
-            local = local_tensor(parameter)
-            held.append((name, parameter, local.nbytes))
-            described.append(
-                f"{name} {local.dtype} {tuple(local.shape)} {local.device.type} {where}"
-            )
+            own = local(parameter)
+            held.append((name, parameter, own.nbytes))
+            described.append(f"{name} {own.dtype} {tuple(own.shape)} {own.device.type} {where}")
         sizes = [(name, nbytes) for name, _, nbytes in held]
         total = sum(nbytes for _, nbytes in sizes)
         return cls(
@@ -99,12 +85,12 @@ def element_slices(
     parameters: list[nn.Parameter], every: int
 ) -> list[list[tuple[nn.Parameter, int, int]]]:
     """At most `every` slices, each a list of a parameter, its first and its last element."""
-    local = [local_tensor(p) for p in parameters]
-    limit = max(_SLICE_BYTES, -(-sum(t.nbytes for t in local) // every))
-    most = max(_SLICE_TENSORS, -(-len(local) // every))
+    tensors = [local(p) for p in parameters]
+    limit = max(_SLICE_BYTES, -(-sum(t.nbytes for t in tensors) // every))
+    most = max(_SLICE_TENSORS, -(-len(tensors) // every))
     found: list[list[tuple[nn.Parameter, int, int]]] = [[]]
     room = limit
-    for parameter, tensor in zip(parameters, local, strict=True):
+    for parameter, tensor in zip(parameters, tensors, strict=True):
         begin, count = 0, tensor.numel()
         while begin < count:
             if found[-1] and (room < tensor.itemsize or len(found[-1]) == most):
@@ -118,25 +104,7 @@ def element_slices(
     return [list(chain(*found[at : at + size])) for at in range(0, len(found), size)]
 
 
-def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
-    """The tensor in this rank's memory."""
-    detached = parameter.detach()
-    return detached.to_local() if isinstance(detached, DTensor) else detached
-
-
-def _shard(parameter: torch.Tensor) -> str | None:
-    """Which shard this rank holds; `None` if none."""
-    if not isinstance(parameter, DTensor):
-        return ""
-    coordinate = parameter.device_mesh.get_coordinate()
-    if coordinate is None:
-        return None
-    pairs: Any = zip(coordinate, parameter.placements, strict=True)
-    places = [str(at) for at, placement in pairs if not isinstance(placement, Replicate)]
-    return ",".join(places) or "-"
-
-
-def _check_comparable(name: str, parameter: torch.Tensor) -> None:
+def _check_comparable(name: str, parameter: nn.Parameter) -> None:
     if getattr(parameter, "_is_flat_param", False) or type(parameter).__name__ == "FlatParameter":
         raise ValueError(
             f"the parameter {name!r} is a part of a FullyShardedDataParallel module, whose ranks "
@@ -147,22 +115,18 @@ def _check_comparable(name: str, parameter: torch.Tensor) -> None:
 def _pieces(sizes: Sequence[tuple[str, int]], total: int) -> list[Piece]:
     """One piece for each parameter, except that large ones are cut and small ones are joined."""
     limit = max(total // _MOST_PIECES, 1)
-    longest = max(limit, _LEAST_BYTES)
+    longest, joins = max(limit, _LEAST_BYTES), len(sizes) > _MOST_PIECES
     found: list[Piece] = []
-    names: list[str] = []
+    names: list[str] = []  # of those that are joined next
     parts: list[Part] = []
-    size = 0
 
     def flush() -> None:
-        nonlocal size
         if parts:
             label = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
             found.append(Piece(label, tuple(parts)))
         names.clear()
         parts.clear()
-        size = 0
 
-    joins = len(sizes) > _MOST_PIECES
     for number, (name, nbytes) in enumerate(sizes):
         if nbytes > longest:
             flush()
@@ -172,8 +136,7 @@ def _pieces(sizes: Sequence[tuple[str, int]], total: int) -> list[Piece]:
             continue
         names.append(name)
         parts.append(Part(number, 0, nbytes))
-        size += nbytes
-        if not joins or size >= limit:
+        if not joins or sum(part.end for part in parts) >= limit:
             flush()
     flush()
     return found

@@ -1,30 +1,20 @@
 """`ReplicaCheck`: finds parameters that differ between ranks that must hold the same ones.
 
-Data-parallel replicas apply the same gradients to the same parameters, so their parameters are
-equal, bit by bit. A bit that flips in one replica's memory, or a wrong result of its processor,
-makes them differ for good, and no error is raised. The check hashes the parameters, a slice per
-step, and compares the digests of all replicas.
+Data-parallel replicas apply the same gradients to the same parameters. A bit that flips in one
+replica's memory, or a wrong result of its processor, makes them differ for good, and no error is
+raised. The check hashes the parameters, a slice per step, and compares the digests of all replicas.
 
 Why hashing in the background is correct: between two steps of the optimizer the parameters are
 constant. The training thread hands a slice to the background thread after a step; a torch hook
-before the next step of any optimizer waits for the digest. The hook, and the next call of `step`,
-also compare the write counters of torch (`_version`) with those at the handover: a slice that was
-written to in between, by user code, is left out of this cycle on that rank. A write that torch does
-not count (through `.data` or NumPy) between two steps is not detected, and may be reported as a
-difference.
+before the next step of any optimizer waits for the digest. It also compares the write counters of
+torch with those at the handover: a slice that was written to in between, by user code, is left out
+of this cycle. A write that torch does not count may be reported as a difference.
 
 Buffers are hashed with the first slice, if they have not been written to since the check began: a
-mask or a table, which must be equal wherever it was. Batch-norm statistics differ between replicas
-legitimately, even where DDP broadcasts them: each rank updates them after the broadcast. What DDP
-broadcasts needs no check, since a difference does not outlast the next forward pass; the broadcast
-counts as a write.
-
-Not hashed: the state of the optimizer, which is twice as large and shows in the parameters after
-its next step.
-
-Not to be seen from parameters: a wrong gradient before the all-reduce. It becomes part of the sum
-that all replicas apply, so they stay equal, with another model than without the fault. After the
-all-reduce, a wrong gradient makes its replica differ.
+mask or a table. Batch-norm statistics differ between replicas legitimately. What DDP broadcasts
+needs no check, since a difference does not outlast the next forward pass. Not hashed: the state of
+the optimizer, which shows in the parameters after its next step. Not to be seen from parameters: a
+wrong gradient before the all-reduce, which becomes part of the sum that all replicas apply.
 """
 
 from __future__ import annotations
@@ -41,26 +31,27 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from outlast.coordination.call_ledger import CallLedger, connect_ledger
+from outlast.coordination.call_ledger import CallLedger
+from outlast.coordination.training_step import loop
 from outlast.elastic.silent_faults.comparison import Difference, Judge, Record, Result
 from outlast.elastic.silent_faults.digests import Buffers, Digest, SideStreams, cpu_digest
-from outlast.elastic.silent_faults.exchange import Exchange
-from outlast.elastic.silent_faults.layout import Layout, local_tensor
+from outlast.elastic.silent_faults.exchange import Exchange, Running, Startable
+from outlast.elastic.silent_faults.layout import Layout
+from outlast.elastic.tensors import Versions, local
 from outlast.errors import RankExcluded, ReplicasDiffer
-from outlast.events.emitter import Emitter, Sink
+from outlast.events.emitter import Emitter
 from outlast.events.types import ReplicaMismatch
 from outlast.system.arguments import as_int
 from outlast.system.devices import on_accelerator
+from outlast.system.units import listed
 
 __all__ = ["ReplicaCheck", "RunningReplicaCheck"]
 
 log = logging.getLogger("outlast.elastic")
 
-_NAMED = 4  # parameters in a message
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReplicaCheck:
+class ReplicaCheck(Startable["RunningReplicaCheck"]):
     """Compares the parameters of data-parallel replicas every `every` steps.
 
     Pass it to `outlast.Job(checks=...)`, or `start` it in a program without `Job`.
@@ -91,36 +82,19 @@ class ReplicaCheck:
         """Whether ranks that differ leave the job."""
         return self.on_mismatch == "exclude"
 
-    def start(
-        self, module: nn.Module, *, group: Any = None, events: Sink | None = None, step: int = 0
+    def _run(
+        self, module: nn.Module, ledger: CallLedger, emitter: Emitter, step: int
     ) -> RunningReplicaCheck:
-        """Starts the check of a module's parameters, which are equal now; a collective.
-
-        Args:
-            module: the module; wrappers such as DDP make no difference.
-            group: the ranks to compare; the default process group by default.
-            events: the sink of events.
-            step: the number of steps so far.
-
-        Raises:
-            ValueError: if the parameters of `module` cannot be compared; names one.
-        """
-        ledger = connect_ledger("replicas", group)
-        emitter = Emitter(events)
-        emitter.place(rank=ledger.rank)
         return RunningReplicaCheck(self, module, ledger, emitter, step)
 
 
-class RunningReplicaCheck:
-    """The check of one module. Close it, or use it in a `with` block.
+class RunningReplicaCheck(Running):
+    """The check of one module.
 
     `before_result`, if given, is called on rank 0 with each result that has differences, in the
     background, before any other rank knows of it. `clean_step` is an earlier step, if the replicas
-    are not known to be equal at the beginning.
-
-    Attributes:
-        known_clean_step: the last step after which the replicas were equal, as far as this rank
-            knows.
+    are not known to be equal at the beginning. `known_clean_step` is the last step after which they
+    were, as far as this rank knows.
     """
 
     def __init__(
@@ -133,8 +107,7 @@ class RunningReplicaCheck:
         before_result: Callable[[Result], None] | None = None,
         clean_step: int | None = None,
     ) -> None:
-        self._check = check
-        self._emitter = emitter
+        self._check, self._emitter = check, emitter
         self._layout = Layout.of(module, check.every)
         self._buffers = Buffers(module)
         self.known_clean_step = step if clean_step is None else clean_step
@@ -145,34 +118,31 @@ class RunningReplicaCheck:
         self._step = step
         self._in_cycle = False
         self._slice = 0  # the next one to hash in the cycle
-        self._first = step
+        self._first, self._batches = step, loop.taken
         self._unjudged: deque[int] = deque()  # the first steps of what this rank has published
         self._digests: list[list[Digest] | None] = []
         self._buffer_digests: dict[str, Digest] = {}
         self._handover: _Handover | None = None
         self._told_of_writes = False
         self._times: Counter[tuple[int, ...]] = Counter()
-        tensors = [local_tensor(p) for p in self._layout.parameters]
+        tensors = [local(p) for p in self._layout.parameters]
         on_devices = {tensor.device for tensor in tensors if on_accelerator(tensor)}
         self._streams = SideStreams(on_devices)
-        self._hook = register_optimizer_step_pre_hook(self._before_optimizer_step)
-
-    @property
-    def clean_step(self) -> int:
-        """The last step after which the replicas are known to have been equal; on rank 0."""
-        return self._judge.clean_step
-
-    @property
-    def clean_step_known_by_all(self) -> int:
-        """The same, as far as every rank knows it; on rank 0."""
-        return self._judge.known_by_all
+        self._hook = register_optimizer_step_pre_hook(self._settle)
 
     @property
     def undecided_steps(self) -> list[int]:
-        """The first step of each comparison without a result: it may become the clean step; on
-        rank 0.
-        """
+        """On rank 0: the first steps of comparisons without a result; one may become clean."""
         return [*self._unjudged, *([self._first] if self._in_cycle else [])]
+
+    @property
+    def clean_steps(self) -> list[int]:
+        """The steps that are, or may become, the last one after which the replicas are known to
+        have been equal, as far as rank 0 knows or every rank; on rank 0.
+        """
+        # First: a comparison that ends in between has made its step the clean one.
+        undecided = self.undecided_steps
+        return [*undecided, self._judge.clean_step, self._judge.known_by_all]
 
     def step(self, step: int | None = None) -> None:
         """Call it after each step of the optimizer, with the number of steps so far.
@@ -188,7 +158,8 @@ class RunningReplicaCheck:
         self._publish_if_complete()
         begins = self._step % self._check.every == 0 and self._exchange.error is None
         if not self._in_cycle and begins:
-            self._in_cycle, self._slice, self._first = True, 0, self._step
+            self._in_cycle, self._slice = True, 0
+            self._first, self._batches = self._step, loop.taken
         if self._in_cycle and self._slice < len(self._layout.slices):
             self._hand_over(self._slice)
             self._slice += 1
@@ -200,20 +171,15 @@ class RunningReplicaCheck:
         saved as the last one, or copied to other ranks. Call it on all ranks after the same step.
         After `timeout_s` seconds without a result, it only says so in the log.
 
-        Args:
-            required: whether the loss of the store is an error. Another rank that has the result
-                may have raised it already; the abort that follows ends this rank's connections
-                before it interrupts this thread, which would go on with a state that differs.
-
-        Raises:
-            RankExcluded, ReplicasDiffer: as `step`.
-            StoreError: if it is `required`, and the store was lost.
+        Raises as `step`; and if it is `required`, a `StoreError` if the store was lost: another
+        rank may have raised already, and the abort that follows ends this rank's connections before
+        it interrupts this thread, which would go on with a state that differs.
         """
         if self._alone:
             return
         self._settle()
         self._publish_if_complete()
-        self._digests, self._first = [], self._step
+        self._digests, self._first, self._batches = [], self._step, loop.taken
         for number in range(len(self._layout.slices)):
             self._hand_over(number)
             self._settle()
@@ -230,12 +196,6 @@ class RunningReplicaCheck:
         self._settle()
         self._exchange.close()
 
-    def __enter__(self) -> RunningReplicaCheck:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     # ------------------------------------------------------------------------- digests
 
     def _hand_over(self, number: int) -> None:
@@ -243,7 +203,7 @@ class RunningReplicaCheck:
         pieces = self._layout.slices[number]
         used = {part.parameter for piece in pieces for part in piece.parts}
         parameters = self._layout.parameters
-        tensors = [local_tensor(p) if i in used else p for i, p in enumerate(parameters)]
+        tensors = [local(p) if i in used else p for i, p in enumerate(parameters)]
         self._handover = handover = _Handover([parameters[i] for i in sorted(used)])
         # Parameters in CPU memory may be in one slice with others: it is then summed as those are.
         if any(tensors[i].device in self._streams for i in used):
@@ -268,10 +228,7 @@ class RunningReplicaCheck:
         self._digests.append([lambda i=i: results[i] for i in range(len(pieces))])  # type: ignore[misc]
         self._exchange.run(hash_slice)
 
-    def _before_optimizer_step(self, *_: Any) -> None:
-        self._settle()
-
-    def _settle(self) -> None:
+    def _settle(self, *_: Any) -> None:
         """Waits for the digests in progress, and drops them if the parameters were written to. On
         the training thread, where no write is in progress.
         """
@@ -280,7 +237,7 @@ class RunningReplicaCheck:
             return
         self._streams.hold_training()
         handover.ended.wait()
-        if not handover.written():
+        if not handover.changed:
             return
         self._digests[-1] = None
         if not self._told_of_writes:
@@ -292,8 +249,7 @@ class RunningReplicaCheck:
             )
 
     def _publish_if_complete(self) -> None:
-        # A rank that holds no parameters has no slices, and publishes an empty record: all ranks
-        # take part in every round.
+        # Also of a rank that holds no parameters: all ranks take part in every round.
         if self._in_cycle and self._slice == len(self._layout.slices):
             self._publish()
             self._in_cycle = False
@@ -303,6 +259,7 @@ class RunningReplicaCheck:
         constant = self._buffers.unwritten()
         of_buffers = {n: d for n, d in self._buffer_digests.items() if n in constant}
         layout, first, known = self._layout, self._first, self.known_clean_step
+        batches, host = self._batches, socket.gethostname()
         if self._exchange.rank == 0 and self._exchange.error is None:
             self._unjudged.append(first)
 
@@ -311,9 +268,9 @@ class RunningReplicaCheck:
             for pieces, made in zip(layout.slices, digests, strict=True):
                 found += [None] * len(pieces) if made is None else [digest() for digest in made]
             sizes = [len(pieces) for pieces in layout.slices]
-            host = socket.gethostname()
             buffers = {name: digest() for name, digest in of_buffers.items()}
-            return Record(layout.signature, host, first, sizes, found, known, buffers).encode()
+            place = layout.signature, host, first, sizes
+            return Record(*place, found, known, buffers, batches).encode()
 
         self._exchange.publish(record)
 
@@ -334,12 +291,9 @@ class RunningReplicaCheck:
         return result
 
     def _report(self, mismatch: ReplicaMismatch) -> None:
-        """Emits the event, and logs the message. Ranks that differ once differ in all later cycles,
-        if training goes on: then only every 2nd, 4th, 8th... time is logged.
-        """
-        ranks = tuple(mismatch.ranks)
-        self._times[ranks] += 1
-        times = self._times[ranks]
+        """Emits the event, and logs the message; of the same ranks, every 2nd, 4th, 8th... time."""
+        self._times[tuple(mismatch.ranks)] += 1
+        times = self._times[tuple(mismatch.ranks)]
         if times > 1 and self._check.excludes:
             return  # they are leaving, and a cycle has ended meanwhile
         self._emitter.emit(mismatch)
@@ -374,31 +328,22 @@ class RunningReplicaCheck:
         )
 
 
-class _Handover:
+class _Handover(Versions):
     """Parameters whose digests are being made, with their write counters."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._parameters = [p for p in parameters if not p.is_inference()]
-        self._versions = [p._version for p in self._parameters]
+        super().__init__(parameters)
         self.ended = threading.Event()
-
-    def written(self) -> bool:
-        """Whether torch has counted a write since."""
-        return self._versions != [p._version for p in self._parameters]
 
 
 def describe(mismatch: ReplicaMismatch) -> str:
     """A mismatch in a sentence."""
-    named = mismatch.parameters[:_NAMED]
-    more = len(mismatch.parameters) - len(named)
-    what = ", ".join(named) + (f" and {more} more" if more else "")
-    each = [
-        f"rank {rank} on {host}" for rank, host in zip(mismatch.ranks, mismatch.hosts, strict=True)
-    ]
-    which = ", ".join(each)
+    what, count = listed(mismatch.parameters), len(mismatch.ranks)
+    places = zip(mismatch.ranks, mismatch.hosts, strict=True)
+    which = ", ".join(f"rank {rank} on {host}" for rank, host in places)
     if mismatch.majority:
-        verb = "differs" if len(each) == 1 else "differ"
-        found = f"{which} {verb} from the other {mismatch.replicas - len(each)} replicas"
+        verb = "differs" if count == 1 else "differ"
+        found = f"{which} {verb} from the other {mismatch.replicas - count} replicas"
     else:
         found = f"{which} differ, and no majority of replicas says which is wrong"
     return (

@@ -1,20 +1,14 @@
 """`StragglerCheck`: finds ranks that are slower than the others, from their own times of a step.
 
-With data parallelism, all ranks wait for the slowest one in the gradient all-reduce, so all see the
-same step time, and it does not tell who is slow. What differs is a rank's *own* time: from the end
-of a step to the moment when its own gradients are complete, before it waits for those of others.
-That moment is a torch hook of the parameter whose gradient comes last in the backward pass. Loading
-data, the forward and the backward pass are part of it, whether the processor works or sleeps; what
-is waited for other ranks in between, as in DDP's broadcast of the buffers, is not (`waits.py`).
+With data parallelism, all ranks wait for the slowest one, so all see the same step time. What
+differs is a rank's *own* time: from the end of a step to the moment when its own gradients are
+complete, a torch hook of the parameter whose gradient comes last. What is waited for other ranks in
+between, as in DDP's broadcast of the buffers, is not part of it (`waits.py`). On a device, the two
+moments are events on the training stream, which are read when the window ends.
 
-On a device, the two moments are events on the training stream, which are read when the window ends:
-nothing is synchronized.
-
-Where parameters are sharded (FSDP2), each layer waits for other ranks to gather its parameters and
-to reduce its gradients, and no hook of a shard is called. On the CPU, torch waits for all of these
+Where parameters are sharded (FSDP2), no hook of a shard is called. On the CPU, torch waits for all
 collectives in `Work.wait`: the own time then ends when the last wait of the step begins, that of
-the gradients. On a device, which waits in streams of FSDP's own, there are no times, and the log
-says so once. Nor are there times of a step that does not use the parameter with the hook.
+the gradients. On a device there are no times, and the log says so once.
 """
 
 from __future__ import annotations
@@ -35,10 +29,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from outlast.coordination.call_ledger import CallLedger, connect_ledger
-from outlast.elastic.silent_faults.exchange import Exchange
+from outlast.coordination.call_ledger import CallLedger
+from outlast.elastic.silent_faults.exchange import Exchange, Running, Startable
 from outlast.elastic.silent_faults.waits import Moments, Waits
-from outlast.events.emitter import Emitter, Sink
+from outlast.events.emitter import Emitter
 from outlast.events.types import StragglerFound
 from outlast.system.arguments import as_int
 from outlast.system.devices import on_accelerator
@@ -55,7 +49,7 @@ _LEAST_S = 0.0005  # a smaller difference is of the scheduler, not of the rank
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StragglerCheck:
+class StragglerCheck(Startable["RunningStragglerCheck"]):
     """Compares the ranks' own times of a step.
 
     Pass it to `outlast.Job(checks=...)`, or `start` it in a program without `Job`.
@@ -84,25 +78,14 @@ class StragglerCheck:
         if self.on_straggler is not None and not callable(self.on_straggler):
             raise TypeError(f"on_straggler must be a function, not {self.on_straggler!r}")
 
-    def start(
-        self, module: nn.Module, *, group: Any = None, events: Sink | None = None, step: int = 0
+    def _run(
+        self, module: nn.Module, ledger: CallLedger, emitter: Emitter, step: int
     ) -> RunningStragglerCheck:
-        """Starts the check of the ranks of a process group; a collective.
-
-        Args:
-            module: the module that all ranks train.
-            group: the ranks to compare; the default process group by default.
-            events: the sink of events.
-            step: the number of steps so far.
-        """
-        ledger = connect_ledger("stragglers", group)
-        emitter = Emitter(events)
-        emitter.place(rank=ledger.rank)
         return RunningStragglerCheck(self, module, ledger, emitter, step)
 
 
-class RunningStragglerCheck:
-    """The check of one rank. Close it, or use it in a `with` block."""
+class RunningStragglerCheck(Running):
+    """The check of one rank."""
 
     def __init__(
         self,
@@ -112,8 +95,7 @@ class RunningStragglerCheck:
         emitter: Emitter,
         step: int,
     ) -> None:
-        self._check = check
-        self._emitter = emitter
+        self._check, self._emitter = check, emitter
         self._alone = ledger.world_size == 1
         self._exchange = Exchange(ledger, "stragglers", SlowRanks(check.factor, check.windows))
         self._step = step
@@ -126,9 +108,8 @@ class RunningStragglerCheck:
         # Only on the CPU are all waits of FSDP seen.
         self._is_sharded = device is None and any(isinstance(p, DTensor) for p in parameters)
         self._waits = None if self._alone else Waits(self._now)
-        self._last_of_backward = _LastGradient(
-            () if self._alone else parameters, self._now, self._waits
-        )
+        timed = () if self._alone else parameters
+        self._last_of_backward = _LastGradient(timed, self._now, self._waits)
         self._began: Any = None
         self._steps: list[_OwnTime] = []
         self._told_of_no_times = False
@@ -153,17 +134,10 @@ class RunningStragglerCheck:
         self._began = self._now()
 
     def close(self) -> None:
-        """Ends the check."""
         self._last_of_backward.remove()
         if self._waits is not None:
             self._waits.stop()
         self._exchange.close()
-
-    def __enter__(self) -> RunningStragglerCheck:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _publish(self) -> None:
         steps, self._steps = self._steps, []
@@ -217,8 +191,7 @@ class _LastGradient:
     def __init__(
         self, parameters: Sequence[torch.Tensor], now: Callable[[], Any], waits: Waits | None
     ) -> None:
-        self._now = now
-        self._waits = waits
+        self._now, self._waits = now, waits
         self._moment: tuple[Any, list[Moments]] | None = None
         self._last: torch.Tensor | None = None
         self._left = self._LEARNING_STEPS
@@ -230,9 +203,7 @@ class _LastGradient:
         return self._last is None and self._left == self._LEARNING_STEPS
 
     def take(self) -> tuple[Any, list[Moments]] | None:
-        """The moment in the step that has ended, and the waits before it; `None` if there was none,
-        or while learning.
-        """
+        """The moment in the ended step, and waits before it; `None` if none, or while learning."""
         moment, self._moment = self._moment, None
         if self._left and self._last is not None:
             self._left -= 1
@@ -287,8 +258,7 @@ class SlowRanks:
     """Judges one window after the other; keeps how many in a row each rank was slow."""
 
     def __init__(self, factor: float, windows: int) -> None:
-        self._factor = factor
-        self._windows = windows
+        self._factor, self._windows = factor, windows
         self._in_a_row: Counter[int] = Counter()
 
     def __call__(self, texts: Sequence[str]) -> str:
@@ -307,16 +277,10 @@ class SlowRanks:
                 continue
             self._in_a_row[rank] += 1
             if self._in_a_row[rank] == self._windows:
-                found.append(
-                    {
-                        "step": records[rank]["step"],
-                        "straggler": rank,
-                        "straggler_host": records[rank]["host"],
-                        "seconds": seconds,
-                        "typical_seconds": typical[0],
-                        "windows": self._windows,
-                    }
-                )
+                straggler = {"straggler": rank, "straggler_host": records[rank]["host"]}
+                times = {"seconds": seconds, "typical_seconds": typical[0]}
+                at = {"step": records[rank]["step"], "windows": self._windows}
+                found.append(at | straggler | times)
         return json.dumps(found)
 
     @staticmethod

@@ -3,14 +3,11 @@ group.
 
 If a `sync` raises on one replica, the others remain in the collective that it did not enter, for
 the group's timeout: 30 minutes by default. Once the call is known to have failed, and a thread does
-not leave it by itself, gloo's connections are shut down, so every in-flight collective raises.
-Nothing more is lost by this: after a collective that not all ranks have entered, their groups are
-out of step. NCCL collectives do not block the calling thread.
+not leave it by itself, gloo's connections are shut down, so every in-flight collective raises. NCCL
+collectives do not block the calling thread.
 
 The first call of a process group, in which its ranks connect, is such a collective. So each rank
-first sets a key in the group's store. When the time is up, the ranks that made the call end the
-collective, and name the ranks whose keys are missing. The keys are deleted once all ranks are
-connected.
+first sets a key in the group's store: when the time is up, those whose keys are missing are named.
 """
 
 from __future__ import annotations
@@ -35,12 +32,8 @@ GRACE_S = 3.0
 
 @contextlib.contextmanager
 def collective_guard(over: threading.Event, grace_s: float = GRACE_S) -> Iterator[None]:
-    """Guards a block in which a thread may be in a collective.
-
-    Args:
-        over: set when the call has ended for all replicas. If a thread is still in the block then,
-            a replica has failed, because this one has not finished.
-        grace_s: how long a thread may then take to leave by itself, in seconds.
+    """Guards a block in which a thread may be in a collective. `over`: the call has ended for all
+    replicas; if a thread is still in the block after `grace_s` seconds, a replica has failed.
     """
     left = threading.Event()
 
@@ -58,12 +51,9 @@ def collective_guard(over: threading.Event, grace_s: float = GRACE_S) -> Iterato
 
 
 def connect(prefix: str, group: Any, timeout: datetime.timedelta) -> CallLedger:
-    """Same as `connect_ledger`, but waits no longer than `timeout`.
-
-    Raises:
-        RankTimeout: names the ranks that did not make the call. The process groups cannot be used
-            afterwards.
-        CheckpointError: if the ranks cannot reach each other.
+    """Same as `connect_ledger`, but waits no longer than `timeout`. A `RankTimeout` names the ranks
+    that did not make the call (the process groups cannot be used afterwards); a `CheckpointError`
+    says that the ranks cannot reach each other.
     """
     place = collectives.place_in(group)
     assert place is not None

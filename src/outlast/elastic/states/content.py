@@ -30,12 +30,10 @@ _EMPTY = "%"  # no quoted name is equal to this
 
 
 def file_name(name: str) -> str:
-    """The name of the file, and of the tensor in a checkpoint, of the state `name`: any text.
-
-    Letters, digits and `_.-~` stand for themselves, and every other byte of the UTF-8 is written
-    `%XX`: so no two states share a file, and no file is outside the folder. A name that is too
-    long for a file system is cut and gets a checksum of the whole name after a `+`, which no
-    quoted name contains.
+    """The name of the file, and of the tensor in a checkpoint, of the state `name`: any text. All
+    but letters, digits and `_.-~` is written `%XX`, byte by byte of the UTF-8: no two states share
+    a file, and none is outside the folder. A name too long for a file system is cut and gets a
+    checksum of the whole name after a `+`, which no quoted name contains.
     """
     data = name.encode("utf-8", "surrogatepass")
     quoted = urllib.parse.quote(data, safe="")
@@ -64,10 +62,8 @@ class MemoryFile:
 
 
 def dump(kind: str, value: Any, fileobj: BinaryIO) -> None:
-    """Writes a value of what `async_checkpoint.plain_values` lists, for a `kind` of state.
-
-    Raises:
-        ValueError: if it could not be loaded, or holds sharded tensors.
+    """Writes a value of what `async_checkpoint.plain_values` lists, for a `kind` of state; a
+    `ValueError` if it could not be loaded, or holds sharded tensors.
     """
     _refuse_sharded(value)
     try:
@@ -79,10 +75,8 @@ def dump(kind: str, value: Any, fileobj: BinaryIO) -> None:
 
 
 def parse(kind: str, fileobj: BinaryIO, device: str = "cpu") -> Any:
-    """Reads a value that `dump` wrote, with its tensors on `device`: `meta` reads only shapes.
-
-    Raises:
-        ValueError: if it is of another kind, or has a later format.
+    """Reads a value that `dump` wrote, with its tensors on `device`: `meta` reads only shapes. A
+    `ValueError` if it is of another kind, or has a later format.
     """
     content = torch.load(fileobj, map_location=device, weights_only=True)
     if not isinstance(content, dict) or not isinstance(content.get("format"), int):
@@ -98,11 +92,7 @@ def parse(kind: str, fileobj: BinaryIO, device: str = "cpu") -> Any:
 
 
 def check_module(own: Mapping[str, Any], saved: Any) -> None:
-    """Compares the state dict of a module with a saved one.
-
-    Raises:
-        ValueError: names the keys and shapes that differ.
-    """
+    """Compares the state dict of a module with a saved one; a `ValueError` names what differs."""
     if not isinstance(saved, Mapping):
         raise ValueError(f"a {type(saved).__name__} was saved, not the state of a module")
     differences = [

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import BinaryIO, TypeVar
 
 from outlast.async_checkpoint.inspection import LocalStorage, candidates, open_bytes, verify_folder
-from outlast.elastic import environment, ray_trial
+from outlast.elastic import environment
 from outlast.elastic.states import pending_save
 from outlast.elastic.states.content import file_name
 from outlast.elastic.states.replicas import TIMEOUT, Replicas, current
@@ -71,7 +71,8 @@ def load_all_states(*, timeout: Duration = TIMEOUT) -> list[str]:
 def _load(states: Mapping[str, State], timeout: Duration) -> list[str]:
     limit = as_timedelta("timeout", timeout, allow_zero=True)
     pending_save.drain(quiet=True)
-    with ray_trial.opened() if environment.from_ray() else _from_environment() as path:
+    from_environment = contextlib.nullcontext(environment.checkpoint_path())
+    with environment.opened_trial() if environment.from_ray() else from_environment as path:
         if path is None:
             return []
         replicas = current(limit)
@@ -95,11 +96,6 @@ def _load(states: Mapping[str, State], timeout: Duration) -> list[str]:
             _verified.clear()  # a checkpoint that has become unreadable is verified again
             raise
         return list(known)
-
-
-@contextlib.contextmanager
-def _from_environment() -> Iterator[str | None]:
-    yield environment.checkpoint_path()
 
 
 def _load_together(
@@ -131,11 +127,8 @@ _verified: dict[str, tuple[list[str], str]] = {}
 
 def _choose(path: str, _: list[object]) -> tuple[str, str] | None:
     """The newest valid checkpoint: the folder of checkpoints, and the name of its directory. On
-    rank 0.
-
-    Raises:
-        CheckpointError: if none is valid (names what is wrong with each), or if one has a later
-            format, or cannot be read now, which must not be skipped.
+    rank 0. A `CheckpointError` if none is valid (names what is wrong with each), or if one has a
+    later format, or cannot be read now, which must not be skipped.
     """
     storage = LocalStorage(folder_of(path))
     there = [folder for _, folder in candidates(storage)]

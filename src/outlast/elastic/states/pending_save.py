@@ -45,10 +45,8 @@ class PendingSave(Handle["str | None"]):
         self.result(timeout)
 
     def exception(self, timeout: Duration | None = None) -> Exception | None:
-        """Waits for the end of the save, and returns its error; `None` if it is committed.
-
-        Raises:
-            TimeoutError: as `wait`.
+        """Waits for the end of the save, and returns its error; `None` if it is committed. A
+        `TimeoutError` as `wait`.
         """
         try:
             return super().exception(timeout)
@@ -87,9 +85,7 @@ _last: tuple[PendingSave, Replicas] | None = None
 
 
 def start(replicas: Replicas, work: Callable[[], str | None]) -> PendingSave:
-    """Runs `work`, in which the replicas communicate, in the background. The previous save must
-    have ended.
-    """
+    """Runs `work` in the background. The previous save must have ended."""
     global _last
     handle = PendingSave()
     handle._thread = threading.Thread(target=handle._run, args=(work,), name="outlast-states")
@@ -106,16 +102,9 @@ def completed(directory: str | None) -> PendingSave:
 
 
 def drain(*, quiet: bool = False) -> None:
-    """Waits for the pending save.
-
-    If its replicas no longer exist, because of a restart in place, it is given a limited time, and
-    its outcome is only in the log.
-
-    Args:
-        quiet: whether to ignore its outcome; the next save will not.
-
-    Raises:
-        CheckpointError: if it failed, and `wait` was not called on its handle.
+    """Waits for the pending save; a `CheckpointError` if it failed, and `wait` was not called on
+    its handle. `quiet` leaves this to the next save. If its replicas no longer exist, because of a
+    restart in place, it is given a limited time, and its outcome is only in the log.
     """
     global _last
     if _last is None:

@@ -34,20 +34,13 @@ _GROUP_GONE = "the process group of this call is gone"
 
 
 class Replicas:
-    """The replicas of the job, seen from this one. Only one thread at a time may use this object.
-
-    Attributes:
-        writes: whether this replica writes the checkpoints.
-        timeout: the timeout of each wait for other replicas.
-    """
+    """The replicas of the job, seen from this one. One thread at a time may use this object."""
 
     def __init__(self, ledger: CallLedger, rank: int, world_size: int) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.writes = rank == 0
+        self.rank, self.world_size, self.writes = rank, world_size, rank == 0
+        self.several = ledger.world_size > 1
         self.timeout = TIMEOUT
-        self._ledger = ledger
-        self._calls = 0
+        self._ledger, self._calls = ledger, 0
         self._within: Replicas | None = None
         self._waiting: ThreadedWait[Any] | None = None
         self._given_up = False
@@ -66,25 +59,11 @@ class Replicas:
         if self._waiting is not None:
             self._waiting.abandon(CheckpointError(_GROUP_GONE))
 
-    @property
-    def several(self) -> bool:
-        """Whether there are other replicas to communicate with."""
-        return self._ledger.world_size > 1
-
     def together(self, what: str, work: Callable[[], T], *, collective: bool = False) -> T:
-        """Calls `work`, and returns when all replicas have finished theirs.
-
-        Args:
-            what: the name of the work in errors.
-            work: the function to call; may raise any exception.
-            collective: whether `work` may wait for the other replicas in collectives. If one of
-                them has failed, the collectives of this process are shut down, and its process
-                groups cannot be used afterwards.
-
-        Raises:
-            CheckpointError: on every replica, if `work` raised on one: names that replica and the
-                cause.
-            RankTimeout: on every replica: names the replicas that did not make this call in time.
+        """Calls `work` (in errors: `what`), and returns when all replicas have finished theirs.
+        `collective`: it may wait for the others in collectives; if one has failed, the process
+        groups cannot be used afterwards. On every replica, a `CheckpointError` if `work` raised on
+        one (names it and the cause), a `RankTimeout` if one did not come in time.
         """
         index = self._next()
         wait = self._wait(lambda: self._ledger.await_verdict(index, None)) if self.several else None
@@ -120,14 +99,7 @@ class Replicas:
     def gather(self, what: str, part: Any, decide: Callable[[list[Any]], T]) -> T:
         """Collects a part from every replica, calls `decide` on rank 0, returns its result on all.
 
-        Args:
-            what: the name of the call in errors.
-            part: this replica's part, JSON-serializable.
-            decide: takes the parts in rank order; returns a JSON-serializable value.
-
-        Raises:
-            CheckpointError: on every replica, if `decide` raised.
-            RankTimeout: as `together`.
+        Part and result are JSON. Raises as `together`.
         """
         ledger, index = self._ledger, self._next()
         ledger.finish(index, json.dumps(part).encode())
@@ -137,16 +109,16 @@ class Replicas:
             raise _error(verdict.failure, ledger.world_size)
         cause: Exception | None = None
         if ledger.rank == 0:
-            answer: dict[str, Any]
+            answer: dict[str, Any] = {}
             try:
-                answer = {"is": decide([json.loads(each) for each in ledger.parts(index)])}
+                answer["is"] = decide([json.loads(each) for each in ledger.parts(index)])
             except BaseException as e:
-                answer = {"error": self._failure(index, what, e).encode().decode()}
+                answer["error"] = self._failure(index, what, e).encode().decode()
                 if not isinstance(e, Exception):
-                    ledger.conclude(index, json.dumps(answer).encode())
                     raise
                 cause = e
-            ledger.conclude(index, json.dumps(answer).encode())
+            finally:
+                ledger.conclude(index, json.dumps(answer).encode())
         try:
             conclusion = json.loads(self._conclusion(index, what))
             self._forget(index, verdict)
@@ -233,15 +205,8 @@ _current: tuple[Any, Replicas] | None = None  # a weak reference to the group, a
 
 def current(timeout: Duration | None = None) -> Replicas:
     """The current replicas. With a process group, all of its ranks must make this call in the same
-    order; the connections live as long as the group.
-
-    Args:
-        timeout: the timeout of each wait from now on; unchanged by default.
-
-    Raises:
-        ValueError: if an environment variable is invalid.
-        RankTimeout: if not all ranks make the first call, in which they connect.
-        CheckpointError: if they cannot connect.
+    order: the first connects them, as `connect`, as long as the group lives. `timeout` is that of
+    each wait from now on; unchanged by default.
     """
     global _current
     limit = None if timeout is None else as_timedelta("timeout", timeout, allow_zero=True)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from outlast.elastic import environment, ray_trial
+from outlast.elastic import environment
 from outlast.elastic.states import pending_save, storage
 from outlast.elastic.states.content import MemoryFile, file_name
 from outlast.elastic.states.pending_save import PendingSave
@@ -205,4 +205,4 @@ def _report(states: Mapping[str, State], metrics: Mapping[str, Any]) -> str:
             storage.begin(folder, _contents(states)).finish()
         finally:
             storage.release()
-        return ray_trial.report(folder, metrics)
+        return environment.report_to_trial(folder, metrics)

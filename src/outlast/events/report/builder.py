@@ -27,6 +27,7 @@ from outlast.events.report.report import (
     Mismatch,
     Report,
     Skip,
+    StepCpu,
     Stop,
     Straggler,
 )
@@ -34,6 +35,7 @@ from outlast.events.report.run import Run, record
 from outlast.events.report.sentences import what_happened
 from outlast.events.report.timeline import timeline_of
 from outlast.events.restart_causes import RestartCount, describe_restarts
+from outlast.events.spool import DROPPED
 from outlast.system.error_text import exit_summary
 
 BACK = "back"
@@ -71,7 +73,10 @@ def build(events: Iterable[Event]) -> Report:
     lost = sum(len(restart.lost) for restart in restarts)
     joined = sum(len(restart.joined) for restart in restarts)
     saves, injected = summarize_saves(run), _injected(run)
-    started = run.all(ev.LauncherStarted)
+    started, ends = run.all(ev.LauncherStarted), run.all(ev.LauncherEnded)
+    dropped = {
+        (n.host, n.data["file"]): n.data["bytes"] for n in run.all(Note) if n.name == DROPPED
+    }
     no_restart = [e.rank for e in run.all(ev.WorkerExited) if e.exit_code == NO_RESTART]
     return Report(
         run_id=started[0].run_id if started else "",
@@ -97,6 +102,8 @@ def build(events: Iterable[Event]) -> Report:
         monitors_restarted=len(run.all(ev.MonitorRestarted)),
         notes=dict(sorted(Counter(note.name for note in run.all(Note)).items())),
         torn_logs=tuple(sorted(run.torn)),
+        dropped_bytes=sum(dropped.values()),
+        last_lines=next((end.last_lines for end in ends if end.exit_code), ""),
         saves=saves,
         hosts_lost=tuple(each.loss for each in losses),
         recovery=_distributions(restarts),
@@ -109,7 +116,7 @@ def build(events: Iterable[Event]) -> Report:
         host_counts=_count_hosts(restarts),
         injected=injected,
         no_restart=tuple(sorted(no_restart)),
-        no_end=bool(run.all(ev.WorkerStarted)) and not run.all(ev.LauncherEnded),
+        no_end=bool(run.all(ev.WorkerStarted)) and not ends,
         timeline=timeline_of(
             run,
             course,
@@ -124,7 +131,28 @@ def build(events: Iterable[Event]) -> Report:
             record(Straggler, e, rank=e.straggler) for e in run.all(ev.StragglerFound)
         ),
         skips=tuple(record(Skip, e) for e in run.all(ev.BatchesSkipped)),
+        step_cpu=_step_cpu(run),
     )
+
+
+def _step_cpu(run: Run) -> tuple[StepCpu, ...]:
+    before: dict[tuple[str, int], ev.StepsDone] = {}
+    done: dict[tuple[int, str], tuple[int, float]] = {}
+    for event in run.all(ev.StepsDone):
+        # A record is of all steps since the last restore, and may include the record before it.
+        last = before.get((event.host, event.pid), event)
+        again = last is event or last.first != event.first or last.cpu_seconds > event.cpu_seconds
+        steps = event.last - (event.first if again else last.last)
+        cpu = event.cpu_seconds - (0.0 if again else last.cpu_seconds)
+        total = done.get(rank := (event.rank, event.host), (0, 0.0))
+        done[rank] = total[0] + steps, total[1] + cpu
+        before[event.host, event.pid] = event
+    found = [
+        StepCpu(rank=rank, host=host, steps=steps, seconds=cpu / steps)
+        for (rank, host), (steps, cpu) in done.items()
+        if steps > 0 and cpu > 0
+    ]
+    return tuple(sorted(found, key=lambda each: -each.seconds))
 
 
 def distribution(seconds: Sequence[float]) -> Distribution:
@@ -147,9 +175,7 @@ def _distributions(restarts: Iterable[Restart]) -> dict[str, Distribution]:
 
 
 def _recoveries(accounts: Iterable[HostAccount]) -> dict[tuple[int, int], list[Recovery]]:
-    """What each host spent the restart after an iteration on, by call and iteration: hosts with
-    survivors, if there are any.
-    """
+    """What each host (with survivors, if any) spent a restart on, by call and iteration."""
     found: dict[tuple[int, int], list[Recovery]] = {}
     of_lost: dict[tuple[int, int], list[Recovery]] = {}
     for stretch, recovery in (each for account in accounts for each in account.recoveries()):

@@ -29,20 +29,13 @@ E = TypeVar("E", bound=Event)
 
 
 class Call:
-    """One call of a wrapped function.
-
-    Args:
-        number: the number of the call in the run, from 0.
-
-    Attributes:
-        during: the events of each iteration.
-        views: the members of each iteration, each with the event that assigned its rank.
-    """
+    """One call of a wrapped function."""
 
     def __init__(self, run: Run, number: int) -> None:
         self.number, self.events = number, run.calls[number]
         self._run = run
-        self.during: dict[int, list[Event]] = defaultdict(list)
+        self.during: dict[int, list[Event]] = defaultdict(list)  # the events of each iteration
+        # the members of each iteration, each with the event that assigned its rank
         self.views: dict[int, dict[int, ev.Assigned | ev.Entered]] = defaultdict(dict)
         self._tracks: dict[tuple[int, int], list[Event]] = defaultdict(list)
         self._processes: dict[int, Process] = {}
@@ -71,16 +64,12 @@ class Call:
         return self.views.get(iteration, {})
 
     def world_size(self, iteration: int) -> int:
-        """The number of members in the iteration."""
         view = self.view(iteration)
         sizes = [event.world_size for event in view.values() if isinstance(event, ev.Assigned)]
         return max(sizes, default=len(view))
 
     def faults(self, iteration: int) -> list[ev.Fault]:
-        """The faults of the iteration, the first cause first.
-
-        A fault that two processes report (the failed one and its monitor) counts once.
-        """
+        """The iteration's faults, first cause first; one that two processes report counts once."""
         if iteration not in self._faults:
             self._faults[iteration] = self._order_faults(iteration)
         return self._faults[iteration]
@@ -112,7 +101,6 @@ class Call:
         return ends
 
     def begins(self, iteration: int) -> dict[str, float]:
-        """When each host was assigned its ranks in the iteration."""
         begins: dict[str, float] = {}
         for event in self.view(iteration).values():
             begins[event.host] = min(event.time, begins.get(event.host, event.time))
@@ -140,7 +128,6 @@ class Call:
         return frozenset(party.host for party in lost) - stayed
 
     def waiting(self) -> list[Party]:
-        """The processes that asked to join and were in no iteration."""
         return [
             Party(rank=event.preferred_rank, member=event.member, host=event.host)
             for event in _only(ev.Joined, self.events)

@@ -140,9 +140,7 @@ def _split(segments: Sequence[Mapping[str, float]], run: Run) -> list[list[Event
 
 
 def _restored_step(part: Sequence[Event]) -> int | None:
-    """The step that the segment started from; `None` if it did not get that far, or has no
-    checkpoints.
-    """
+    """The step that the segment started from; `None` if it ended before, or has no checkpoints."""
     steps = [event.step for event in part if isinstance(event, ev.CheckpointRestored)]
     if any(isinstance(event, ev.NothingToRestore) for event in part):
         steps.append(0)

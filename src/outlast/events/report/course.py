@@ -22,9 +22,7 @@ from outlast.system.error_text import exit_summary
 
 
 class Ended(Record):
-    """A restart, the position of the segment that it ended, and the hosts whose members were all
-    lost in it.
-    """
+    """A restart, the position of the segment that it ended, and the hosts that lost all members."""
 
     restart: Restart
     place: int
@@ -32,20 +30,16 @@ class Ended(Record):
 
 
 class Course(Record):
-    """The course of a run.
-
-    Attributes:
-        segments: when each iteration (or round of processes) began, by host.
-        walls: the wall time of each host, for each call.
-    """
+    """The course of a run."""
 
     source: str
     world_size: int
     ended: Sequence[Ended]
     completed: int
+    # when each iteration (or round of processes) began, by host
     segments: Sequence[dict[str, float]]
     stretches: dict[str, list[Stretch]]
-    walls: dict[str, list[Interval]]
+    walls: dict[str, list[Interval]]  # the wall time of each host, for each call
 
 
 def course_of(run: Run, calls: Sequence[Call]) -> Course:
@@ -253,16 +247,11 @@ _DEATHS = ("TERMINATED", "UNRESPONSIVE")
 
 
 class SeenLoss(Record):
-    """The loss of a host, as all launchers have recorded it.
-
-    Attributes:
-        times: when each host learned of it, by its own clock.
-        silent: how long the lost host had been silent by then, in seconds.
-    """
+    """The loss of a host, as all launchers have recorded it."""
 
     loss: HostLoss
-    times: Mapping[str, float]
-    silent: float
+    times: Mapping[str, float]  # when each host learned of it, by its own clock
+    silent: float  # how long the lost host had been silent by then, in seconds
 
 
 def find_losses(run: Run) -> list[SeenLoss]:
@@ -318,9 +307,7 @@ def name_lost_hosts(course: Course, losses: Sequence[SeenLoss]) -> list[SeenLoss
 def waits_for_lost_hosts(
     course: Course, named: Sequence[SeenLoss | None]
 ) -> dict[str, list[Stretch]]:
-    """The stretches with the time in which the ranks waited for a host that was lost: it is no
-    progress, as with a hang.
-    """
+    """The stretches, with the waits for hosts that were lost: no progress, as with a hang."""
     causes = {
         (ended.restart.call, ended.restart.iteration): loss
         for ended, loss in zip(course.ended, named, strict=True)

@@ -34,12 +34,7 @@ LIVE_SOURCES = ("live", "replica")
 
 
 class HostAccount:
-    """The time of one host.
-
-    Args:
-        stretches: the productive part of each iteration on the host, in order.
-        walls: its wall time, for each call.
-    """
+    """The time of one host. `stretches`: the productive part of each iteration on it, in order."""
 
     def __init__(
         self, run: Run, host: str, stretches: Sequence[Stretch], walls: Sequence[Interval]
@@ -58,7 +53,6 @@ class HostAccount:
         self._restores = self._restore_times()
 
     def time(self) -> HostTime:
-        """The productive and the lost time."""
         wall, begin = iv.length(self._wall), self._wall[0][0] if self._wall else 0.0
         worked = iv.union((each.start, each.end) for each in self._stretches)
         outside = iv.difference(self._wall, worked)
@@ -100,17 +94,23 @@ class HostAccount:
         """What the host spent each restart on, with the stretch that it ended."""
         for gap in self._gaps:
             start, end = self._restores.get(gap.after, (0.0, 0.0))
-            restore = max(0.0, min(end, self._stretches[gap.after].end) - start)
-            yield gap.before, gap.recovery(self._host, restore)
+            end = min(end, self._stretches[gap.after].end)
+            # The last rank begins last; the others wait for it in their restore.
+            began = [
+                event.time - (event.seconds if isinstance(event, ev.CheckpointRestored) else 0.0)
+                for event in (*self._restored, *self._from_nothing)
+                if start <= event.time <= end
+            ]
+            begin = min(end, max(start, *began)) if began else end
+            times = max(0.0, begin - start), max(0.0, end - begin)
+            yield gap.before, gap.recovery(self._host, *times)
 
     def _place(self, time: float) -> int:
         """The position of the stretch that had begun by then; -1 before the first."""
         return bisect_right(self._starts, time) - 1
 
     def _restore_times(self) -> dict[int, Interval]:
-        """From the start of each stretch to the end of the first restore of the slowest process, by
-        the position of the stretch.
-        """
+        """By stretch: from its start to the end of the slowest process's first restore."""
         ends: dict[int, dict[int, float]] = defaultdict(dict)
         for event in (*self._restored, *self._from_nothing):
             times = ends[self._place(event.time)]
@@ -118,9 +118,8 @@ class HostAccount:
         return {n: (self._starts[n], max(times.values())) for n, times in ends.items() if n >= 0}
 
     def _setup_times(self) -> list[Interval]:
-        """From the start of each stretch to its restore. If the other stretches have a restore, and
-        this one has neither that nor a step or a save, it ended before its restore (or is still
-        there).
+        """From the start of each stretch to its restore. A stretch without a restore, step or save,
+        if others have one, ended before its restore (or is still there).
         """
         if not self._restores:
             return []
@@ -150,9 +149,8 @@ class HostAccount:
                 yield (before[-1] if before else begin, start)
 
     def _beyond(self, step: int, start: float, moments: Sequence[tuple[float, int]]) -> Interval:
-        """The time of the completed steps after the one that a living rank still had at `start`:
-        rarely more than one. No save tells when they began, so they count as long as those before,
-        on average.
+        """The time of the completed steps, rarely more than one, after the one that a living rank
+        had at `start`. No save tells when they began: they count as those before, on average.
         """
         restored = [event.time for event in (*self._restored, *self._from_nothing)]
         since_restore = max((time for time in restored if time < start), default=-FOREVER)

@@ -11,20 +11,14 @@ FOREVER = float("inf")
 
 
 class Stretch(Record):
-    """One iteration on one host: the time in which all its active ranks were in the function.
-
-    Attributes:
-        size: the share of ranks that were active, of the largest number so far.
-        hung_from: the last progress of hung ranks; infinity if no rank hung.
-        host_lost: whether all ranks of the host were lost at its end.
-        call, iteration: those of the function; without `Wrapper`, the number of the round.
-    """
+    """One iteration on one host: the time in which all its active ranks were in the function."""
 
     start: float
     end: float
-    size: float = 1.0
-    hung_from: float = FOREVER
-    host_lost: bool = False
+    size: float = 1.0  # the share of ranks that were active, of the largest number so far
+    hung_from: float = FOREVER  # the last progress of hung ranks; infinity if no rank hung
+    host_lost: bool = False  # whether all ranks of the host were lost at its end
+    # those of the function; without `Wrapper`, the number of the round
     call: int = 0
     iteration: int = 0
 

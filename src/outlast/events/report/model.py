@@ -10,7 +10,7 @@ from dataclasses import field
 
 from outlast.events.event import Record
 
-SCHEMA = 1
+SCHEMA = 2
 """The version of the JSON report: raised when a field is removed or changes its meaning."""
 
 
@@ -121,11 +121,13 @@ class RestartParts(Record):
 
 class Recovery(RestartParts):
     """What one host spent a restart on, from the last progress before it (`hang`) to the end of the
-    restore; `total` is the sum. Unlike in `Phases`, no time is in it twice.
+    restore; `total` is the sum. Unlike in `Phases`, no time is in it twice. `setup` is what the
+    function does before the last rank begins its `restore`.
     """
 
     host: str
     hang: float
+    setup: float
     restore: float
     total: float
 
@@ -206,9 +208,8 @@ class TimeOutside(RestartParts):
 
 
 class LostTime(Record):
-    """The wall time of a host that advanced nothing, in seconds, by its first reason (see
-    `goodput.py`). `replacements` and `restart_parts` are parts of `restart`; all others add
-    up.
+    """The lost wall time of a host, in seconds, by its first reason (see `goodput.py`).
+    `replacements` and `restart_parts` are parts of `restart`; all others add up.
     """
 
     restart: float
@@ -236,9 +237,7 @@ class HostTime(Record):
 
 
 class Distribution(Record):
-    """Durations in seconds; percentiles by nearest rank, so each is one that was measured. `p99` is
-    `None` for fewer than 20 values.
-    """
+    """Durations in seconds; percentiles by nearest rank: measured ones. `p99` needs 20 values."""
 
     count: int
     p50: float

@@ -17,21 +17,11 @@ from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from typing import Any
 
+from outlast.events.report import sentences
 from outlast.events.report.builder import distribution
 from outlast.events.report.model import Restart, Span
 from outlast.events.report.report import CauseCount, Lane, Mark, Report, Save
-from outlast.events.report.sentences import (
-    PARTS,
-    cause_text,
-    describe,
-    describe_goodput,
-    headline_host,
-    one_line,
-    parts_of,
-    plural,
-    printable,
-    share,
-)
+from outlast.events.report.sentences import PARTS, describe, plural, printable
 from outlast.system.units import duration_text, size_text
 
 _BARS, _RESTARTS, _SAVES, _TRACEBACK = 40, 100, 150, 2000
@@ -62,7 +52,7 @@ def render_html(report: Report, *, title: str = "", started: str = "") -> str:
     )
     environment.filters |= {
         **{"duration": duration_text, "size": size_text, "share": _share, "percent": _percent},
-        **{"clock": _clock, "plural": plural, "places": _places, "line": one_line},
+        **{"clock": _clock, "plural": plural, "places": _places, "line": sentences.one_line},
     }
     numbered = list(enumerate(report.restarts, start=1))
     shown_restarts = _longest(numbered, _RESTARTS)
@@ -77,9 +67,9 @@ def render_html(report: Report, *, title: str = "", started: str = "") -> str:
         policy=f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
         "base-uri 'none'; form-action 'none'",
         describe=describe,
-        goodput=describe_goodput(report),
-        host=headline_host(report),
-        parts_of=parts_of,
+        goodput=sentences.describe_goodput(report),
+        host=sentences.headline_host(report),
+        parts_of=sentences.parts_of,
         parts=PARTS,
         part_names={name: words for name, (words, _) in PARTS.items()},
         faults=[(count, _faults(count, dict(shown_restarts), report)) for count in report.causes],
@@ -88,7 +78,7 @@ def render_html(report: Report, *, title: str = "", started: str = "") -> str:
         zooms=_ZOOMS,
         recoveries=_longest(known, _BARS),
         recoveries_left_out=_left_out(_longest(known, _BARS), known, "restart"),
-        cause_text=cause_text,
+        cause_text=sentences.cause_text,
         save_times=_save_times([save for save in saves if not save.cause]),
         save_bars=_save_bars(saves),
     )
@@ -102,12 +92,12 @@ def _faults(count: CauseCount, shown: dict[int, Restart], report: Report) -> lis
         total = restart.phases.total
         took = "" if total is None else f" · {duration_text(total)}"
         (title,) = describe("title", number, restart, report)
-        sentences = [f"{title.partition('. ')[2]}.", *describe("restart", restart, report)]
+        told = [f"{title.partition('. ')[2]}.", *describe("restart", restart, report)]
         fault = {
-            "name": f"{number}. {cause_text(restart)}",
+            "name": f"{number}. {sentences.cause_text(restart)}",
             "took": took if restart.resumed else " · ended the job",
             "restart": restart,
-            "sentences": " ".join(sentences),
+            "sentences": " ".join(told),
             "traceback": (restart.cause.traceback if restart.cause else "")[-_TRACEBACK:].strip(),
         }
         found.append(fault)
@@ -229,9 +219,7 @@ def thin_spans(spans: Sequence[Span], limit: int, end: float) -> list[tuple[Span
 
 
 def thin_marks(marks: Sequence[Mark], limit: int, end: float) -> list[tuple[Mark, int]]:
-    """At most `limit` marks for each kind: of those in the same cell the first, and how many more
-    there are.
-    """
+    """At most `limit` marks of each kind: the first of each cell, and how many more there are."""
     if len(marks) <= limit:
         return [(mark, 0) for mark in marks]
     groups: dict[tuple[str, int], list[Mark]] = defaultdict(list)
@@ -273,7 +261,7 @@ def _percent(part: float) -> str:
 
 
 def _share(part: float) -> str:
-    return share(part) if part >= 0.00005 else "< 0.01 %"
+    return sentences.share(part) if part >= 0.00005 else "< 0.01 %"
 
 
 def _places(counts: Iterable[tuple[str, int]]) -> str:

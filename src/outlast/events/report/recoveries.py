@@ -42,11 +42,8 @@ _TIMED: dict[type[Event], str] = {
 def rank_recovery(
     place: ev.Assigned | ev.Entered, lane: int, events: Sequence[Event]
 ) -> RankRecovery:
-    """The recovery of one rank.
-
-    Args:
-        place: its rank in the iteration that ended; `lane`: the rank of its lane.
-        events: those of its process from the end of the iteration to its next entry.
+    """The recovery of one rank, from its place in the iteration that ended, and its lane. `events`
+    are those of its process from the end of that iteration to its next entry.
     """
     start = seen = end = left = None
     spans: list[Span] = []
@@ -102,31 +99,23 @@ def measure(ranks: Sequence[RankRecovery], fault: ev.Fault | None) -> Phases:
 
 
 class Gap(Record):
-    """The time between two stretches on one host; `after` is the position of the second.
-
-    Attributes:
-        parts: when each of `PARTS` was.
-    """
+    """The time between two stretches on one host; `after` is the position of the second."""
 
     before: Stretch
     after: int
-    parts: dict[str, list[Interval]]
+    parts: dict[str, list[Interval]]  # when each of `PARTS` was
 
-    def recovery(self, host: str, restore: float) -> Recovery:
-        """What the host spent the restart on; `restore` is the time from the entry."""
+    def recovery(self, host: str, setup: float, restore: float) -> Recovery:
+        """What the host spent the restart on, with the times of the function up to its restore."""
         # Hung ranks made no progress before the stretch ended, if they had made any in it.
         hang = max(0.0, iv.length([self.before.hang]))
         parts = {name: iv.length(intervals) for name, intervals in self.parts.items()}
-        total = hang + sum(parts.values()) + restore
-        return Recovery(host=host, hang=hang, **parts, restore=restore, total=total)
+        total = hang + sum(parts.values()) + setup + restore
+        return Recovery(host=host, hang=hang, **parts, setup=setup, restore=restore, total=total)
 
 
 def gaps_of(stretches: Sequence[Stretch], events: Sequence[Event]) -> list[Gap]:
-    """The gaps between the stretches of one host that belong to one call of the function.
-
-    Args:
-        events: `GAP_EVENTS` of the host, ordered by time.
-    """
+    """The gaps between the stretches of one host in one call; `events` are its `GAP_EVENTS`."""
     times = [event.time for event in events]
     found = []
     for number, (before, after) in enumerate(itertools.pairwise(stretches), start=1):

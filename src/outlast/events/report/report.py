@@ -17,9 +17,7 @@ from outlast.events.report.model import (
 
 
 class Stop(Record):
-    """A request to end the whole job, which it obeyed: who asked, and how each process ended (by
-    launcher rank, if the launcher recorded it).
-    """
+    """A request to end the job: who asked, and how each process ended, by launcher rank."""
 
     reason: str
     host: str
@@ -89,6 +87,15 @@ class Straggler(Record):
     at: float
 
 
+class StepCpu(Record):
+    """The CPU time of a rank's training thread for its `steps`: no waits, no work of a device."""
+
+    rank: int
+    host: str
+    steps: int
+    seconds: float
+
+
 class Skip(Record):
     """Batches that were left out: see `outlast.events.types.BatchesSkipped`."""
 
@@ -100,9 +107,7 @@ class Skip(Record):
 
 
 class Save(Record):
-    """One save: `at` is when `save` was called; `seconds` until the commit or the failure, whose
-    `cause` is empty if it was committed.
-    """
+    """One save, called `at`; `seconds` until its commit, or its failure, which has a `cause`."""
 
     step: int
     host: str
@@ -213,6 +218,8 @@ class Report(Record):
         completed: number of members that completed the last call.
         notes: number of notes of each name.
         torn_logs: files whose last line was left incomplete by a dying process.
+        dropped_bytes: of events, in the middle of logs that are bounded in size.
+        last_lines: those of the launcher of a job that has failed.
         saves: the checkpoints; `None` if there are no checkpoint events.
         recovery: percentiles over the restarts of each part of `Recovery`, and of `Phases.total`
             as `back`; parts that no restart had are left out.
@@ -226,6 +233,7 @@ class Report(Record):
         timeline: what each rank did when, by host.
         mismatches, stragglers: faults that raised no error.
         skips: the batches that were left out after values that were not finite.
+        step_cpu: of each rank, the most first.
     """
 
     schema: int = SCHEMA
@@ -252,6 +260,8 @@ class Report(Record):
     monitors_restarted: int
     notes: dict[str, int]
     torn_logs: tuple[str, ...]
+    dropped_bytes: int = 0
+    last_lines: str = ""
     saves: Saves | None
     hosts_lost: tuple[HostLoss, ...]
     recovery: dict[str, Distribution] = field(default_factory=dict)
@@ -265,3 +275,4 @@ class Report(Record):
     mismatches: tuple[Mismatch, ...]
     stragglers: tuple[Straggler, ...]
     skips: tuple[Skip, ...]
+    step_cpu: tuple[StepCpu, ...] = ()

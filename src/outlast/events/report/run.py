@@ -29,33 +29,21 @@ R = TypeVar("R")
 
 
 class Run:
-    """The events of a run, indexed.
-
-    Args:
-        events: those of one process in the order in which it wrote them.
-
-    Attributes:
-        events: all of them, by the clock of each host.
-        ends: the last event of each host.
-        calls: those of each call of a wrapped function; at least one list.
-        exits: how each process of a launcher ended, in words.
-        launcher_ranks: the rank of each process in the launcher's messages.
-        lanes: the rank by which a process is known: that, or else its first one.
-        stops: when each host was first told to stop.
-        torn: the logs with a torn last line.
-    """
+    """The events of a run, indexed: those of one process are given in the order of its log."""
 
     def __init__(self, events: Iterable[Event]) -> None:
-        self.torn: list[str] = []
-        self.exits: dict[Process, str] = {}
+        self.torn: list[str] = []  # the logs with a torn last line
+        self.exits: dict[Process, str] = {}  # how each process of a launcher ended, in words
+        # the rank of each process in the launcher's messages
         self.launcher_ranks: dict[Process, int] = {}
+        # the rank by which a process is known: that, or else its first one
         self.lanes: dict[Process, int] = {}
-        self.stops: dict[str, float] = {}
-        self.ends: dict[str, float] = {}
+        self.stops: dict[str, float] = {}  # when each host was first told to stop
+        self.ends: dict[str, float] = {}  # the last event of each host
         self._kinds: dict[tuple[type[Event], str | None], list[Any]] = defaultdict(list)
         processes: dict[Process, list[Event]] = defaultdict(list)
         ranks: set[Process] = set()
-        self.events = self._by_clock(events)
+        self.events = self._by_clock(events)  # all of them, by the clock of each host
         for event in self.events:
             process = event.host, event.pid
             self._kinds[type(event), None].append(event)
@@ -72,6 +60,7 @@ class Run:
             elif isinstance(event, ev.StopRequested):
                 self.stops.setdefault(event.host, event.time)
         self.lanes |= self.launcher_ranks
+        # those of each call of a wrapped function; at least one list
         self.calls = _calls(processes, ranks)
 
     def all(self, *kinds: type[E], host: str | None = None) -> list[E]:

@@ -1,6 +1,4 @@
-"""The words of the report, for all views: causes, the parts of the wall time, lists, sentences,
-of which `sentences.jinja` has the texts.
-"""
+"""The words of the report, for all views; `sentences.jinja` has the texts."""
 
 from __future__ import annotations
 
@@ -118,9 +116,7 @@ _NAMED = 4
 
 
 def describe(about: str, *subjects: object) -> list[str]:
-    """The sentences about a subject: `restart`, `goodput` and so on, a macro of the template with
-    its arguments.
-    """
+    """The sentences about a subject, such as `goodput`: a macro of the template, with arguments."""
     text: str = getattr(_template(), about)(*subjects)
     return [printable(line) for line in text.split("\n") if line]
 

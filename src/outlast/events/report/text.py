@@ -23,19 +23,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from outlast.events.report import sentences
 from outlast.events.report.builder import build
 from outlast.events.report.model import PHASE_FIELDS, HostTime, Party, RankRecovery, Restart, Span
 from outlast.events.report.report import HostTimeline, Lane, Report
-from outlast.events.report.sentences import (
-    PARTS,
-    cause_text,
-    describe,
-    describe_goodput,
-    one_line,
-    parts_of,
-    plural,
-    share,
-)
+from outlast.events.report.sentences import PARTS, describe, one_line, plural, share
 from outlast.events.run_folders import load
 from outlast.system.units import duration_text
 
@@ -55,11 +47,7 @@ def to_json(report: Report) -> str:
 
 
 def render(directory: str | os.PathLike[str], console: Console) -> None:
-    """Reads the logs of the newest run in `directory` and prints their report.
-
-    Raises:
-        EventLogError: see `load`.
-    """
+    """Reads the logs of the newest run in `directory` and prints their report."""
     render_report(build(load(directory)), console)
 
 
@@ -70,7 +58,7 @@ def render_report(report: Report, console: Console) -> None:
     console.print(Text(_ONLY_CHECKPOINTS) if report.source == "checkpoints" else _summary(report))
     if report.source == "launcher":
         console.print(Text("As the launcher saw it: the script does not use outlast.inprocess."))
-    if goodput := describe_goodput(report):
+    if goodput := sentences.describe_goodput(report):
         console.print(Text(goodput))
     if report.restarts:
         console.print()
@@ -91,6 +79,9 @@ def render_report(report: Report, console: Console) -> None:
             console.print(_time_table(host, report))
     for sentence in describe("ending", report):
         console.print(Text(sentence))
+    if report.last_lines:
+        console.print(Text("Last lines of the launcher:"))
+        console.print(Padding(Text(sentences.printable(report.last_lines)), (0, 0, 0, 2)))
 
 
 def _summary(report: Report) -> Text:
@@ -116,7 +107,7 @@ def _restart_table(restarts: Iterable[Restart]) -> Table:
         table.add_row(
             str(number),
             f"{restart.at:.3f} s",
-            Text(cause_text(restart)),
+            Text(sentences.cause_text(restart)),
             _ranks(restart.lost),
             _ranks(restart.joined),
             f"{restart.world_size_before} → {restart.world_size_after or '-'}",
@@ -142,7 +133,7 @@ def _time_table(host: HostTime, report: Report) -> Table:
     table.add_column(no_wrap=True)
     for _ in ("time", "share"):
         table.add_column(justify="right", no_wrap=True)
-    rows = {PARTS[name][0]: seconds for name, seconds in parts_of(host).items()}
+    rows = {PARTS[name][0]: seconds for name, seconds in sentences.parts_of(host).items()}
     first = "start" if report.source == "launcher" else "entry"
     rows[f"total, from the first {first} to the end"] = host.wall_seconds
     for name, seconds in rows.items():
@@ -222,9 +213,7 @@ def _host(host: HostTimeline, number: int, report: Report) -> Iterator[Event]:
 
 
 def _inside(lane: Lane, recoveries: list[RankRecovery]) -> Iterator[Span]:
-    """The phases within the spans in which the lane was restarting, one after another: slices of
-    one thread must not overlap by halves.
-    """
+    """The phases within a lane's restarts, one after another: slices must not overlap by halves."""
     phases = deque(sorted((p for each in recoveries for p in each.phases), key=lambda p: p.start))
     for span in lane.spans:
         begin = span.start

@@ -43,11 +43,9 @@ class Track:
             self.state, self.since = state, time
 
     def mark(self, kind: str, at: float, text: str) -> None:
-        """Marks a moment."""
         self.marks.append(Mark(kind=kind, at=at, text=one_line(text)))
 
     def lane(self, name: str, rank: int = -1) -> Lane:
-        """The lane, with its marks in order."""
         marks = sorted(self.marks, key=lambda mark: mark.at)
         spans = sorted(self.spans, key=lambda span: span.start)
         return Lane(name=name, rank=rank, spans=tuple(spans), marks=tuple(marks))
@@ -85,9 +83,7 @@ def timeline_of(
 
 
 def _tracks(run: Run, wrapped: bool, restarts: Iterable[Restart]) -> dict[tuple[str, int], Track]:
-    """The lanes of all ranks, by host and rank. Without `Wrapper`, a process trains from its start
-    to its end.
-    """
+    """The lanes of all ranks, by host and rank; without `Wrapper`, a process trains throughout."""
     members = {e.member: (e.host, e.pid) for e in run.all(ev.Assigned, ev.Entered)}
     tracks: dict[tuple[str, int], Track] = {}
     for event in run.events:

@@ -22,10 +22,10 @@ from outlast.errors import (
     RankExcluded,
     RankShouldRestart,
     RestartAbort,
+    StoreError,
 )
-from outlast.system.error_text import message
-from outlast.system.tracebacks import chain
-from outlast.system.user_frames import is_installed, is_own
+from outlast.system.error_text import chain, message
+from outlast.system.user_frames import in_standard_library, is_installed, is_own
 
 log = logging.getLogger("outlast.inprocess")
 
@@ -34,9 +34,7 @@ _RAISE = dis.opmap["RAISE_VARARGS"]
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether `error`, or an exception that it was raised from, looks like a broken connection, or
-    is the error of another rank.
-    """
+    """Whether `error`, or a cause of it, looks like a broken connection or another rank's error."""
     for seen in chain(error):
         if isinstance(seen, OutlastError) and seen.of_another_rank:
             return True
@@ -50,9 +48,8 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether `error` is the interrupt, or an exception raised while handling the interrupt: user
-    code may wrap it, or fail in its cleanup. Exceptions that end the process, such as SystemExit,
-    do not count.
+    """Whether `error` is the interrupt, or was raised while handling it: user code may wrap it, or
+    fail in its cleanup. Exceptions that end the process, such as SystemExit, do not count.
     """
     if isinstance(error, Exception):
         return any(isinstance(seen, RankShouldRestart) for seen in chain(error))
@@ -60,23 +57,33 @@ def is_interrupt(error: BaseException) -> bool:
 
 
 def overtaken(error: BaseException, handled: BaseException | None) -> Exception | None:
-    """The exception that was on its way out of the function when the interrupt `error` was raised;
-    not one that was `handled` outside when the function was called, and not an echo.
+    """The exception that was on its way out of the function, or was handled in it, when the restart
+    ended it by `error`: by the interrupt, or by the end of a collective. Not one that was `handled`
+    outside when the function was called, not an echo, and none that was raised because of these.
 
     Example: a rank fails, and destroys its process group in a `finally`. The others see a closed
     connection, and their restart interrupts the `finally`. An exception that an `except` handles
     for good looks the same to Python, so this one may be harmless.
     """
-    interrupted = False
     before = set() if handled is None else {id(seen) for seen in chain(handled)}
     for seen in chain(error):
-        if id(seen) in before:
-            return None
-        if isinstance(seen, RankShouldRestart):
-            interrupted = True
-        elif interrupted and isinstance(seen, Exception) and not is_interrupt(seen):
-            return None if is_consequence(seen) else seen
+        below = seen is not error and id(seen) not in before and not _is_inner(seen)
+        if below and isinstance(seen, Exception) and not _is_of_restart(seen):
+            return seen
     return None
+
+
+def _is_inner(error: BaseException) -> bool:
+    """Whether this package or Python's library has caught it, such as the end of a connection that
+    becomes a `StoreError`: the first frame of a traceback is the one that has caught it.
+    """
+    caught = error.__traceback__ and error.__traceback__.tb_frame
+    return caught is not None and (is_own(caught) or in_standard_library(caught))
+
+
+def _is_of_restart(error: BaseException) -> bool:
+    # The abort ends the connection to a store in which a rank waits for the others.
+    return is_interrupt(error) or is_consequence(error) or isinstance(error, StoreError)
 
 
 def ending_in(error: BaseException) -> BaseException:
@@ -110,9 +117,7 @@ def advice(error: BaseException) -> str:
 
 
 def is_mistake(error: BaseException) -> bool:
-    """Whether a mistake in the user's program raises such an exception. `OutlastError` says by
-    itself whether it is permanent.
-    """
+    """Whether a mistake in the user's program raises this. An `OutlastError` says so by itself."""
     return isinstance(error, MISTAKES) and not isinstance(error, OutlastError)
 
 
@@ -133,9 +138,7 @@ def is_misuse(error: BaseException) -> bool:
 
 
 def user_region(function: Callable[[], Any]) -> Any:
-    """A frame on the user's side of the boundary to this package: if `function` is written in C,
-    this is the innermost Python frame while it runs.
-    """
+    """A frame on the user's side: the innermost one in Python while a `function` in C runs."""
     return function()
 
 

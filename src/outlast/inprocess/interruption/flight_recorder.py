@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from outlast.system.units import listed
+
 _NAMED = 3
 _TYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64"}
 _TYPES |= {"Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8"}
@@ -78,5 +80,4 @@ def _call(entry: dict[str, Any]) -> str:
     operation = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
     tensors = zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
     shapes = [f"{_TYPES.get(kind, kind.lower())} {list(size)}" for kind, size in tensors]
-    more = f" and {len(shapes) - _NAMED} more" if len(shapes) > _NAMED else ""
-    return f"{operation} of {', '.join(shapes[:_NAMED])}{more}" if shapes else operation
+    return f"{operation} of {listed(shapes, _NAMED)}" if shapes else operation

@@ -149,17 +149,11 @@ def _is_pair(memory: int, address: int) -> bool:
 
 def _read(path: str) -> bytes:
     """A file of `/proc`; empty if what it describes is gone, or the system does not show it."""
-    content = b""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            while part := os.read(descriptor, 1 << 16):
-                content += part
-        finally:
-            os.close(descriptor)
+        with open(path, "rb", buffering=0) as file:
+            return file.read()
     except OSError:
         return b""
-    return content
 
 
 def _word(memory: int, address: int) -> int:
@@ -167,14 +161,17 @@ def _word(memory: int, address: int) -> int:
 
 
 class GlooAbort:
-    """Shuts down gloo's connections, except sockets whose inodes are in `keep`, and wakes threads
-    that gloo leaves waiting without a connection.
-    """
+    """Shuts down gloo's connections, except inodes in `keep`; wakes threads left without one."""
 
     def __init__(self, keep: Collection[int] = ()) -> None:
         self._keep = keep
         self._since: dict[_Wait, float] = {}
         self._settled_at = 0.0
+
+    @property
+    def waits(self) -> bool:
+        """Whether the last check saw a thread in gloo, woken or not."""
+        return bool(self._since)
 
     def shut_down(self) -> frozenset[int]:
         """Shuts down all connections between gloo's pairs; returns their inodes."""
@@ -186,10 +183,8 @@ class GlooAbort:
 
     def wake_blocked(self, *, settled: bool) -> int:
         """Checks once, and wakes every thread that nothing else will wake; returns their number.
-        Must be called repeatedly.
-
-        Args:
-            settled: whether the latest `shut_down()` found no connection.
+        Must be called repeatedly, twice without a signal to the thread in between. `settled`: the
+        latest `shut_down()` found no connection.
         """
         now, woken = time.monotonic(), 0
         self._since = {wait: self._since.get(wait, now) for wait in _waits()}
@@ -197,7 +192,8 @@ class GlooAbort:
         for wait, since in self._since.items():
             quiet = settled and now - max(since, self._settled_at) >= SETTLED_PATIENCE_S
             if (quiet or now - since >= PATIENCE_S) and wait in _waits():
-                woken += _wake(wait[2], wait[3])
+                _wake(wait[2], wait[3])
+                woken += 1
         return woken
 
 
@@ -301,24 +297,21 @@ def _library() -> tuple[int, int]:
     return (min(bounds), max(bounds)) if bounds else (0, 0)
 
 
-def _wake(name: bytes, address: int) -> bool:
+def _wake(name: bytes, address: int) -> None:
     if name == _BUFFER:
         for call in (_function(_ABORTS_SEND), _function(_ABORTS_RECV)):
             call(ctypes.c_void_p(address))
-        return True
+        return
     signal = _function(_SIGNALS)
     text = ctypes.create_string_buffer(bytes(16) + _TEXT, 32)
     words = ctypes.cast(text, ctypes.POINTER(ctypes.c_size_t))
     words[0], words[1] = ctypes.addressof(text) + 16, len(_TEXT)
     result = ctypes.c_void_p()  # a std::exception_ptr, which is not needed
     signal(ctypes.byref(result), ctypes.c_void_p(address), text)
-    return True
 
 
 def _has_type(name: bytes) -> bool:
-    """Whether the name of a type is found, through the layout that `type_name` expects, from an
-    object of this type: one that consists of its vtable pointer only.
-    """
+    """Whether `type_name` finds this name from an object that is only the type's vtable pointer."""
     library = _torch_library()
     try:
         vtable = ctypes.c_char.in_dll(library, f"_ZTV{name.decode()}")  # type: ignore[arg-type]

@@ -20,6 +20,8 @@ Where may the interrupt be raised? In user code only.
   when the function's thread enters a shield or leaves the function, it waits until no request is
   being made (`_busy`), and lets any request already made be raised before it continues.
 
+In user code, it waits where it would do harm: see `deferral`.
+
 User code may swallow the interrupt (`except BaseException`). Therefore the requester repeats it
 until the thread has left the function, and logs where it was swallowed.
 """
@@ -34,10 +36,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, FrameType
 from typing import Any
 
 from outlast.errors import RankShouldRestart
+from outlast.inprocess.interruption.deferral import FINALIZER, SET_SIGNAL, Deferral, ask_again
 from outlast.inprocess.interruption.error_kinds import USER_REGION, ending_in, user_region
 from outlast.inprocess.interruption.release import QuietHooks
 from outlast.inprocess.monitor.shared_page import Blocked
@@ -65,16 +68,10 @@ _WAITING = (
 
 _DEBUGGERS = ("bdb", "pdb")
 _COMPILING = ("torch._dynamo", "torch._inductor", "triton")
-_FINALIZER = "__del__"
-_FINALIZER_S = 1.0
 
 
 class Interrupter:
-    """Interrupts the thread that created this object, while it is in `run()`.
-
-    Attributes:
-        landed: the number of interrupts that have been raised.
-    """
+    """Interrupts its creator's thread while that is in `run()`. `landed`: how many were raised."""
 
     def __init__(self) -> None:
         self.ident, self.native_id = threading.get_ident(), threading.get_native_id()
@@ -82,16 +79,14 @@ class Interrupter:
         self.landed = 0
         self._shields = 0
         self._inside = self._wanted = self._busy = self._installed = False
-        self._wanted_at = 0.0
+        self._deferral = Deferral()
         self._previous: Any = None
         self._hooks = QuietHooks()
 
     # -- in the function's thread --------------------------------------------------------------
 
     def install(self) -> None:
-        """Installs the hooks, and if this is the main thread and the signal has no handler, the
-        signal handler.
-        """
+        """Installs the hooks, and in the main thread the signal handler, unless there is one."""
         self._hooks.install()
         if threading.current_thread() is not threading.main_thread():
             return
@@ -151,14 +146,14 @@ class Interrupter:
         return self._installed and signal.getsignal(INTERRUPT_SIGNAL) == self._handle
 
     def request(self) -> str:
-        """Interrupts the thread; returns the method: `signal`, `async`, or `none` if the thread is
-        not in user code at the moment.
-        """
+        """Interrupts the thread; returns how: `signal`, `async`, or `none` outside of user code."""
         if not self._inside:
             return "none"
         if not self._wanted:
-            self._wanted, self._wanted_at = True, time.monotonic()
+            self._deferral.begin()
+            self._wanted = True
         if self.by_signal:
+            self._deferral.requested()
             signal.pthread_kill(self.ident, INTERRUPT_SIGNAL)
             return "signal"
         self._busy = True
@@ -167,8 +162,9 @@ class Interrupter:
             # shield without waiting for this request.
             if self._shields or not self._still_inside():
                 return "none"
-            if self._must_wait(sys._current_frames().get(self.ident)):
+            if self._deferral.must_wait(self._frames(), in_handler=False):
                 return "none"
+            self._deferral.begin()
             _set_async_exc(self.ident, RankShouldRestart)
             self.landed += 1
             return "async"
@@ -178,43 +174,43 @@ class Interrupter:
     def _still_inside(self) -> bool:
         return self._inside
 
+    @property
+    def deferred(self) -> bool:
+        """Whether the last request has found the thread where the interrupt waits."""
+        return self._deferral.waiting
+
+    def _frames(self) -> list[FrameType]:
+        return list(_stack(sys._current_frames().get(self.ident)))
+
     def where(self) -> str:
-        """The thread's stack frames, innermost first, as `file:line function`, without those of
-        this package.
-        """
-        stack = _stack(sys._current_frames().get(self.ident))
-        return places_of((frame, frame.f_lineno) for frame in stack)
+        """The thread's frames outside this package, innermost first: `file:line function`."""
+        return places_of((frame, frame.f_lineno) for frame in self._frames())
 
     def user_place(self) -> str:
         return user_place_of(sys._current_frames().get(self.ident))
 
     def in_debugger(self) -> bool:
-        stack = _stack(sys._current_frames().get(self.ident))
-        return any(_is_in(frame, _DEBUGGERS) for frame in stack)
+        return any(_is_in(frame, _DEBUGGERS) for frame in self._frames())
 
     def cleans_up(self) -> bool:
-        """Whether the thread, which an exception leaves, is in code that the user does not see: a
-        finalizer, or this package's own clean-up.
-        """
+        """Whether the thread, left by an exception, is in a finalizer or in our own clean-up."""
         frame = sys._current_frames().get(self.ident)
-        return in_own_code(frame) or any(f.f_code.co_name == _FINALIZER for f in _stack(frame))
+        return in_own_code(frame) or any(f.f_code.co_name == FINALIZER for f in _stack(frame))
 
     def waits_for_others(self) -> bool:
         """Whether the innermost Python frame of the thread is where torch waits for other ranks, or
         outside Python's library is one of this package, which waits for nothing else for long.
         """
-        innermost = frame = sys._current_frames().get(self.ident)
-        while frame is not None and in_standard_library(frame):
-            frame = frame.f_back
-        return _waits(innermost) or (frame is not None and is_own(frame, but=_OF_USERS))
+        innermost = sys._current_frames().get(self.ident)
+        frame = _outside_library(innermost)
+        return waits(innermost) or (frame is not None and is_own(frame, but=_OF_USERS))
 
     def blocked_in(self) -> Blocked:
         """Where the thread is, which runs no Python code at the moment."""
-        innermost = frame = sys._current_frames().get(self.ident)
-        while frame is not None and in_standard_library(frame):
-            frame = frame.f_back
-        if _waits(frame):
-            return Blocked.WAITS
+        innermost = sys._current_frames().get(self.ident)
+        frame = _outside_library(innermost)
+        if waits(frame):
+            return Blocked.COLLECTIVE if _is_in(frame, _WAITING[:1]) else Blocked.WAITS
         if frame is None or is_own(frame):  # this package waits for others, or copies state
             return Blocked.UNKNOWN
         if frame is not innermost or self._sleeps():
@@ -234,24 +230,17 @@ class Interrupter:
         at_boundary = frame is not None and frame.f_code is _BOUNDARY
         if at_boundary or not self._wanted or not self._inside or self._shields:
             return
-        if not self._must_wait(frame):
+        if os.getpid() != self._pid:  # a child that `multiprocessing` has forked just now
+            return
+        frames = list(_stack(frame))
+        if any(each.f_code is _HANDLER for each in frames):
+            return  # a second signal in the handler, which decides for its own frame
+        if not self._deferral.must_wait(frames, in_handler=True):
+            self._deferral.begin()
             self.landed += 1
             raise RankShouldRestart("another rank failed, or the job changes its size")
-
-    def _must_wait(self, frame: FrameType | None) -> bool:
-        """Whether the interrupt would do harm, or be lost, where the thread is. The request is
-        repeated, so the interrupt follows.
-        """
-        for each in _stack(frame):
-            # It would leave half-initialized modules: Python removes the module, but not its
-            # submodules, and many packages, such as torch, cannot be imported twice.
-            if each.f_code.co_filename == "<frozen importlib._bootstrap>":
-                return True
-            # Python drops what a finalizer raises, such as that of a data loader, which ends its
-            # workers. One that does not end in time is interrupted: it may block.
-            if each.f_code.co_name == _FINALIZER:
-                return time.monotonic() - self._wanted_at < _FINALIZER_S
-        return False
+        if self._deferral.must_ask_again():
+            ask_again(SET_SIGNAL, signum)  # the last call
 
     def _let_requests_land(self) -> None:
         # In a forked child, no other thread exists to clear `_busy`.
@@ -267,12 +256,19 @@ def _stack(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def _outside_library(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and in_standard_library(frame):
+        frame = frame.f_back
+    return frame
+
+
 def _is_in(frame: FrameType | None, packages: tuple[str, ...]) -> bool:
     name = "" if frame is None else str(frame.f_globals.get("__name__", ""))
     return any(f"{name}.".startswith(f"{package}.") for package in packages)
 
 
-def _waits(frame: FrameType | None) -> bool:
+def waits(frame: FrameType | None) -> bool:
+    """Whether it is a frame of torch in which a rank waits for other ranks."""
     accelerator = devices.current()
     own = () if accelerator is None else (accelerator.module.__name__,)  # such as torch.xpu
     return _is_in(frame, (*_WAITING, *own))
@@ -291,6 +287,7 @@ def places_of(stack: Iterable[tuple[FrameType, int]]) -> str:
 _OF_USERS = ("chaos", "campaign")
 """Planned faults, and the training that they disturb, are as the user's code."""
 _BOUNDARY: CodeType = Interrupter.run.__code__
+_HANDLER: CodeType = Interrupter._handle.__code__
 
 
 class AtomicSection:
@@ -318,12 +315,7 @@ class AtomicSection:
             self.interrupter.unshield()
             raise RankShouldRestart("a restart has begun: atomic() is not entered")
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._changed:
             self._depth = max(0, self._depth - 1)  # a generator may outlive its iteration
             self._changed.notify_all()
@@ -349,9 +341,7 @@ class AtomicSection:
         raise RankShouldRestart("a restart has begun")
 
     def function_left(self) -> None:
-        """Call when the function has been left. A section that it still holds, in a generator that
-        lives on, does not delay the restart.
-        """
+        """Call when the function has been left: a section held by a generator delays no restart."""
         with self._changed:
             self._depth = 0
             self._changed.notify_all()

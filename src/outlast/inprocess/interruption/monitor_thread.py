@@ -23,17 +23,21 @@ import torch.distributed as dist
 
 from outlast.coordination.membership import COMPLETED
 from outlast.coordination.stores.store import KeyTimeout
+from outlast.coordination.training_step import loop
 from outlast.events.emitter import Emitter
 from outlast.events.event import Event
 from outlast.events.types import AbortDone, InterruptSent, InterruptSwallowed, Seen
 from outlast.inprocess.interruption.error_kinds import is_consequence
 from outlast.inprocess.interruption.flight_recorder import process_groups
 from outlast.inprocess.interruption.interrupter import AtomicSection, Interrupter, places_of
-from outlast.inprocess.monitor.shared_page import Activity, SharedPage
+from outlast.inprocess.monitor.shared_page import Activity, Blocked, SharedPage
 from outlast.inprocess.store import Connection
 from outlast.system.user_frames import user_place
 
 log = logging.getLogger("outlast.inprocess")
+
+_RETRY_S = 0.005
+"""The first pause before an interrupt is repeated."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,13 +53,15 @@ class StackSample:
     line: str  # the user's innermost line
     waits_for_others: bool  # in torch code where a rank waits, or in this package
     idle: float  # seconds since the last progress,
-    unpinged: float  # and since the last ping, step, or entry into the function
-    declared: bool  # it was in a declared long phase
+    unpinged: float  # and since the last ping, step, or entry into the function;
+    pause: float  # the longest time without progress since then that had ended
+    declared: bool  # it was in a declared long phase, and did not only wait for other ranks
     pings: int
     collectives: int
     groups: Mapping[str, str]  # the process groups: see `flight_recorder`, as for the times,
     since_ns: int  # of the iteration,
     until_ns: int  # and of this sample
+    loop: tuple[int, int, str]  # where the training loop is: `Loop.place`
 
 
 def sample_stack(
@@ -69,16 +75,24 @@ def sample_stack(
 
 
 def sample_of_error(
-    error: BaseException, page: SharedPage, now: float, since_ns: int
+    error: BaseException, page: SharedPage, now: float, watch: IterationWatch, least_hang: float
 ) -> StackSample | None:
-    """The same where the abort of another rank has ended a wait, before this rank was sampled. To
-    raise the error was no progress.
+    """The sample of `watch`, or the same where the abort of another rank has ended a wait before
+    this rank was sampled, or while a `finally` ran then. To raise the error, and to clean up after
+    it, was no progress: the pause before it, of `least_hang` seconds or more, counts.
     """
-    if not is_consequence(error):
-        return None
-    frames = reversed(list(traceback.walk_tb(error.__traceback__)))
-    sample = _sample((places_of(frames), user_place(error)), True, page, now, since_ns)
-    return dataclasses.replace(sample, idle=sample.unpinged)
+    sample = watch.sample
+    is_earlier = sample is None or sample.idle < least_hang <= sample.pause
+    if not is_earlier or not is_consequence(error):
+        return sample
+    where = places_of(reversed(list(traceback.walk_tb(error.__traceback__))))
+    place = where, user_place(error)
+    if sample is None:
+        sample = _sample(place, True, page, now, watch.since_ns)
+        return watch.sample or dataclasses.replace(sample, idle=sample.unpinged)
+    return dataclasses.replace(
+        sample, where=where, line=place[1], waits_for_others=True, idle=sample.pause
+    )
 
 
 def _sample(
@@ -91,19 +105,19 @@ def _sample(
         waits_for_others=waits,
         idle=now - page.progress,
         unpinged=now - page.pinged,
-        declared=page.long_limit != 0,
+        pause=page.pause_since_ping(),
+        declared=page.long_limit != 0 and not (page.waits or page.blocked == Blocked.COLLECTIVE),
         pings=page.pings,
         collectives=_collectives(),
         groups=process_groups(),
         since_ns=since_ns,
         until_ns=time.time_ns(),
+        loop=loop.place,
     )
 
 
 def _collectives() -> int:
-    """The number of collectives that this rank has started in the default group. Every rank takes
-    part in all of them, so a rank that has started fewer is behind.
-    """
+    """How many collectives of the default group this rank has started: fewer means behind."""
     if not dist.is_available():
         return -1
     group: Any = dist.distributed_c10d._world.default_pg
@@ -134,10 +148,7 @@ class IterationWatch:
 
 
 class MonitorThread:
-    """The thread. It ends in-flight work by `abort(False)`, and by `abort(True)` for each
-    repetition until the function has been left, since new work may have started.
-    `retry` is the pause before an interrupt is repeated, in seconds.
-    """
+    """Ends in-flight work by `abort(False)`, and work that has started since by `abort(True)`."""
 
     def __init__(
         self,
@@ -147,11 +158,10 @@ class MonitorThread:
         page: SharedPage,
         abort: Callable[[bool], None],
         emitter: Emitter,
-        retry: float = 0.005,
     ) -> None:
         self._connection = connection
         self._atomic_section, self._interrupter, self._page = atomic_section, interrupter, page
-        self._abort, self._emitter, self._retry = abort, emitter, retry
+        self._abort, self._emitter = abort, emitter
         self._watches: queue.SimpleQueue[tuple[str, IterationWatch] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="outlast-monitor", daemon=True)
         self._thread.start()
@@ -161,9 +171,7 @@ class MonitorThread:
         return self._thread.native_id or 0
 
     def watch_iteration(self, key: str, *, left: bool = False) -> IterationWatch:
-        """Starts watching the iteration whose end is announced under `key`; with `left`, this rank
-        does not enter its function.
-        """
+        """Watches for the end of the iteration, under `key`; if `left`, no function is entered."""
         watch = IterationWatch()
         if left:
             watch.left.set()
@@ -231,7 +239,7 @@ class MonitorThread:
         self._page.enter(Activity.LEAVING, self._emitter.clock.now())
 
     def _interrupt(self, watch: IterationWatch) -> None:
-        pause, landed = self._retry, self._interrupter.landed
+        pause, landed = _RETRY_S, self._interrupter.landed
         reported = ""
         while not watch.left.is_set():
             how = self._interrupter.request()
@@ -239,7 +247,7 @@ class MonitorThread:
                 log.debug("rank %d: interrupting the function (%s)", self._page.rank, how)
                 self._emit(InterruptSent(how=how))
                 reported = how
-            if watch.left.wait(pause):
+            if self._left_within(pause, watch):
                 return
             try:
                 self._abort(True)
@@ -256,6 +264,15 @@ class MonitorThread:
                     )
                     self._emit(InterruptSwallowed(where=where))
             pause = min(2 * pause, 1.0)
+
+    def _left_within(self, pause: float, watch: IterationWatch) -> bool:
+        """Waits until the function was left, and repeats a request that was deferred."""
+        end = time.monotonic() + pause
+        while (remaining := end - time.monotonic()) > _RETRY_S and self._interrupter.deferred:
+            if watch.left.wait(_RETRY_S):
+                return True
+            self._interrupter.request()
+        return watch.left.wait(max(0.0, remaining))
 
     def _emit(self, event: Event) -> None:
         """Emits an event whose failure must not end the thread: the function's thread needs it."""

@@ -31,6 +31,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_sharer
 from pathlib import Path
@@ -55,10 +56,24 @@ _DRAIN_S = 5.0
 """How long worker threads may take to leave their waits before the release continues."""
 
 
+_living: weakref.WeakSet[Releaser] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_forks() -> None:
+    """A child process, such as a worker of a `DataLoader`, must not collect the garbage that it has
+    inherited: in it, the destructor of a group waits for ever for threads that only the parent has.
+    The handler cannot be removed; it does nothing outside of a wrapped function.
+    """
+    os.register_at_fork(after_in_child=lambda: gc.freeze() if _living else None)
+
+
 class Releaser:
     """Releases the groups of each iteration."""
 
     def __init__(self) -> None:
+        _watch_forks()
+        _living.add(self)
         self._held: list[Any] = []
         self._thread: threading.Thread | None = None
         self._sockets: set[int] = set()
@@ -126,9 +141,7 @@ class Releaser:
             gc.collect()
 
     def join(self) -> None:
-        """Waits until the released resources are freed. Collects garbage if a reference cycle in
-        user code still holds a group.
-        """
+        """Waits until the resources are freed; collects garbage if a cycle still holds a group."""
         if self._thread is None:
             return
         self._thread.join()
@@ -220,11 +233,7 @@ class QuietTorchLog:
 
 @functools.cache
 def _level() -> ctypes.c_int | None:
-    """The variable with which torch's log statements compare; `None` in a build without it. torch
-    reads `TORCH_CPP_LOG_LEVEL` only once, into this variable of its library, which it exports.
-    """
-    import torch
-
+    """Torch's variable for `TORCH_CPP_LOG_LEVEL`, read only once; `None` in a build without it."""
     library = Path(torch.__file__).parent / "lib" / "libc10.so"
     try:
         return ctypes.c_int.in_dll(

@@ -14,9 +14,7 @@ from outlast.inprocess.monitor.reports import FaultReports, MonitorPlan, StoreAc
 
 
 class HeartbeatRing:
-    """The members of a view (on this host, if `plan.host_ring`) form a ring in the order of their
-    IDs, without the lost ones.
-
+    """A ring of the view's members (with `plan.host_ring`, of this host) by ID, without lost ones.
     A member is judged by this process's clock alone: by the last observed change of its count.
     """
 

@@ -16,15 +16,19 @@ import select
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 from outlast.clock import Clock
+from outlast.coordination.training_step import loop
 from outlast.inprocess.monitor.shared_page import Activity, Blocked, SharedPage
 
 _PendingCall = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 _add_pending_call = ctypes.pythonapi.Py_AddPendingCall
 _add_pending_call.argtypes = (_PendingCall, ctypes.c_void_p)
 _add_pending_call.restype = ctypes.c_int
+
+_LOOK_S = 0.1
 
 _TIMED = (Activity.USER, Activity.FUNCTION)
 
@@ -34,7 +38,7 @@ class HeartbeatThread:
 
     It calls `on_monitor_end` once, when the monitor process at the other end of the socket
     `monitor` has ended; `blocked_in`, to note where the watched thread is while it runs no Python
-    code; and `every_interval`, once every `interval` seconds.
+    code; `every_interval`, once every `interval` seconds; and `look`, ten times a second.
     """
 
     def __init__(
@@ -46,10 +50,11 @@ class HeartbeatThread:
         on_monitor_end: Callable[[], None],
         blocked_in: Callable[[], Blocked] = lambda: Blocked.UNKNOWN,
         every_interval: Callable[[], None] = lambda: None,
+        look: Callable[[], None] = lambda: None,
     ) -> None:
         self._page, self._clock, self._interval, self._monitor = page, clock, interval, monitor
         self._on_monitor_end, self._every_interval = on_monitor_end, every_interval
-        self._blocked_in = blocked_in
+        self._blocked_in, self._look = blocked_in, look
         self._watched = threading.get_ident()
         self._is_main = threading.current_thread() is threading.main_thread()
         self._outstanding = False
@@ -79,13 +84,19 @@ class HeartbeatThread:
         poll = select.poll()
         poll.register(self._stopped, select.POLLIN)
         poll.register(self._monitor, select.POLLIN)
+        due = time.monotonic() + self._interval
         while True:
-            ready = [fd for fd, _ in poll.poll(self._interval * 1000)]
+            pause_s = max(0.0, min(due - time.monotonic(), _LOOK_S))
+            ready = [fd for fd, _ in poll.poll(pause_s * 1000)]
             if self._stopped.fileno() in ready:
                 return
             if self._monitor.fileno() in ready:
                 poll.unregister(self._monitor)
                 self._on_monitor_end()
+            self._look()
+            if time.monotonic() < due:
+                continue
+            due = time.monotonic() + self._interval
             self._page.heartbeat = self._clock.now()
             self._take_timestamp()
             self._every_interval()
@@ -116,5 +127,7 @@ class HeartbeatThread:
         return 0
 
     def _note_progress(self) -> None:
-        self._page.progress = self._clock.now()
+        pause = self._page.note_progress(self._clock.now())
+        if self._page.blocked == Blocked.COLLECTIVE:
+            loop.note_wait(pause)
         self._page.blocked = Blocked.NO

@@ -94,8 +94,8 @@ class MonitorLoop:
             self._reports.departure()
         if self._pidfd is not None:
             self._replace_iteration_store(None if self._main_alive else self._pidfd)
-        if self._server is not None:
-            self._serve_until_goodbye()
+        if self._server is not None and self._store.available:
+            self._stay_until(done_key("goodbye"), math.inf)
 
     def _is_over(self) -> bool:
         """Whether the main process has ended, or dismissed this one."""
@@ -132,9 +132,7 @@ class MonitorLoop:
         return False
 
     def _forget(self) -> None:
-        """Deletes the keys of old iterations, for the job: while rank 0 is in its function, so that
-        no restart waits for it.
-        """
+        """Deletes the job's old keys while rank 0 is in its function: no restart waits for it."""
         page = self._page
         in_function = page.rank == 0 and page.activity == Activity.FUNCTION
         if in_function and page.iteration > self._forgot:
@@ -187,10 +185,6 @@ class MonitorLoop:
             return
         self._stay_until(decision_key(self._page.iteration + 1, 0), deadline)
         del server
-
-    def _serve_until_goodbye(self) -> None:
-        if self._store.available:
-            self._stay_until(done_key("goodbye"), math.inf)
 
     def _stay_until(self, key: str, deadline: float) -> None:
         """Keeps a store reachable for the other ranks until a key appears, or all members are lost:

@@ -22,11 +22,9 @@ _FRAMES = 12
 
 
 class NativeFrames:
-    """The frames of the process `main`. `poll` is woken up when they are there.
-
-    Attributes:
-        said: what is known of them, once `is_over`; empty without py-spy.
-        until: the time at which they are given up: `spare_s` after the beginning, or 15 s.
+    """The frames of the process `main`. `poll` is woken up when they are there. `said` is what is
+    known of them, once `is_over`; empty without py-spy. `until` is the time at which they are given
+    up: `spare_s` after the beginning, or 15 s.
     """
 
     def __init__(self, main: int, clock: Clock, poll: select.poll, spare_s: float) -> None:
@@ -39,7 +37,7 @@ class NativeFrames:
 
     def begin(self, thread: int) -> None:
         """Starts py-spy. Of several threads, the one that holds the GIL counts, or `thread`."""
-        command = find_py_spy()
+        command = shutil.which("py-spy")
         # A process that was stopped would go on when py-spy detaches from it.
         if not command or self._limit_s <= 0 or is_stopped(self._main):
             return
@@ -93,15 +91,8 @@ class NativeFrames:
             self._output = None
 
 
-def find_py_spy() -> str:
-    """The executable of py-spy in `PATH`; empty if there is none."""
-    return shutil.which("py-spy") or ""
-
-
 def frames_of(dump: str, thread: int) -> list[str]:
-    """The frames of the thread that holds the GIL, innermost first, from the JSON of py-spy; of
-    `thread`, if none does. Empty if it is no such JSON.
-    """
+    """The frames, innermost first, of the thread with the GIL or of `thread`; may be empty."""
     try:
         threads: list[dict[str, Any]] = json.loads(dump)
         found = max(threads, key=lambda each: (each["owns_gil"], each["os_thread_id"] == thread))

@@ -1,6 +1,4 @@
-"""What a monitor process has: its plan, its log, the store, and its reports: a hang, the death of
-its main process, a silent member.
-"""
+"""What a monitor process has: its plan, its log, the store, and its reports."""
 
 from __future__ import annotations
 
@@ -87,9 +85,7 @@ def write_for(pid: int, line: str) -> None:
 
 
 class StoreAccess:
-    """A connection that is dropped on the first error. The main process detects a lost store by
-    itself; the monitor then continues to watch the main process, without the store.
-    """
+    """A connection dropped on the first error: the monitor goes on watching without the store."""
 
     def __init__(self, plan: MonitorPlan) -> None:
         self._plan = plan
@@ -139,10 +135,27 @@ class StoreAccess:
         return self.perform(lost_members(self.link))
 
 
+def fault_here(
+    page: SharedPage, rank: int, host: str, pid: int, kind: Interruption, cause: str
+) -> FaultRecord:
+    """A fault of the rank whose main process, `pid` on `host`, writes this page."""
+    return FaultRecord(
+        iteration=max(page.iteration, 0),
+        member=page.member,
+        rank=rank,
+        host=host,
+        pid=pid,
+        interruption=kind.value,
+        cause=cause,
+        pings=page.pings,
+        step=page.step,
+    )
+
+
 def fault_event(fault: FaultRecord) -> Fault:
     """The event equivalent to the record."""
     values = dataclasses.asdict(fault)
-    for name in ("pid", "permanent", "step", "mistake"):  # an event's pid is its writer's
+    for name in ("pid", "permanent", "step", "mistake", "ends_job"):  # its own pid is its writer's
         del values[name]
     return Fault(**values)
 
@@ -167,9 +180,7 @@ class FaultReports:
         self._store.perform(self._membership.report_fault(fault))
 
     def hard_timeout(self, idle: float, what: str) -> None:
-        """The main process is terminated after `idle` seconds of `what`, such as "no progress"; see
-        `death`.
-        """
+        """The main process is terminated after `idle` seconds of `what`; see `death`."""
         cause = f"{what} for {idle:.3f} s (hard timeout): terminated by its monitor process"
         self._hard_timeout_cause, self._idle_from = cause, self._emitter.clock.now() - idle
         rank = self._fault(Interruption.HARD_TIMEOUT, cause).rank
@@ -235,18 +246,8 @@ class FaultReports:
         self._store.perform(self._membership.report_killed(plan.token, plan.rank, member, fault))
 
     def _fault(self, kind: Interruption, cause: str) -> FaultRecord:
-        page = self._page
-        return FaultRecord(
-            iteration=max(page.iteration, 0),
-            member=page.member,
-            rank=page.rank if page.rank >= 0 else self._plan.rank,
-            host=self._emitter.host,
-            pid=self._main,
-            interruption=kind.value,
-            cause=cause,
-            pings=page.pings,
-            step=page.step,
-        )
+        rank = self._page.rank if self._page.rank >= 0 else self._plan.rank
+        return fault_here(self._page, rank, self._emitter.host, self._main, kind, cause)
 
     def _emit_lost(self, fault: FaultRecord) -> None:
         self._emitter.emit(fault_event(fault))

@@ -47,6 +47,8 @@ class Blocked(enum.IntEnum):
     """In other C code: it may wait for others, or compute."""
     ELSEWHERE = 3
     """In the standard library, or asleep: nothing of torch will wake it."""
+    COLLECTIVE = 4
+    """In `torch.distributed`: as `WAITS`, and it computes nothing there."""
 
 
 class _Int:
@@ -86,9 +88,11 @@ class SharedPage:
     reported_soft = _Int(6)  # the iteration in which the soft timeout was last reported
     # The last training step of this iteration; 0 if none was reported.
     step = _Int(progress_page.STEP)
-    function_thread = _Int(11)  # the ID of the thread that runs the function
+    function_thread = _Int(progress_page.FUNCTION_THREAD)  # the ID of the one that runs it
     blocked = _Int(12)
     world_size = _Int(13)
+    # What `coordination.waits` says; other threads than the function's write the second.
+    waits, works = _Int(14), _Int(15)
     # The time of the last progress (monotonic): a ping, or Python code was executed. And the soft
     # timeout in seconds; 0 means the soft timeout of the settings.
     progress = _Float(progress_page.PROGRESS)
@@ -97,6 +101,9 @@ class SharedPage:
     long_limit = _Float(2)
     heartbeat = _Float(3)  # when the heartbeat thread last ran (monotonic); 0: there is none
     pinged = _Float(4)  # the last ping or step, or else the entry into the function (monotonic)
+    worked = _Float(5)
+    # The longest time without progress that has ended since `pinged`, and when: `pause_since_ping`.
+    pause, pause_ended = _Float(6), _Float(7)
 
     def __init__(self) -> None:
         # Some builds of Python lack `memfd_create`: `outlast top` then shows what the events say.
@@ -117,6 +124,18 @@ class SharedPage:
         # Before the activity: the monitor process must not judge it by an older time.
         self.progress = now
         self.activity = activity
+
+    def note_progress(self, now: float) -> float:
+        """Python code was executed; returns how long it was not."""
+        pause = now - self.progress
+        if pause > self.pause_since_ping():
+            self.pause, self.pause_ended = pause, now
+        self.progress = now
+        return pause
+
+    def pause_since_ping(self) -> float:
+        """The longest time without progress that has ended since the last ping or step."""
+        return self.pause if self.pause_ended > self.pinged else 0.0
 
     def close(self) -> None:
         self.ints.release()

@@ -61,9 +61,7 @@ class MonitorHandle:
             self.socket.send(b"W", socket.MSG_DONTWAIT)
 
     def dismiss(self, timeout: float) -> None:
-        """Tells the monitor that the main process no longer needs it, and waits for its exit for at
-        most `timeout` seconds: a monitor that serves the store may have to stay for other ranks.
-        """
+        """Dismisses the monitor, and waits `timeout` seconds at most: it may serve other ranks."""
         with contextlib.suppress(OSError):  # it has ended already
             self.socket.send(b"B")
         ended = bool(readable(self.socket.fileno(), timeout=timeout))
@@ -82,10 +80,8 @@ class MonitorHandle:
 
 
 def start_monitor(plan: MonitorPlan) -> MonitorHandle:
-    """Forks the monitor process. If it is to serve the store, waits until it does.
-
-    Raises:
-        StoreError: naming host and port, if the store cannot be served there.
+    """Forks the monitor process. If it is to serve the store, waits until it does; a `StoreError`
+    names host and port if it cannot.
     """
     if plan.serve and plan.endpoint is not None:
         _await_earlier_servers(plan.endpoint, plan.patience)
@@ -156,9 +152,7 @@ def _run_child(plan: MonitorPlan, main: int, end: socket.socket) -> None:
 
 
 def _replace_descriptors(plan: MonitorPlan, end: socket.socket) -> socket.socket:
-    """Closes every descriptor of the parent except `end`, which it returns with another number, and
-    opens new standard streams.
-    """
+    """Closes all descriptors but `end`, returned with another number; opens standard streams."""
     target = plan.logfile.replace("{rank}", str(plan.rank)) if plan.logfile else os.devnull
     # Where the main process has closed descriptors 0 to 2, other files may have these numbers.
     keep = fcntl.fcntl(end.detach(), fcntl.F_DUPFD_CLOEXEC, 3)

@@ -1,12 +1,15 @@
 """The soft and the hard timeout; the hard one leads to SIGTERM, then SIGKILL.
 
 In the function, a rank makes progress while it executes Python code, or uses the CPU in C code that
-waits for nobody (`Blocked`, `CpuTime`). Without progress for the soft timeout, it hangs, unless
-it waits for other ranks of which one makes progress (`IdleRanks`). Of two limits that hold
-whatever a rank does, one is for a rank that has pinged, and is between pings; the other one is for
-a wait.
+waits for nobody (`Blocked`, `CpuTime`). Without progress for the soft timeout, it hangs, unless it
+waits for other ranks of which one makes progress (`IdleRanks`). Of two limits that hold whatever a
+rank does, one is for a rank that has pinged, and is between pings; the other one is for a wait.
 
-A declared long phase has limits of its own, but not for a process that is stopped.
+A declared long phase has limits of its own, for the work of its rank: not for a process that is
+stopped, and not while the rank only waits for others. Such a rank counts among the idle ones after
+the usual soft timeout, so a hang is found as outside of the phase. What is a wait, and what is
+work, the library says itself (`coordination/waits.py`); besides, a rank in `torch.distributed`
+whose process uses no CPU time waits.
 
 In other user code the limits are for its progress. The waits of the library (`Activity.WAITING`)
 have timeouts of their own; there the hard one is for the heartbeat thread. A process that is
@@ -90,9 +93,7 @@ class IdleRanks:
         self._look_at = 0.0
 
     def wait(self) -> bool:
-        """Counts this rank; returns whether the number is complete, and this rank is to say so.
-        Call it regularly.
-        """
+        """Counts this rank; returns whether it is to report that all wait. Call it regularly."""
         iteration, now = self._page.iteration, self._clock.now()
         is_new = self._counted_in != iteration
         if is_new or (self._complete_at is None and now >= self._look_at):
@@ -127,8 +128,8 @@ class CpuTime:
         self.progress = 0.0  # when CPU time was last seen to be used
 
     def sample(self, thread: int, *, own: bool, children: bool) -> None:
-        """Call it regularly while no Python code runs; `thread` is the ID of the function's thread.
-        `own` and `children` say whether its time, and that of other processes, counts.
+        """Call it regularly while no Python code runs. `thread`: the function's thread, or 0 for
+        all. `own` and `children`: whether its time, and that of other processes, counts.
         """
         now, what = self._clock.now(), (thread, own, children)
         if what == self._what and now - self._at < _SAMPLE_S:
@@ -141,8 +142,9 @@ class CpuTime:
         self._what, self._used, self._at = what, used, now
 
     def _of_thread(self, thread: int) -> float:
+        place = f"/task/{thread}" if thread else ""
         try:
-            stat = Path(f"/proc/{self._main}/task/{thread}/stat").read_text()
+            stat = Path(f"/proc/{self._main}{place}/stat").read_text()
         except OSError:
             return 0.0  # it has ended
         user, system = stat.rpartition(")")[2].split()[11:13]
@@ -191,9 +193,7 @@ class ProgressTimeouts:
         self._stopped_at = math.inf
 
     def continued(self) -> None:
-        """This process could not run for a while: its host was paused, or all processes of the job
-        were stopped. Then the main process could not either; all timeouts begin again.
-        """
+        """This process was paused, and so was the main process: all timeouts begin again."""
         self._continued = self._clock.now()
 
     def next_check(self) -> float:
@@ -246,7 +246,8 @@ class ProgressTimeouts:
                 self._terminate(idle, now, "no progress")
             return
         idle = now - max(page.progress, self._continued, self._computed(now, soft))
-        if idle < soft:
+        waited = self._waited(now) if in_function and page.long_limit else 0.0
+        if idle < soft and waited < self._plan.soft:
             self._idle_ranks.go_on()
         unpinged = idle
         if page.pings and in_function:
@@ -261,11 +262,23 @@ class ProgressTimeouts:
             self._hung(idle, soft, hard)  # it waits for no other rank
         elif idle >= soft and page.blocked != Blocked.NO and self._idle_ranks.wait():
             self._hung(idle, soft, math.inf)  # it waits, and no rank makes progress
+        elif waited >= self._plan.soft and self._idle_ranks.wait():
+            self._hung(waited, self._plan.soft, math.inf)  # as the last one
+
+    def _waited(self, now: float) -> float:
+        """For how long the rank has only waited for others, in a long phase."""
+        page, since = self._page, 0.0
+        if page.works:
+            return 0.0
+        if page.blocked == Blocked.COLLECTIVE:  # a large message on its way uses the CPU
+            self._cpu.sample(0, own=True, children=False)
+            since = self._cpu.progress
+        elif not page.waits:
+            return 0.0
+        return now - max(page.progress, page.worked, since, self._continued)
 
     def _stopped(self, now: float, soft: float) -> float:
-        """For how long the process is stopped, in a long phase, if that is longer than it may be
-        outside of it; else 0. Call it regularly.
-        """
+        """How long the process is stopped in a long phase, if too long; else 0. Call regularly."""
         if self._plan.soft >= soft or not is_stopped(self._main):
             self._stopped_at = math.inf
             return 0.0
@@ -339,9 +352,7 @@ class ProgressTimeouts:
 
 
 class FrozenNotice:
-    """One line for a main process that cannot run Python code: it is stopped, or holds the GIL, and
-    cannot write the line itself. `main` is its pid.
-    """
+    """One line for a main process that cannot write it itself: it is stopped or holds the GIL."""
 
     def __init__(self, plan: MonitorPlan, main: int, clock: Clock, host: str) -> None:
         self._plan, self._page, self._main = plan, plan.page, main

@@ -67,9 +67,7 @@ class Returned:
 
 @dataclasses.dataclass(frozen=True)
 class Raised:
-    """The function itself raised an `Exception`, or asked for a restart; or it was interrupted
-    while an exception was on its way out.
-    """
+    """The function raised an `Exception`, asked for a restart, or was interrupted while raising."""
 
     fault: FaultRecord
 
@@ -89,19 +87,24 @@ class Host(Protocol):
     limits: Limits
     rules: Rules
 
+    @property
+    def keeps(self) -> bool:
+        """Whether this member keeps state that is to be saved before the job ends."""
+
     def at(self, state: RecoveryState, iteration: int, member: int) -> None:
         """Called before the machine enters `state`."""
 
     async def assign(self, link: Link, record: ViewRecord, member: int) -> AssignedRank:
-        """Applies the rank assignment and the rank filter to the view."""
+        """Applies the rank assignment and the rank filter to the view; not if its members only save
+        (`ViewRecord.saves`): then all are needed. `initialize` and `call` save what is kept then,
+        instead of what the user has given.
+        """
 
     def serve(self) -> str | None:
         """Serves the iteration's own store if this is rank 0; returns its address."""
 
     async def initialize(self, iteration: int, store: str) -> FaultRecord | None:
-        """Runs initialize and the first health check; returns the fault if one of them raised.
-        `store` is the address of the iteration's own store.
-        """
+        """Runs initialize and the first health check; returns a fault. `store`: the iteration's."""
 
     async def call(self, iteration: int) -> Returned | Raised | Interrupted:
         """Runs the function until it is left."""
@@ -118,9 +121,8 @@ class Host(Protocol):
         """This member's hang report, if it hung when a soft timeout ended the iteration."""
 
     def progress(self) -> dict[str, int]:
-        """The last training step (`step`) of this iteration, and its `pings`; 0 if there are none.
-        And the fewest ranks with which the function may be called again (`least`); -1 if that is
-        not known.
+        """The last training step (`step`) of this iteration, and its `pings`, or 0; the fewest
+        ranks with which the function may be called again (`least`), or -1 if unknown.
         """
 
     def fault(self, iteration: int, cause: str) -> FaultRecord:
@@ -133,9 +135,7 @@ class Host(Protocol):
         """Measures the wait at the barrier `start` or `term`."""
 
     def decided(self, decision: Decision, *, reports: bool) -> None:
-        """Called when this member follows a decision: every member has left the iteration before.
-        `reports` on the one member that is to show the user what was decided.
-        """
+        """A decision: all members have left the iteration. `reports`: show it to the user."""
 
     def leaves_with(self, error: BaseException) -> None:
         """Called when this member ends with `error`, before the others are told."""

@@ -1,10 +1,9 @@
 """Tells the launcher the state of the job, so that it knows when a replacement is useful.
 
 One key in the launcher's store holds the newest call that has begun, and the prefix of its keys,
-under which the launcher finds a request to stop. Every change is a
-compare-and-set: another rank may already be in the next call, and a joiner may arrive at a call
-that has ended. The processes that have completed the call are a log of their own: many append at
-once.
+under which the launcher finds a request to stop. Every change is a compare-and-set: another rank
+may already be in the next call, and a joiner may arrive at a call that has ended. The processes
+that have completed the call are a log of their own: many append at once.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ _KEY = "outlast/job"
 
 
 class LauncherNotice:
-    """The notices of one call. `process` is the name of this process for `outlast run` (see
-    `process_name`); empty under any other launcher.
-    """
+    """The notices of one call. `process` names this one to `outlast run`; else it is empty."""
 
     def __init__(self, connection: Connection, call: int, prefix: str, *, process: str) -> None:
         self._connection, self._call, self._prefix = connection, call, prefix
@@ -33,19 +30,15 @@ class LauncherNotice:
             held = json.loads(self._change(json.dumps(held), self._running))
 
     def aborted(self, *, reports: bool) -> None:
-        """The job was ended by its members. `outlast run` also reads the name of the process that
-        has reported the cause (`reports`).
-        """
+        """The members ended the job; `outlast run` reads which process reported why (`reports`)."""
         held = self._running
         while True:
             record = json.loads(held)
             if record["call"] != self._call or record["state"] == "completed":
                 return
-            wanted = {
-                **record,
-                "state": "aborted",
-                **({"reporter": self._process} if reports else {}),
-            }
+            wanted = {**record, "state": "aborted"}
+            if reports:
+                wanted["reporter"] = self._process
             held = self._change(held, json.dumps(wanted))
             if json.loads(held) == wanted:
                 return  # otherwise another rank was first

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from outlast.clock import Clock
 from outlast.events.emitter import Emitter
 from outlast.events.types import MonitorRestarted
+from outlast.inprocess.interruption.in_flight import LeavingWatch
 from outlast.inprocess.interruption.interrupter import Interrupter
 from outlast.inprocess.monitor.heartbeat_thread import HeartbeatThread
 from outlast.inprocess.monitor.reports import MonitorPlan
@@ -42,9 +43,7 @@ class ProgressNotice:
         self._told: float | None = None  # the progress after which the line was written
 
     def check(self) -> None:
-        """Writes one line for each hang. After a step that took long and ended, only a longer one
-        is worth a line.
-        """
+        """Writes one line per hang; after a long step that ended, only for a longer one."""
         page = self._page
         progress = page.progress
         if self._told is not None and progress != self._told:
@@ -52,9 +51,8 @@ class ProgressNotice:
             self._told = None
         idle = self._clock.now() - progress
         declared = page.long_limit != 0
-        if page.activity != Activity.FUNCTION or declared or idle < self._after:
-            return
-        if self._told is not None:
+        in_time = declared or idle < self._after
+        if page.activity != Activity.FUNCTION or in_time or self._told is not None:
             return
         self._told = progress
         where = self._interrupter.user_place() or "an unknown place"
@@ -76,6 +74,7 @@ class MonitorSupervisor:
     """
 
     _report_loss: Callable[[str], None]
+    _leaving: LeavingWatch
 
     def __init__(
         self,
@@ -100,11 +99,17 @@ class MonitorSupervisor:
     def wake(self) -> None:
         self._handle.wake()
 
-    def watch(self, monitor_thread: int, report_loss: Callable[[str], None]) -> None:
+    def watch(
+        self,
+        monitor_thread: int,
+        report_loss: Callable[[str], None],
+        report_leaving: Callable[[BaseException], None],
+    ) -> None:
         """Begins to watch the monitor process, which watches this package's threads in return: the
         one with the ID `monitor_thread`, and the heartbeat thread, which calls `report_loss` with
-        the cause when the process has ended.
+        the cause when the process has ended, and `report_leaving`: see `LeavingWatch`.
         """
+        self._leaving = LeavingWatch(self._interrupter, report_leaving)
         self._page.thread_2, self._report_loss = monitor_thread, report_loss
         self._start_heartbeat()
 
@@ -118,6 +123,10 @@ class MonitorSupervisor:
                 page.progress = page.pinged = clock.now()
             notice.check()
 
+        def look() -> None:
+            if page.activity == Activity.FUNCTION:
+                self._leaving.look(page.iteration)
+
         def lost() -> None:
             self._lost = True
             self._report_loss(f"its monitor process {self.pid} ended")
@@ -125,17 +134,14 @@ class MonitorSupervisor:
         interval = seconds(self._timeouts.progress_watchdog_interval)
         self._heartbeat = HeartbeatThread(
             *(page, clock, interval, self._handle.socket),
-            *(lost, interrupter.blocked_in, every_interval),
+            *(lost, interrupter.blocked_in, every_interval, look),
         )
         page.function_thread = interrupter.native_id
         page.thread_1 = self._heartbeat.native_id
         self._handle.watch_threads()
 
     def replace_if_lost(self) -> None:
-        """Replaces a lost monitor process; called in the function's thread, between iterations.
-
-        The new one does not serve the store: the lost store's contents are gone.
-        """
+        """In the function's thread, between iterations: replaces a lost monitor, not its store."""
         if not self._lost:
             return
         self.stop_heartbeat()
@@ -153,9 +159,7 @@ class MonitorSupervisor:
             self._heartbeat = None
 
     def dismiss(self, *, completed: bool) -> None:
-        """Dismisses the monitor process at the end of the call. If the call has not completed on
-        all ranks, they may need the store that this process serves as long as they run.
-        """
+        """Dismisses the monitor; unless `completed`, other ranks may still need its store."""
         self._page.activity = Activity.DONE
         stays = (self.serves and not completed) or self._page.store_port
         self._handle.dismiss(0.0 if stays else seconds(self._timeouts.barrier_timeout))

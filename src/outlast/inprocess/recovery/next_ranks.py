@@ -31,9 +31,8 @@ async def exchange_values(
     assignment: RankAssignment,
 ) -> None:
     """Passes what each member publishes to the assignment, the same on all: a barrier collects it,
-    so that no member waits for one whose loss is known.
-    `state` is that of the iteration before. A `RankTimeout` names the ranks whose members did not
-    publish within the barrier timeout.
+    so that no member waits for one whose loss is known. `state` is that of the iteration before. A
+    `RankTimeout` names the ranks whose members did not publish within the barrier timeout.
     """
     slots = record.slots()
     joiners = {joiner.member for joiner in record.joiners}
@@ -68,11 +67,9 @@ def state_in_view(
     the assignment or the filter sets a lower active world size. The status is `INACTIVE` for a
     reserve rank, and `INITIALIZED` otherwise.
 
-    Raises:
-        RestartError: if the assignment leaves terminated ranks unhandled, or gives a rank that
-            does not exist; names them. Exceptions of the assignment and the filter, such as
-            `RankDiscarded`, are propagated unchanged.
-        ValueError: if `member` is not in the view.
+    A `RestartError` names the terminated ranks that the assignment leaves unhandled, or the ranks
+    that do not exist; a `ValueError` says that `member` is not in the view. Exceptions of the
+    assignment and the filter, such as `RankDiscarded`, are propagated unchanged.
     """
     slots = record.slots()
     if member not in slots:

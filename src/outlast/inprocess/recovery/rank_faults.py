@@ -6,30 +6,34 @@ import contextlib
 import dataclasses
 import logging
 import os
+from typing import Any
 
 from outlast.coordination.decision import Decision
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.records import FaultRecord, StopRecord
 from outlast.coordination.repeated_faults import signature_of
-from outlast.errors import NO_RESTART, RestartAbort, StoreError
+from outlast.coordination.training_step import loop
+from outlast.errors import NO_RESTART, RankShouldRestart, RestartAbort, StoreError
 from outlast.events.emitter import Emitter
 from outlast.inprocess.attribution import Interruption
 from outlast.inprocess.interruption import flight_recorder
 from outlast.inprocess.interruption.error_kinds import (
     advice,
     is_consequence,
+    is_interrupt,
     is_mistake,
     overtaken,
     permanence,
 )
 from outlast.inprocess.interruption.monitor_thread import StackSample
 from outlast.inprocess.interruption.release import QuietTorchLog
-from outlast.inprocess.monitor.reports import fault_event
+from outlast.inprocess.monitor.reports import fault_event, fault_here
+from outlast.inprocess.recovery.host_protocol import Interrupted, Raised, Returned
 from outlast.inprocess.recovery.launcher_notice import LauncherNotice
 from outlast.inprocess.running_call import RunningCall
 from outlast.inprocess.timeouts import Timeouts
 from outlast.system.arguments import seconds
-from outlast.system.error_text import first_line
+from outlast.system.error_text import chain, first_line, release_frames, signal_name
 from outlast.system.notices import notice
 from outlast.system.user_frames import user_place, user_traceback
 
@@ -39,9 +43,7 @@ _TRACEBACK_CHARS = 8_000  # it goes through the store, to every rank
 
 
 class RankFaults:
-    """Makes the fault records of this rank: the part of `RankHost` that is about faults. `state` is
-    that of the current iteration.
-    """
+    """The part of `RankHost` about faults: makes this rank's records. `state`: the iteration's."""
 
     notice: LauncherNotice  # set by the session
 
@@ -56,28 +58,23 @@ class RankFaults:
         self.reported_cause = False  # this rank has shown the user why the job ends
         self.torch_log = QuietTorchLog()  # silent while connections are expected to fail
         self._shown = ""
+        self._leaving: FaultRecord | None = None
+        self.error: BaseException | None = None  # that the function, or initialize, raised
+        self._overtaken: FaultRecord | None = None
 
     def fault(self, iteration: int, cause: str) -> FaultRecord:
         return self._noted(self._fault(iteration, Interruption.EXCEPTION, cause))
 
     def _fault(self, iteration: int, interruption: Interruption, cause: str) -> FaultRecord:
-        return FaultRecord(
-            iteration=iteration,
-            member=self.page.member,
-            rank=self.state.rank,
-            host=self.emitter.host,
-            pid=os.getpid(),
-            interruption=interruption.value,
-            cause=cause,
-            pings=self.page.pings,
-            step=self.page.step,
-        )
+        place = self.page, self.state.rank, self.emitter.host, os.getpid()
+        return dataclasses.replace(fault_here(*place, interruption, cause), iteration=iteration)
 
     def fault_of(self, iteration: int, error: BaseException) -> FaultRecord:
-        return self._of_error(iteration, Interruption.BASE_EXCEPTION, "", error)
+        return self._noted(self._record_of(iteration, Interruption.BASE_EXCEPTION, "", error))
 
     def own_fault(self, error: BaseException, where: str = "") -> FaultRecord:
-        return self._of_error(self.state.iteration, Interruption.EXCEPTION, where, error)
+        iteration, kind = self.state.iteration, Interruption.EXCEPTION
+        return self._noted(self._record_of(iteration, kind, where, error))
 
     def overtaken_fault(
         self, interrupt: BaseException, handled: BaseException | None
@@ -87,8 +84,27 @@ class RankFaults:
         if error is None:
             return None
         record = self._record_of(self.state.iteration, Interruption.EXCEPTION, "", error)
+        told = self._leaving
+        if told and (told.iteration, told.cause) == (record.iteration, record.cause):
+            return None
         record = dataclasses.replace(record, overtaken=True, permanent="", mistake=False)
+        self._overtaken = record
         return self._noted(record)
+
+    def leaving_fault(self, error: BaseException) -> FaultRecord:
+        """The fault for an exception that will leave the function, which still waits for others."""
+        self._leaving = self.own_fault(error)
+        return self._leaving
+
+    def note_kept(self, kept: list[tuple[int, Exception]]) -> None:
+        """Records what signal handlers raised in our code; between two runs, without a restart."""
+        while kept:
+            number, error = kept.pop(0)
+            record = self.own_fault(error, f"handler of {signal_name(number)}: ")
+            log.warning(
+                "rank %d: the handler of %s raised an exception; the call goes on\n%s",
+                *(record.rank, signal_name(number), record.traceback.rstrip()),
+            )
 
     def leaves_with(self, error: BaseException) -> None:
         # Both now, because the store may end as soon as the others know.
@@ -98,7 +114,9 @@ class RankFaults:
                 self.notice.aborted(reports=self.reported_cause)
 
     def show(self, decision: Decision, reports: bool) -> None:
-        if decision.history.cause is not None:
+        if decision.view.saves:
+            log.info("iteration %d: the job ends once its state is saved", self.state.iteration)
+        elif decision.history.cause is not None:
             self._show_end(decision.history.cause, decision.history.stop, reports)
         elif decision.ended_by is None and decision.view.stop is not None and decision.ends:
             self._show_stop(decision.view.stop, decision.last_cause, reports)
@@ -117,9 +135,7 @@ class RankFaults:
             )
 
     def _show_restart(self, cause: FaultRecord | None, reports: bool) -> None:
-        """With the traceback of this rank's own fault, unless it has just shown that of an equal
-        one.
-        """
+        """With the traceback of this rank's own fault, unless an equal one was just shown."""
         if cause is None:
             log.info("restart of iteration %d: the job changes its size", self.state.iteration)
             return
@@ -153,31 +169,38 @@ class RankFaults:
     async def hang_report(
         self, membership: MembershipProtocol, iteration: int
     ) -> FaultRecord | None:
-        """This rank's hang report, if the rank made no progress when a soft timeout ended the
-        iteration: its position and its progress. The faults are read only if it may have hung.
-        """
+        """This rank's hang report, if it made no progress before a soft timeout; else `None`."""
         sample, hung = self.sample, Interruption.SOFT_TIMEOUT
         own = self.page.reported_soft == iteration
-        if sample is None or not (own or sample.unpinged >= self._least_hang):
+        if sample is None:
+            return None
+        woken = loop.wait.seconds >= self._least_hang and loop.wait.is_recent(sample.until_ns)
+        if not (own or woken or sample.unpinged >= self._least_hang):
             return None
         faults = await membership.faults(iteration)
         reported = [f.idle for f in faults if f.interruption == hung.value and not f.own_report]
         if not reported:
             return None
         idle, duration = sample.idle, "until the soft timeout"
+        # A program may swallow the error of a wait that the abort of another rank has ended, and go
+        # on, before this rank is sampled. One that has hung since its last wait does not go on; the
+        # pause is the idle time where `sample_of_error` says so.
+        woken = woken and (idle < min(reported) / 2 or idle == sample.pause)
+        made, passes, at = loop.wait.place if woken else sample.loop
         if not own:
             # This rank's soft timeout had not expired. The timed-out ranks wait for a rank that has
             # hung about as long as they have waited: a rank that has been idle for less than half
             # of that time is making progress. Under a limit between pings, only pings are progress.
             if self.page.soft_limit or min(reported) >= self._ping_timeout:
                 idle = sample.unpinged
-            if sample.declared or idle < min(reported) / 2:
+            idle = max(idle, loop.wait.seconds) if woken else idle
+            if (sample.declared and not woken) or idle < min(reported) / 2:
                 return None
             duration = f"for {idle:.3f} s, when another rank's soft timeout ended the iteration"
         cause = f"no progress {duration}; it was at {sample.where or 'an unknown place'}"
         record = dataclasses.replace(
             self._fault(iteration, hung, cause),
-            consequence=sample.waits_for_others,
+            consequence=sample.waits_for_others or woken,
             pings=sample.pings,
             collectives=sample.collectives,
             groups=flight_recorder.begun(
@@ -185,13 +208,36 @@ class RankFaults:
             ),
             idle=idle,
             own_report=True,
+            made=made,
+            passes=passes,
+            loop_at=at,
         )
+        over = self._overtaken
+        if over is not None and over.iteration == iteration:  # the others wait for what it handles
+            cause = f"{over.cause}; while it was handled, {cause}"
+            record = dataclasses.replace(record, cause=cause, consequence=False)
+            record = dataclasses.replace(record, traceback=over.traceback, where=over.where)
         return self._noted(record)
 
-    def _of_error(
-        self, iteration: int, interruption: Interruption, where: str, error: BaseException
-    ) -> FaultRecord:
-        return self._noted(self._record_of(iteration, interruption, where, error))
+    def classify(
+        self, value: Any, error: BaseException | None, handled: BaseException | None, ending: bool
+    ) -> Returned | Raised | Interrupted:
+        if error is None:
+            return Returned(value)
+        # The abort has ended the connections to the iteration's store, too.
+        lost_store = any(isinstance(each, StoreError) for each in chain(error))
+        of_restart = ending and (lost_store or is_interrupt(error))
+        # An abort of others is known before their restart; but a process may end because of it.
+        may_be = ending or isinstance(error, Exception)
+        if of_restart or (may_be and is_consequence(error)):
+            fault = self.overtaken_fault(error, handled)
+            if ending or fault is not None:
+                release_frames(error)
+                return Interrupted() if fault is None else Raised(fault)
+        if isinstance(error, Exception | RankShouldRestart):
+            self.error = error
+            return Raised(self.own_fault(error))
+        raise error
 
     def _record_of(
         self, iteration: int, interruption: Interruption, where: str, error: BaseException

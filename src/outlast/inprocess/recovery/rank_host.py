@@ -15,29 +15,20 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import outlast.events.types as ev
 from outlast.clock import Clock, MonotonicClock
 from outlast.coordination.decision import Decision, ViewRecord
 from outlast.coordination.ops import Link
 from outlast.coordination.records import FaultRecord, process_token
-from outlast.coordination.training_step import count_restart, go_into_reserve
-from outlast.errors import HealthCheckError, InternalError, RankShouldRestart
+from outlast.coordination.training_step import count_restart, go_into_reserve, loop
+from outlast.errors import HealthCheckError, InternalError, RankShouldRestart, RestartAbort
 from outlast.events.emitter import Emitter
-from outlast.events.types import (
-    Admitted,
-    Assigned,
-    BarrierPassed,
-    Entered,
-    FinalizeDone,
-    HealthCheckDone,
-    InitializeDone,
-    Joined,
-    LeftFunction,
-)
 from outlast.inprocess.call_wrapper import CallWrapper, observers
 from outlast.inprocess.ending import Completion, Terminate
 from outlast.inprocess.environment import Launch, publish_rank
 from outlast.inprocess.health_check import check_device_context
-from outlast.inprocess.interruption.error_kinds import is_consequence, is_interrupt
+from outlast.inprocess.interruption.error_kinds import is_consequence
+from outlast.inprocess.interruption.foreign_handlers import ForeignHandlers
 from outlast.inprocess.interruption.interrupter import AtomicSection
 from outlast.inprocess.interruption.monitor_thread import (
     IterationWatch,
@@ -46,6 +37,7 @@ from outlast.inprocess.interruption.monitor_thread import (
 )
 from outlast.inprocess.interruption.release import Releaser, TorchModes
 from outlast.inprocess.monitor.shared_page import Activity
+from outlast.inprocess.rank_assignment import ShiftRanks
 from outlast.inprocess.recovery.host_protocol import (
     AssignedRank,
     Interrupted,
@@ -61,9 +53,8 @@ from outlast.inprocess.running_call import RunningCall
 from outlast.inprocess.state import LazyStore, State, Status
 from outlast.inprocess.store import IterationStore
 from outlast.inprocess.timeouts import Adaptive, GapEstimator
-from outlast.system.error_text import first_line
+from outlast.system.error_text import first_line, release_frames
 from outlast.system.fork import end_stray_child
-from outlast.system.tracebacks import release_frames
 
 log = logging.getLogger("outlast.inprocess")
 
@@ -100,26 +91,37 @@ class RankHost(RankFaults):
         self.limits = settings.limits(launch)
         self.cause: FaultRecord | None = None
         self.releaser, self.torch_modes = Releaser(), TorchModes()
+        self.foreign_handlers = ForeignHandlers()
         self.watch: IterationWatch | None = None  # of the current iteration
-        self.error: BaseException | None = None  # that the function, or initialize, raised in it
         self.joining = False  # this process has asked to join, and is not admitted yet
+        self.saves = False  # in this iteration, the ranks only save what they keep
+        self.refusal: RestartAbort | None = None  # why this iteration is not to be
 
     def at(self, state: RecoveryState, iteration: int, member: int) -> None:
         self.page.iteration, self.page.member = iteration, member
         self.page.enter(Activity.WAITING, self.clock.now())
         self.emitter.place(iteration=iteration, member=member)
+        self.foreign_handlers.hold()
+        self.note_kept(self.foreign_handlers.kept)
         log.debug("rank %d: iteration %d: %s", self.state.rank, iteration, state.value)
         if state is RecoveryState.JOIN and not self.joining:
             self.joining = True
-            self.emitter.emit(Joined(preferred_rank=self.preferred_rank))
+            self.emitter.emit(ev.Joined(preferred_rank=self.preferred_rank))
 
     def progress(self) -> dict[str, int]:
         knows = self.running.least_is_known or self.settings.await_replacements is not None
         least = self.running.least if knows else -1
         return {"step": self.page.step, "pings": self.pings, "least": least}
 
+    @property
+    def keeps(self) -> bool:
+        return self.running.rescue is not None
+
     async def assign(self, link: Link, record: ViewRecord, member: int) -> AssignedRank:
-        assignment = self.settings.rank_assignment
+        assignment, rank_filter = self.settings.rank_assignment, self.settings.rank_filter
+        self.saves, self.refusal = record.saves, None
+        if record.saves:
+            assignment, rank_filter = ShiftRanks(), None
         await exchange_values(link, self, record, member, self.state, assignment)
         self.emitter.place(iteration=record.iteration)
         start = self.clock.now()
@@ -127,11 +129,17 @@ class RankHost(RankFaults):
         before = self.state.copy(
             iteration=record.iteration, status=Status.INITIALIZED, store=self.policy_store
         )
-        state = state_in_view(record, member, before, assignment, self.settings.rank_filter)
-        self.running.assigned(record, state, self.cause)
+        try:
+            state = state_in_view(record, member, before, assignment, rank_filter)
+            self.running.assigned(record, state, self.cause)
+        except RestartAbort as e:
+            if not self.keeps:
+                raise
+            # `initialize` raises it: the others are waiting at the barrier before that.
+            self.refusal, state = e, state_in_view(record, member, before, ShiftRanks())
         if self.joining:
             state.initial_rank, self.joining = state.rank, False
-            self.emitter.emit(Admitted(rank=state.rank))
+            self.emitter.emit(ev.Admitted(rank=state.rank))
         state.store = LazyStore(self.iteration_store.connect)
         self.state = state
         self.page.rank, self.page.world_size = state.rank, state.world_size
@@ -139,7 +147,7 @@ class RankHost(RankFaults):
         if not state.active:
             go_into_reserve()
         self.emitter.emit(
-            Assigned(
+            ev.Assigned(
                 world_size=state.world_size,
                 active_world_size=state.active_world_size,
                 active=state.active,
@@ -161,11 +169,14 @@ class RankHost(RankFaults):
         return where
 
     async def initialize(self, iteration: int, store: str) -> FaultRecord | None:
+        if self.refusal is not None:
+            raise self.refusal
         self.iteration_store.where = store
         self.monitor.replace_if_lost()
         self.atomic_section.reset()
-        self.page.pings = self.page.step = self.pings = 0
+        self.page.pings = self.page.step = self.page.waits = self.pings = 0
         self.page.soft_limit = self.page.long_limit = 0.0
+        loop.begin()
         self.watch = self.monitor_thread.watch_iteration(self._over(iteration))
         publish_rank(
             self.state.rank,
@@ -173,13 +184,15 @@ class RankHost(RankFaults):
             (*self._position, iteration),
             self.iteration_store.endpoint,
         )
+        if self.saves:
+            return None
         where = "initialize: "
         try:
             if iteration > 0:
                 with self._user_code():
                     self._notify_recovering(iteration)
             if self.settings.initialize is not None:
-                with self._user_code(), self.emitter.span(InitializeDone):
+                with self._user_code(), self.emitter.span(ev.InitializeDone):
                     self.state = self._kept(self.settings.initialize(self.state))
             # A failure here does not exclude the rank: the check after the restart decides that.
             where = "health_check: "
@@ -192,7 +205,7 @@ class RankHost(RankFaults):
     async def call(self, iteration: int) -> Returned | Raised | Interrupted:
         watch, page = self._present_watch(), self.page
         self.state.status = Status.ACTIVE
-        self.emitter.emit(Entered())
+        self.emitter.emit(ev.Entered())
         log.debug("rank %d: iteration %d: calling the function", self.state.rank, iteration)
         page.enter(Activity.FUNCTION, self.clock.now())
         value, handled = None, sys.exc_info()[1]
@@ -209,8 +222,8 @@ class RankHost(RankFaults):
                 end_stray_child(error)
             self.atomic_section.function_left()
             if error is not None:
-                sample = sample_of_error(error, page, self.clock.now(), watch.since_ns)
-                watch.sample = watch.sample or sample
+                now = self.clock.now()
+                watch.sample = sample_of_error(error, page, now, watch, self._least_hang)
                 self.torch_modes.restore()
                 count_restart()
         self.pings = page.pings
@@ -220,16 +233,16 @@ class RankHost(RankFaults):
         watch.left.set()
         if not watch.ending.is_set():
             page.enter(Activity.WAITING, self.clock.now())
-        outcome = self._classify(value, error, handled, watch.ending.is_set())
+        outcome = self.classify(value, error, handled, watch.ending.is_set())
         error = handled = None  # their tracebacks refer to this frame
         how = type(outcome).__name__.lower()
         log.debug("rank %d: iteration %d: the function %s", self.state.rank, iteration, how)
-        self.emitter.emit(LeftFunction(outcome=how, pings=page.pings))
+        self.emitter.emit(ev.LeftFunction(outcome=how, pings=page.pings))
         return outcome
 
     async def wait_over(self, link: Link, iteration: int, timeout: float | None) -> bytes:
         if not self.state.active:
-            self.emitter.emit(Entered(active=False))
+            self.emitter.emit(ev.Entered(active=False))
         watch = self._present_watch()
         watch.left.set()
         return watch.wait(timeout)
@@ -253,7 +266,7 @@ class RankHost(RankFaults):
             release_frames(error)
         log.debug("rank %d: iteration %d: finalize", self.state.rank, iteration)
         check_device_context(self.state.rank)
-        with self._user_code(Activity.LEAVING), self.emitter.span(FinalizeDone):
+        with self._user_code(Activity.LEAVING), self.emitter.span(ev.FinalizeDone):
             self._notify_recovering(iteration)
             self.releaser.release()
             if self.settings.finalize is not None:
@@ -300,19 +313,16 @@ class RankHost(RankFaults):
             with self._user_code():
                 hook(self.state.copy())
         except Exception:
-            name = type(hook).__name__
-            log.exception("rank %d: %s raised an exception", self.state.rank, name)
+            log.exception("rank %d: %s raised an exception", self.state.rank, type(hook).__name__)
 
     def release(self) -> None:
-        """Ends the call: breaks the reference cycle of session and host, which would keep all of
-        their resources alive until the next garbage collection.
-        """
+        """Ends the call: breaks the cycle with the session, which would keep all resources."""
         self.watch = None
         del self.monitor_thread, self.monitor
 
     def timing(self, name: str) -> AbstractContextManager[object]:
         log.debug("rank %d: waiting at the barrier %s", self.state.rank, name)
-        return self.emitter.span(BarrierPassed, name=name)
+        return self.emitter.span(ev.BarrierPassed, name=name)
 
     def _function(self) -> Any:
         soft = self.settings.timeouts.soft_timeout
@@ -326,9 +336,12 @@ class RankHost(RankFaults):
             self.monitor.wake,
         )
         self.running.wrapper = call
+        if self.saves:
+            return None if self.running.rescue is None else self.running.rescue()
         for observer in observers():
             observer.entered(call)
-        return self.function(call)
+        with self.foreign_handlers.released():
+            return self.function(call)
 
     def _notify_recovering(self, iteration: int) -> None:
         for observer in observers():
@@ -342,24 +355,8 @@ class RankHost(RankFaults):
             raise InternalError("the function is entered without a watch over the iteration")
         return self.watch
 
-    def _classify(
-        self, value: Any, error: BaseException | None, handled: BaseException | None, ending: bool
-    ) -> Returned | Raised | Interrupted:
-        if error is None:
-            return Returned(value)
-        if ending and (is_interrupt(error) or is_consequence(error)):
-            fault = self.overtaken_fault(error, handled)
-            release_frames(error)
-            return Interrupted() if fault is None else Raised(fault)
-        if isinstance(error, Exception | RankShouldRestart):
-            self.error = error
-            return Raised(self.own_fault(error))
-        raise error
-
     def _kept(self, result: Any) -> State:
-        """The state that a policy has returned, alone or with `train_ex`. A policy that returns
-        `None` has not changed it.
-        """
+        """The state that a policy returned, alone or with `train_ex`; `None` is no change."""
         state = result[0] if isinstance(result, tuple) and len(result) == 2 else result
         if state is None:
             return self.state
@@ -373,7 +370,7 @@ class RankHost(RankFaults):
             return
         log.debug("rank %d: health check after %r", self.state.rank, train_ex)
         activity = Activity.LEAVING if self.state.status is Status.ABORTED else Activity.USER
-        with self._user_code(activity), self.emitter.span(HealthCheckDone):
+        with self._user_code(activity), self.emitter.span(ev.HealthCheckDone):
             self.state = self._kept(check(self.state, train_ex))
 
     @contextmanager

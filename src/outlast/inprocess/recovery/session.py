@@ -21,15 +21,16 @@ import torch.distributed as dist
 
 from outlast.clock import MonotonicClock
 from outlast.coordination.ops import Link, drive, perform_on
-from outlast.coordination.records import process_name
+from outlast.coordination.records import FaultRecord, process_name
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.coordination.training_step import observed_steps
+from outlast.coordination.waits import observed_by
 from outlast.errors import StoreError
 from outlast.events.emitter import Emitter, JsonlSink, NullSink, Sink
 from outlast.events.restart_causes import describe_restarts
 from outlast.events.types import Completed, Lost
 from outlast.inprocess.call_wrapper import CallWrapper
-from outlast.inprocess.environment import exported, is_host_server, read_launch
+from outlast.inprocess.environment import exported, is_host_server, launched_job, read_launch
 from outlast.inprocess.interruption.interrupter import AtomicSection, Interrupter
 from outlast.inprocess.interruption.monitor_thread import MonitorThread
 from outlast.inprocess.monitor.reports import MonitorPlan
@@ -44,9 +45,10 @@ from outlast.inprocess.running_call import RunningCall
 from outlast.inprocess.state import LazyStore, State
 from outlast.inprocess.store import Connection, PrefixStore, TCPStore, connect, open_store
 from outlast.system.arguments import seconds
+from outlast.system.departure import Departure, tell_end_of_script
 from outlast.system.error_text import describe
 from outlast.system.fast_exit import exit_fast, freeze_imports
-from outlast.system.notices import notice
+from outlast.system.notices import apart_from_bars, notice
 from outlast.system.sockets import address_towards
 
 log = logging.getLogger("outlast.inprocess")
@@ -58,13 +60,11 @@ _running = threading.Lock()
 def run_call(
     settings: Settings, function: Callable[[CallWrapper], Any], name: str, sink: Sink | None
 ) -> Any:
-    """Runs `function` under the wrapper until every rank has completed it.
+    """Runs `function` under the wrapper until every rank has completed it. A `ValueError` if
+    `torch.distributed` is already initialized, or a wrapped call is running.
 
     `name` is the name of the user's function, for errors. Without a sink, events go to a file in
     `OUTLAST_EVENTS_DIR`, if that is set.
-
-    Raises:
-        ValueError: if `torch.distributed` is already initialized, or a wrapped call is running.
     """
     if dist.is_available() and dist.is_initialized():
         raise ValueError(
@@ -75,9 +75,16 @@ def run_call(
         raise ValueError(f"{name}: another wrapped call is running; wrapped calls do not nest")
     freeze_imports()
     exit_fast()
+    session = None
     try:
-        return _Session(settings, function, sink).run()
+        session = _Session(settings, function, sink)
+        return session.run()
+    except BaseException as error:
+        if session is not None and (job := launched_job()):
+            Departure.by(error, session.prefix).tell(job)
+        raise
     finally:
+        tell_end_of_script(launched_job())
         _running.release()
 
 
@@ -119,14 +126,19 @@ class _Session:
         self.machine = Machine(self.host, Link(self.prefix), launch.world_size)
         self.running.membership = self.machine.membership
         self.completed = False
+        self.progressed_in = -1  # the iteration for which the launcher knows of progress
 
     def run(self) -> Any:
         host, launch, machine = self.host, self.launch, self.machine
         with ExitStack() as stack:
             stack.callback(self.emitter.sink.close)
             stack.callback(self.page.close)
+            stack.callback(host.note_kept, host.foreign_handlers.kept)
+            stack.callback(host.foreign_handlers.release)
             stack.enter_context(observed_steps(self._reached))
+            stack.enter_context(observed_by(self.page))
             stack.enter_context(exported())
+            stack.enter_context(apart_from_bars())
             serves = bool(self.ready) and launch.rank == 0 and not launch.replacement
             host.monitor = MonitorSupervisor(
                 *(self._monitor_plan, serves, self.settings.timeouts),
@@ -139,7 +151,9 @@ class _Session:
             stack.callback(lambda: host.releaser.end())
             stack.enter_context(host.releaser.keeping_destroyed())
             self.endpoint = monitor.endpoint
-            store = self._connect()
+            factory, kwargs = self.settings.store_factory, self.store_kwargs
+            patience = seconds(self.settings.timeouts.barrier_timeout)
+            store = connect(factory, kwargs, self.endpoint, patience, self.ready)
             stack.callback(store.close)
             self.interrupter.install()
             stack.callback(self.interrupter.restore)
@@ -159,13 +173,16 @@ class _Session:
             host.notice = LauncherNotice(store, self.number, self.prefix, process=process)
             host.notice.running()
 
-            def report_lost_monitor(cause: str) -> None:
-                fault = host.fault(self.page.iteration, cause)
+            def report(fault: FaultRecord) -> None:
                 # The monitor thread also notices a lost store, and tells the function's thread.
                 with contextlib.suppress(StoreError):
                     drive(machine.membership.report_fault(fault), perform)
 
-            monitor.watch(host.monitor_thread.native_id, report_lost_monitor)
+            monitor.watch(
+                host.monitor_thread.native_id,
+                lambda cause: report(host.fault(self.page.iteration, cause)),
+                lambda error: report(host.leaving_fault(error)),
+            )
             stack.callback(monitor.stop_heartbeat)
             log.debug(
                 "rank %d of %d: call %d begins in process %d, with monitor process %d",
@@ -296,11 +313,6 @@ class _Session:
             host_ring=is_host_server(self.endpoint) and self.launch.local_world_size > 1,
         )
 
-    def _connect(self) -> Connection:
-        patience = seconds(self.settings.timeouts.barrier_timeout)
-        factory = self.settings.store_factory
-        return connect(factory, self.store_kwargs, self.endpoint, patience, self.ready)
-
     def _open_policy_store(self) -> Any:
         """The store of the job, for policies that exchange values themselves."""
         store = open_store(self.settings.store_factory, self.store_kwargs, self.endpoint)
@@ -308,3 +320,9 @@ class _Session:
 
     def _reached(self, step: int, completed: bool) -> None:
         self.page.step, self.page.pinged = max(self.page.step, step), self.emitter.clock.now()
+        iteration, is_told = self.page.iteration, self.progressed_in == self.page.iteration
+        further = step > self.machine.decision.history.step
+        if further and not is_told and self.launch.agent and self.host.state.rank == 0:
+            self.progressed_in = iteration
+            with contextlib.suppress(StoreError):  # the monitor thread says that it is lost
+                drive(self.machine.membership.note_progress(iteration), self.running.perform)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,14 +29,15 @@ from outlast.system.arguments import as_timedelta, check_options, options_of, se
 # before it asks to join. It is longer than the longest back-off plus a slow start of Python.
 _REPLACEMENT_LIMIT_S = 600.0
 
+_POLICIES = (
+    *("initialize", "abort", "finalize", "health_check", "rank_assignment", "rank_filter"),
+    *("grow_policy", "repeated_faults", "completion", "terminate"),
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The arguments of `Wrapper`, which documents them.
-
-    Raises:
-        TypeError, ValueError: naming the invalid argument.
-    """
+    """The arguments of `Wrapper`, which documents them, and what it raises."""
 
     store_factory: type[StoreMixin]
     store_kwargs: Mapping[str, Any]
@@ -54,21 +56,12 @@ class Settings:
 
     def __post_init__(self) -> None:
         self._check_store()
-        required: dict[str, type] = {"rank_assignment": RankAssignment, "grow_policy": GrowPolicy}
-        optional: dict[str, type] = {
-            "initialize": Initialize,
-            "abort": Abort,
-            "finalize": Finalize,
-            "health_check": HealthCheck,
-            "rank_filter": RankFilter,
-            "completion": Completion,
-            "terminate": Terminate,
-            "repeated_faults": RepeatedFaults,
-        }
-        for name, kind in {**required, **optional}.items():
+        hints = typing.get_type_hints(Settings)
+        for name in _POLICIES:
+            kind, *optional = typing.get_args(hints[name]) or (hints[name],)
             value = getattr(self, name)
-            if not (isinstance(value, kind) or (name in optional and value is None)):
-                wanted = f"{kind.__name__}{' or None' if name in optional else ''}"
+            if not isinstance(value, hints[name]):
+                wanted = f"{kind.__name__}{' or None' if optional else ''}"
                 raise TypeError(f"{name} must be an instance of {wanted}, not {value!r}")
         logfile = self.monitor_process_logfile
         if not isinstance(logfile, str | None):

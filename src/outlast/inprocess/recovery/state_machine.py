@@ -15,7 +15,7 @@
       v                                                         |
     RUN --interrupted / raised---> (report the fault) ----------+
       |                                                         |
-      | returned (or: reserve rank)                             |
+      | returned (or: reserve rank)  (saved) -------------------+
       v                                                         |
     COMPLETE --a rank failed, or the others took too long ------+
       |
@@ -30,6 +30,9 @@ that this member has left the iteration; the last member to do so, or whoever re
 the last one, claims the decision about k+1, so it exists only when no live member is in the
 function at k (R2). All others wait for it: one record with the faults so far, which may end the
 job, and the view of k+1, the same for all members (R1). PAUSE is the back-off between equal faults.
+If the job ends there, but members keep state that is not saved, one more iteration follows, in
+which they only save it (`ViewRecord.saves`); all read the same end after that, whatever has become
+of it. So a member that ends the job stays for it, if it keeps something.
 Every exception that leaves the machine is first recorded in the ledger, so that the others continue
 without this member (R5): an exception on one rank never leaves the others waiting.
 
@@ -87,6 +90,7 @@ class Machine:
         self.assigned = AssignedRank(host.preferred_rank, world_size)
         self.store = ""  # the address of the iteration's own store
         self.value: Any = None
+        self.given_up: tuple[RestartAbort, FaultRecord] | None = None  # this member ends the job
 
     @property
     def record(self) -> ViewRecord:
@@ -97,16 +101,33 @@ class Machine:
         try:
             while state is not RecoveryState.DONE:
                 self.host.at(state, self.iteration, self.member)
-                state = await getattr(self, f"_{state.value}")()
+                try:
+                    state = await getattr(self, f"_{state.value}")()
+                except RestartAbort as error:
+                    state = await self._give_up(error, state)
         except (StoreError, GeneratorExit):
             raise  # the others cannot be notified, or need not be
         except BaseException as error:
+            end = error if self.given_up is None else self.given_up[0]
             # An error of the store must not hide this one.
             with contextlib.suppress(StoreError):
-                await self._leave(error)
+                await self._leave(end)
+            if end is not error:
+                raise end from end.__cause__
             raise
         self.host.at(RecoveryState.DONE, self.iteration, self.member)
         return self.value
+
+    async def _give_up(self, error: RestartAbort, state: RecoveryState) -> RecoveryState:
+        """This member ends the job. What it keeps is saved first: see the module."""
+        in_iteration = (RecoveryState.INITIALIZE, RecoveryState.RUN, RecoveryState.SETTLE)
+        if state not in in_iteration or self.record.saves or not self.host.keeps:
+            raise error
+        fault = self.host.fault_of(self.iteration, error)
+        self.given_up = error, dataclasses.replace(fault, ends_job=True)
+        await self.membership.report_fault(self.given_up[1])
+        settled = state is RecoveryState.SETTLE
+        return RecoveryState.DECIDE if settled else RecoveryState.SETTLE
 
     async def _enter(self) -> RecoveryState:
         rank, token = self.host.preferred_rank, self.host.token
@@ -125,9 +146,8 @@ class Machine:
         return RecoveryState.JOIN
 
     async def _join(self) -> RecoveryState:
-        """Waits, as a joiner, for the next decision. No other member is needed: the joiner looks
-        whether the decision can be made, as each process that adds a fact, so it is admitted even
-        if all others are dead by then.
+        """Waits, as a joiner, for the next decision. Like each process that adds a fact, it looks
+        whether the decision can be made, so it is admitted even if all others are dead.
         """
         k = self.iteration
         decision = await self.membership.decision(k)
@@ -174,6 +194,8 @@ class Machine:
             return RecoveryState.COMPLETE
         outcome = await self.host.call(self.iteration)
         match outcome:
+            case Returned() if self.record.saves:
+                await self.membership.end(self.iteration, RESTART)
             case Returned(value):
                 self.value = value
                 return RecoveryState.COMPLETE
@@ -224,6 +246,10 @@ class Machine:
         before, self.decision = self.record.slots(), decision
         self.membership.follow(decision)
         self.host.decided(decision, reports=decision.reporter == self.member)
+        if decision.view.saves:
+            return
+        if self.given_up is not None and decision.ends:
+            raise self.given_up[0]
         if (cause := decision.history.cause) is not None:
             raise UnrecoverableFault(
                 f"rank {cause.rank} on {cause.host}: {cause.cause} "
@@ -237,9 +263,7 @@ class Machine:
             raise SystemExit(decision.view.stop.exit_code)
 
     async def _pause(self) -> RecoveryState:
-        """Waits before the iteration, unless a member leaves, a process asks to join, or the job is
-        told to stop.
-        """
+        """Waits before the iteration, unless a member leaves, a process joins or the job stops."""
         key = resume_key(self.iteration)
         # Members wait for each other at the barrier that follows the pause.
         pause = min(self.decision.history.pause, self.host.limits.barrier / 2)
@@ -276,9 +300,10 @@ class Machine:
         fault: FaultRecord | None = None
         if not unrecoverable:  # its fault is on record
             discarded = isinstance(error, RankDiscarded)
-            own = self.host.fault_of(self.iteration, error)
+            known = self.given_up
+            own = known[1] if known else self.host.fault_of(self.iteration, error)
             lost = LostRecord(self.member, own.cause, discarded, isinstance(error, RestartAbort))
-            fault = None if discarded else own
+            fault = None if discarded or known else own
         await self.membership.report_lost(lost, self.iteration, fault)
 
     def _same_view(self, arrived: dict[int, dict[str, Any]]) -> bool:

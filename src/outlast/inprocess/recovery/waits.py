@@ -5,6 +5,9 @@ A replacement asks to join (`MembershipProtocol.ask_to_join`), waits until the i
 and then for the decision, as the members do. With `AwaitReplacements`, and by default under
 `outlast run`, that decision waits until lost ranks have been replaced. No member is needed for it:
 the last replacement to ask makes it, or the launcher that gives up the last rank.
+
+The checks after each pause of a wait are a backstop in case the process dies that should have made
+the decision, or completed the barrier; a healthy recovery never needs them.
 """
 
 from __future__ import annotations
@@ -34,12 +37,13 @@ async def end_iteration_to_join(
 ) -> None:
     """Ends the iteration to admit a joiner, if the grow policy says so, or if no member is in it:
     then the joiner also decides what follows, as no other process may do so. A member that is still
-    in it will decide later, and find the request to join. A job that was told to stop is not
-    interrupted: it may be saving, and ends soon.
+    in it will decide later, and find the request to join. A job that was told to stop, or that only
+    saves, is not interrupted: it ends soon.
     """
     term = f"term/{iteration}"
     inside = view is None or await barrier.missing(membership.link, term, view.expected)
     at_once = grow is GrowPolicy.AT_ONCE and await membership.stop_request() is None
+    at_once = at_once and not (view is not None and view.saves)
     if at_once or not inside:
         await membership.end(iteration, RESTART)
         await membership.link.put(resume_key(iteration), b"1")
@@ -67,23 +71,17 @@ async def wait_for_end_of_iteration(
 async def leave_iteration(
     membership: MembershipProtocol, host: Host, view: ViewRecord, member: int
 ) -> Decision:
-    """Records that this member has left the iteration, and waits for the decision that follows. The
-    checks after each pause are a backstop in case a process dies that should have made it; a
-    healthy recovery never needs them.
-
-    Args:
-        view: of the iteration. A joiner is not in it, and only waits.
-
-    Raises:
-        RankTimeout: if a member has not left the iteration within the barrier timeout.
-        RankLostError: if the others count this member as lost.
+    """Records that this member has left the iteration of this view, and waits for the decision that
+    follows. A joiner is not in the view, and only waits. A `RankTimeout` if a member has not left
+    within the barrier timeout; a `RankLostError` if the others count this member as lost.
     """
     limits, now, iteration = host.limits, host.clock.now, view.iteration
     record: Decision | Held | None = None
     with host.timing("term"):
         limit = math.inf
         if member in view.expected:
-            record = await membership.leave(iteration, member, view.expected, host.progress())
+            left = iteration, member, view.expected, host.progress()
+            record = await membership.leave(*left, keeps=host.keeps)
             limit = limits.barrier
         if record is None:
             record = await _next_record(membership, host, iteration, 0, None, now() + limit)
@@ -155,13 +153,7 @@ async def _next_record(
 async def pass_barrier(
     link: Link, host: Host, name: str, view: ViewRecord, member: int, **record: Any
 ) -> dict[int, dict[str, Any]]:
-    """Arrives at a barrier of the view with a record, and waits for the others; returns the records
-    of all members, the same on all. The check after each pause is a backstop in case the process
-    dies that should have completed the barrier; a healthy recovery never needs it.
-
-    Raises:
-        RankTimeout: if a member does not arrive within the barrier timeout.
-    """
+    """Waits at a barrier of the view; returns all members' records, or raises `RankTimeout`."""
     done = await barrier.arrive(link, name, member, view.expected, **record)
     limits, now = host.limits, host.clock.now
     deadline, pause = now() + limits.barrier, limits.backstop

@@ -3,17 +3,14 @@
 Each `.ckpt` file is a *pointer*: the number of a checkpoint in the folder `.outlast` next to it. A
 pointer is written after the commit of its checkpoint, and durable before anything older is removed.
 Checkpoints to which no pointer leads are deleted later, once the removal of their pointers is
-durable. So a power loss at any time leaves no pointer without a checkpoint, and the newest pointer
-that was durable.
+durable. So a power loss leaves no pointer without a checkpoint, and the newest durable pointer.
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import logging
-import os
 import pickle
 from collections import deque
 from collections.abc import Callable
@@ -28,7 +25,7 @@ from outlast.async_checkpoint import Checkpointer, SaveHandle
 from outlast.coordination.training_step import report_step
 from outlast.errors import CheckpointError
 from outlast.system.error_text import first_line
-from outlast.system.files import fsync_folder
+from outlast.system.files import fsync_folder, replacing
 
 log = logging.getLogger("outlast.integrations")
 
@@ -55,11 +52,7 @@ class CheckpointFolder:
         self._next = max((info.step for info in self._checkpointer.checkpoints()), default=-1) + 1
 
     def save(self, checkpoint: dict[str, Any], path: Path) -> None:
-        """Saves in the background; `path` appears when the checkpoint is committed.
-
-        Raises:
-            CheckpointError: if an earlier save failed, or its pointer could not be written.
-        """
+        """Saves in the background; `path` appears at the commit. Raises an earlier save's error."""
         if self._errors:
             raise self._errors.popleft()
         self._delete_unneeded()
@@ -77,12 +70,7 @@ class CheckpointFolder:
         self._last.add_done_callback(partial(self._saved, path, number))
 
     def load(self, path: Path, weights_only: bool) -> dict[str, Any]:
-        """Loads the checkpoint to which `path` points.
-
-        Raises:
-            CheckpointError: if it is damaged, or is not there, or has objects that `weights_only`
-                does not allow.
-        """
+        """Loads the checkpoint of `path`; a `CheckpointError` if it is missing or refused."""
         number = pointed(path)
         state: dict[str, Any] = {"lightning": {}}
         if number is None or self._checkpointer.restore(state, step=number) is None:
@@ -111,11 +99,7 @@ class CheckpointFolder:
             self._last.add_done_callback(partial(self._unlink, path, self._next - 1))
 
     def close(self, kind: type[BaseException] | None) -> None:
-        """Waits for the saves; not after an error of this kind that a restart follows.
-
-        Raises:
-            CheckpointError: as `save`. After an error it is logged.
-        """
+        """Waits for the saves, and raises as `save`; before a restart it only logs."""
         try:
             if kind is None:
                 self._checkpointer.wait()
@@ -172,9 +156,7 @@ class CheckpointFolder:
 
 
 def pointed(path: Path) -> int | None:
-    """The number in a pointer; `None` if the file is a checkpoint that Lightning has written, or
-    has just been renamed or removed.
-    """
+    """The number in a pointer; `None` for Lightning's own file, or one just renamed or removed."""
     try:
         with path.open("rb") as file:
             text = file.read(_POINTER_BYTES + 1)
@@ -186,18 +168,8 @@ def pointed(path: Path) -> int | None:
 
 
 def _point(path: Path, number: int) -> None:
-    partly = path.with_name(f".{path.name}{_PARTIAL}")
-    try:
-        with partly.open("w") as file:
-            json.dump({_KEY: number}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        partly.replace(path)
-        fsync_folder(path.parent)
-    except OSError:
-        with contextlib.suppress(OSError):
-            partly.unlink(missing_ok=True)
-        raise
+    with replacing(path, path.with_name(f".{path.name}{_PARTIAL}")) as file:
+        file.write(json.dumps({_KEY: number}).encode())
 
 
 def _take_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:

@@ -55,12 +55,10 @@ class BackgroundCheckpointIO(CheckpointIO):
         Call it on all ranks: rank 0 reads, and sends the checkpoint to the others.
 
         Args:
-            weights_only: `False` loads any Python object, which may run code: only for checkpoints
-                that you trust.
+            weights_only: `False` loads any object, which may run code: for trusted checkpoints.
 
         Raises:
-            CheckpointError: if the checkpoint is damaged, or has other objects than `weights_only`
-                allows, on all ranks.
+            CheckpointError: on all ranks, if it is damaged, or `weights_only` refuses an object.
         """
         several = dist.is_initialized() and dist.get_world_size() > 1
         result: list[Any] = [None]

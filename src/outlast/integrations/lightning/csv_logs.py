@@ -21,17 +21,15 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 
+from outlast.system.files import replace_durably
+
 log = logging.getLogger("outlast.integrations")
 
 _VERSIONS = ".lightning-versions"
 
 
 class CsvLogs:
-    """The CSV files of one fit.
-
-    Args:
-        path: the folder of the job. If it is a URL, versions are Lightning's own.
-    """
+    """The CSV files of one fit; if the job's `path` is a URL, versions are Lightning's own."""
 
     def __init__(self, trainer: Trainer, path: str | os.PathLike[str]) -> None:
         self._trainer = trainer
@@ -63,7 +61,8 @@ class CsvLogs:
     def begin(self, step: int) -> None:
         """Stores the versions, and keeps the rows up to `step`, whose state was restored."""
         if self._trainer.is_global_zero and self._file is not None and self._loggers:
-            _replace(self._file, json.dumps([each.version for each in self._loggers]))
+            versions = [each.version for each in self._loggers]
+            replace_durably(self._file, json.dumps(versions).encode())
             self._rows = [_Rows(each, step) for each in self._loggers]
 
     def completed(self, step: int) -> None:
@@ -91,7 +90,7 @@ class _Rows:
         lines = [line for line in whole if int(line.split()[0]) <= step]
         self._count = self._last = int(lines[-1].split()[1]) if lines else 0
         self._continue()
-        _replace(self._counts, "".join(f"{line}\n" for line in lines))
+        replace_durably(self._counts, "".join(f"{line}\n" for line in lines).encode())
         self._count += len(self._writer.metrics)
         log_metrics = self._writer.log_metrics
 
@@ -115,7 +114,7 @@ class _Rows:
         writer = csv.DictWriter(text, names)
         writer.writeheader()
         writer.writerows(rows)
-        _replace(self._kept, text.getvalue())
+        replace_durably(self._kept, text.getvalue().encode())
         os.link(self._kept, self.path)
 
     def completed(self, step: int) -> None:
@@ -127,9 +126,3 @@ class _Rows:
         with self._counts.open("a") as file:
             file.write(f"{step} {self._count}\n")
         self._last = self._count
-
-
-def _replace(path: Path, text: str) -> None:
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(text, newline="")
-    new.replace(path)

@@ -151,9 +151,7 @@ class JobCallback(Callback):
         trainer.fit_loop.restarting = False
 
     def _count_step(self, trainer: Trainer) -> None:
-        """Counts a step of the optimizer, at the end of a batch. Not each batch: gradients that are
-        being accumulated are in no checkpoint.
-        """
+        """Counts a step of the optimizer, not each batch: a checkpoint has no half gradients."""
         if self.job is not None and trainer.global_step != self._global_step:
             self._global_step = trainer.global_step
             if self._logs is not None:

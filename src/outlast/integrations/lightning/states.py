@@ -14,16 +14,14 @@ from outlast.elastic import random_generators
 class LoopStates:
     """The progress of the trainer's fit loop, and what it has logged in the present epoch.
 
-    Each step is closed at the end of its batch, before Lightning validates, steps the schedulers
-    that wait for a validation, and ends the epoch. A fit that is resumed continues there, as if it
-    had trained the batch itself. Lightning resumes from checkpoints that its `ModelCheckpoint`
-    makes, during or after the validation, and would leave out the rest of the batch, and of the
-    epoch if the batch was its last.
-
-    Args:
-        trainer: whose fit begins.
-        close: counts the step of a batch, if there was one.
+    Each step is closed at the end of its batch (`close` counts it, if there was one), before
+    Lightning validates, steps the schedulers that wait for a validation, and ends the epoch. A fit
+    that is resumed continues there, as if it had trained the batch itself. Lightning resumes from
+    checkpoints that its `ModelCheckpoint` makes, during or after the validation, and would leave
+    out the rest of the batch, and of the epoch if the batch was its last.
     """
+
+    may_differ = True  # a callback keeps what it wants
 
     def __init__(self, trainer: Trainer, close: Callable[[], None]) -> None:
         self._trainer, self._loop = trainer, trainer.fit_loop
@@ -120,6 +118,8 @@ def _logged(results: Any) -> dict[str, Any]:
 
 class CallbackStates:
     """The states of the trainer's other callbacks, by their `state_key`, as one state."""
+
+    may_differ = True  # a callback keeps what it wants
 
     def __init__(self, trainer: Trainer, without: Callback) -> None:
         self._trainer, self._without = trainer, without

@@ -42,9 +42,7 @@ log = logging.getLogger("outlast.integrations")
 
 
 class PingCallback(TrainerCallback):
-    """Pings at each batch of the training and of evaluations, so that a rank that hangs is detected
-    by its missing steps.
-    """
+    """Pings at each batch, also of evaluations, so that a rank that hangs is found by its steps."""
 
     def __init__(self, call: CallWrapper) -> None:
         self._call = call
@@ -101,8 +99,8 @@ class JobTrainerMixin(_Mixed):
         """Trains from the newest valid checkpoint to the end.
 
         Raises:
-            ValueError: if `resume_from_checkpoint` is a folder or False; if an argument of the
-                Trainer is not supported.
+            ValueError: if `resume_from_checkpoint` is a folder or False, or an argument
+                unsupported.
         """
         if resume_from_checkpoint not in (None, True):
             raise ValueError(
@@ -174,7 +172,7 @@ class JobTrainerMixin(_Mixed):
         if self.job is None:
             super()._load_best_model()
             return
-        self._save()  # the last state: the model is not that of the last step afterwards
+        self._save_with_job()  # the last state: the model is not that of the last step afterwards
         self.job.checkpointer.wait()
         step = self.state.best_global_step
         log.info("loading the best model, of step %d (%s)", step, self.state.best_metric)
@@ -202,7 +200,7 @@ class JobTrainerMixin(_Mixed):
         self._last_step = step
         super()._maybe_log_save_evaluate(loss, norm, *args, **kwargs)
         if self.job is not None and self._save_is_due and not self._epoch_end_follows:
-            self._save()
+            self._save_with_job()
 
     def _epoch_ends(self: Any) -> bool:
         control, epoch = self.control, float(self.state.epoch or 0.0)
@@ -262,9 +260,9 @@ class JobTrainerMixin(_Mixed):
         elif self._epoch_end_follows:
             self._save_is_due = True
         else:
-            self._save()
+            self._save_with_job()
 
-    def _save(self: Any) -> None:
+    def _save_with_job(self: Any) -> None:
         self._save_is_due = False
         self.store_flos()
         if self.state.best_global_step:

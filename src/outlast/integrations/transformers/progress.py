@@ -16,12 +16,12 @@ from outlast.integrations.common import check_all_ranks
 
 
 class TrainerProgress:
-    """The Trainer's state and those of its callbacks: the same on all ranks.
-
-    Attributes:
-        end_of_step: what Trainer passes to `_maybe_log_save_evaluate` after a step, while that has
-            yet to be called; `None` in a checkpoint that was made afterwards.
+    """The Trainer's state and those of its callbacks: the same on all ranks. `end_of_step` is what
+    Trainer passes to `_maybe_log_save_evaluate` after a step, while that has yet to be called;
+    `None` in a checkpoint that was made afterwards.
     """
+
+    may_differ = True  # it says whether this is the main process
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -91,9 +91,7 @@ class Losses:
         return saved
 
     def resized(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """The state of each of another number of ranks: Trainer logs the mean of their losses, and
-        the sum of their operations.
-        """
+        """One state for another number of ranks: Trainer logs mean losses and summed operations."""
         found = dict(states[0])
         sizes = {"sum": len(states), "total": len(states), "flos": self._trainer.args.world_size}
         for name in sizes.keys() & found.keys():
@@ -101,11 +99,7 @@ class Losses:
         return found
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Keeps the losses until `restore`.
-
-        Raises:
-            CheckpointMismatch: if steps were made with another number of ranks, and other samples.
-        """
+        """Keeps the losses until `restore`; a `CheckpointMismatch` for other ranks and samples."""
         before, now = saved["world_size"], self._trainer.args.world_size
         samples, steps = saved["step_samples"], saved["epoch_steps"]
         fits = samples and {"step_samples": samples, "epoch_steps": steps} == self._data
@@ -141,11 +135,7 @@ class Losses:
 
 
 def check_supported(trainer: Trainer) -> None:
-    """Checks that nothing is requested that contradicts the job's checkpoints.
-
-    Raises:
-        ValueError: naming the first argument that is not supported, and what to use instead.
-    """
+    """A `ValueError` for the first argument that contradicts the job's checkpoints, with advice."""
     args = trainer.args
     check_all_ranks(trainer.accelerator.num_processes, "TrainingArguments(use_cpu=True)")
     unsupported = {
@@ -183,11 +173,7 @@ def retention(args: TrainingArguments) -> Retention:
 
 
 def count_steps(trainer: Trainer, loader: Any) -> int:
-    """The number of optimizer steps of a whole training on `loader`, for the scheduler.
-
-    Raises:
-        ValueError: if it is unknown.
-    """
+    """The optimizer steps of a training on `loader`, for the scheduler, or a `ValueError`."""
     args, per_epoch = trainer.args, steps_of_epoch(trainer, loader)
     if args.max_steps > 0:
         return int(args.max_steps)

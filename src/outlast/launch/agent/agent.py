@@ -24,7 +24,7 @@ state that the dead worker knew.
 from __future__ import annotations
 
 import enum
-import functools
+import selectors
 import signal
 import time
 
@@ -32,31 +32,17 @@ from outlast.clock import Clock
 from outlast.coordination.records import process_name
 from outlast.errors import NO_RESTART
 from outlast.events.types import LauncherEnded, StopRequested
-from outlast.launch.agent import death_log
+from outlast.launch.agent import death_log, decisions
 from outlast.launch.agent.coordinator import OpenCoordinator, Outcome
 from outlast.launch.agent.death_log import Death
-from outlast.launch.agent.decisions import (
-    TOLD_TO_STOP,
-    Decision,
-    JobRecord,
-    JobState,
-    decide,
-    replacements,
-)
+from outlast.launch.agent.decisions import Decision, JobRecord, JobState, replacements
+from outlast.launch.agent.departures import DepartedWorkers, reap_workers
 from outlast.launch.agent.last_lines import Ending, summary
 from outlast.launch.agent.replacement import CallWatch, Replacements
 from outlast.launch.agent.resources import JobResources
 from outlast.launch.agent.shutdown import Shutdown
 from outlast.launch.config.job_spec import JobSpec, Placement
-from outlast.launch.workers.descendants import (
-    LINGER_S,
-    OomKills,
-    ended_children,
-    kill_descendants,
-    kill_group,
-    reap,
-    terminate_group,
-)
+from outlast.launch.workers.descendants import OomKills, kill_descendants
 from outlast.launch.workers.worker_group import Worker
 
 
@@ -84,6 +70,7 @@ class Agent:
         self._deaths: list[Death] = []
         self._replacements = Replacements(self._resources, self._deaths, self._replacement_lost)
         self._call_watch = CallWatch(self._resources)
+        self._departed = DepartedWorkers(self._resources, self._on_left)
         self._oom_kills = OomKills()
         self._phase = Phase.WAITING
         self._received: signal.Signals | None = None
@@ -99,6 +86,8 @@ class Agent:
         with self._resources as resources:
             try:
                 self._began = resources.loop.clock.now()
+                departures = resources.departures.socket.fileno()
+                resources.loop.watch(departures, selectors.EVENT_READ, self._departed.on_notice)
                 resources.coordinator.ready()
                 while self._phase is not Phase.OVER:
                     resources.loop.run_once()
@@ -109,7 +98,7 @@ class Agent:
                 if self._phase is not Phase.OVER:
                     resources.workers.standbys.close()
                     kill_descendants(resources.own_children())
-                    self._reap()
+                    reap_workers(self._resources)
         return self._exit_code
 
     # ------------------------------------------------------- what the coordinator asks for
@@ -168,7 +157,7 @@ class Agent:
             received=received,
             # Not by the codes alone: a worker that has not reached the call is killed by the
             # signal, and takes no part in the save.
-            saved=codes == {TOLD_TO_STOP} or outcome.job.saved,
+            saved=codes == {decisions.TOLD_TO_STOP} or outcome.job.saved,
             # A call that was told to stop may complete instead, with the save at its end.
             unsaved=outcome.job.unsaved and outcome.job.state is not JobState.COMPLETED,
             fault=outcome.job.fault,
@@ -180,8 +169,13 @@ class Agent:
         )
         self._exit_code = ending.exit_code
         first = ending.first_cause(resources.host)
-        resources.emitter.emit(LauncherEnded(exit_code=self._exit_code, cause=first))
         lines = summary(self._deaths, ending, resources.host)
+        last = "\n".join(lines)
+        resources.emitter.emit(
+            LauncherEnded(exit_code=self._exit_code, cause=first, last_lines=last)
+        )
+        if ending.failed and (kept := resources.kept_events) is not None:
+            resources.console.say(f"these lines and the events: outlast report {kept}")
         resources.console.say(*lines, failed=ending.failed)
 
     # ------------------------------------------------------------- signals and worker exits
@@ -203,7 +197,7 @@ class Agent:
         self._next_phase()
 
     def _on_children_ended(self) -> None:
-        ended = self._reap()
+        ended = reap_workers(self._resources)
         self._shutdown.children_reaped()
         now = self._resources.loop.clock.now()
         # An error file has a file system time; its age, on this same host, converts it to the
@@ -222,22 +216,18 @@ class Agent:
             elif self._phase is Phase.RUNNING:
                 self._call_watch.ended(worker, code)
         self._announce_given_up()
+        self._departed.look()
 
-    def _reap(self) -> list[tuple[Worker, int, float | None]]:
-        """Reap the ended children; return the workers, their exit codes and error file times."""
-        ended = []
-        for pid, code in ended_children():
-            worker = self._resources.workers.get(pid)
-            if worker is not None and code != 0:
-                terminate_group(pid)
-                self._resources.loop.call_later(LINGER_S, functools.partial(kill_group, pid))
-            reap(pid)
-            if worker is None:
-                self._resources.other_child_ended(pid, code)
-            else:
-                self._resources.workers.remove(worker, code)
-                ended.append((worker, code, worker.error_time()))
-        return ended
+    def _on_left(self, worker: Worker, code: int) -> None:
+        """Treat a worker as ended whose rank has left, and whose process goes on."""
+        if self._phase is not Phase.RUNNING:
+            return
+        self._resources.workers.settle(worker, code)
+        if code == 0:
+            self._call_watch.ended(worker, code)
+        else:
+            self._on_failure(worker, code, self._resources.loop.clock.now())
+        self._announce_given_up()
 
     def _on_failure(self, worker: Worker, code: int, when: float) -> None:
         coordinator = self._resources.coordinator
@@ -274,7 +264,9 @@ class Agent:
         elif code == NO_RESTART:
             self._say(f"{what}: not replaced, as its exit code {code} asks")
         else:
-            self._say(f"{what}: not replaced, all {coordinator.used} replacements are used")
+            rule = decisions.limit_text(replacements(limit), self._resources.job.restart_window_s)
+            used = coordinator.used
+            self._say(f"{what}: not replaced, all {used} replacements are used ({rule})")
         if decision is Decision.LOST and job.state is JobState.RUNNING:
             self._call_watch.ended(worker, code)
 
@@ -287,7 +279,8 @@ class Agent:
         coordinator, limit = self._resources.coordinator, self._resources.job.max_restarts
         process = process_name(coordinator.host_id, worker.pid)
         wrapped = self._resources.job.program.wrapped
-        decision = decide(code, process, job, coordinator.used, limit, wrapped)
+        early = self._call_watch.begins_job and self._call_watch.is_early(worker, job)
+        decision = decisions.decide(code, process, job, coordinator.used, limit, wrapped, early)
         if decision is Decision.REPLACED and not coordinator.take_replacement(replacements(limit)):
             return Decision.LOST  # another host has taken the last one
         return decision
@@ -317,7 +310,6 @@ class Agent:
         return death
 
     def _killer(self, worker: Worker, code: int, job: JobRecord) -> str:
-        """Who has killed the worker, if anybody has."""
         if code not in (-signal.SIGKILL, -signal.SIGTERM):
             return ""
         coordinator = self._resources.coordinator
@@ -331,7 +323,7 @@ class Agent:
     def _announce_given_up(self) -> None:
         """Tell survivors which ranks neither run nor will be replaced; they wait for the others."""
         coordinator = self._resources.coordinator
-        running = {worker.rank for worker in self._resources.workers}
+        running = {worker.rank for worker in self._resources.workers if not worker.settled}
         ranks = frozenset(self._ranks) - running - self._replacements.pending
         if ranks != self._given_up and (self._resources.workers or coordinator.host_id):
             self._given_up = ranks

@@ -65,7 +65,7 @@ class Coordinator(Protocol):
     Attributes:
         lease_page: the file that the orphan killer watches; `None` if this host needs no lease.
         keys: of the workers' store.
-        used: the number of restarts and replacements used so far.
+        used: the number of restarts and replacements that count against `--max-restarts` now.
         host_id: this host's, for the names of processes; empty if the job has one host.
     """
 

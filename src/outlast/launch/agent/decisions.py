@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import math
+from collections.abc import Sequence
 
 from outlast.coordination.records import FaultRecord
 from outlast.errors import NO_RESTART
 from outlast.events.restart_causes import RestartCount
+from outlast.system.units import duration_text
 
 DEFAULT_REPLACEMENTS = 3
 """The default for a job that uses `Wrapper`; any other job has no restarts, as with torchrun."""
@@ -96,6 +99,26 @@ def replacements(max_restarts: int | None) -> int:
     return DEFAULT_REPLACEMENTS if max_restarts is None else max_restarts
 
 
+def faults_that_count(
+    faults: Sequence[tuple[str, float]], progress: str, now: float, window_s: float
+) -> int:
+    """How many of the faults that were restarted from count against the limit: those of the last
+    `window_s` seconds; without that, those after which there was no progress. Each is given by what
+    `JobKeys.progress` was then, and its time.
+    """
+    if window_s < math.inf:
+        return sum(now - at <= window_s for _, at in faults)
+    return sum(before == progress for before, _ in faults)
+
+
+def limit_text(limit: int, window_s: float) -> str:
+    """What a limit of replacements counts, in words."""
+    within = "without a further training step"
+    if window_s < math.inf:
+        within = f"within {duration_text(window_s)}"
+    return f"--max-restarts: {limit} {within}"
+
+
 def decide(
     exit_code: int,
     process: str,
@@ -103,6 +126,7 @@ def decide(
     used: int,
     max_restarts: int | None,
     wrapped: bool = False,
+    early: bool = False,
 ) -> Decision:
     """Decide how to proceed when a worker of a running job ends by itself or by a fault.
 
@@ -113,6 +137,8 @@ def decide(
         wrapped: whether the script has a wrapped function, which may not have been reached yet.
             There the ranks wait for each other; so a worker that is killed on the way is replaced
             alone. An error on the way comes again: it ends the job.
+        early: whether no process of this rank has reached the call, which others have, and which
+            waits for all: the same, whichever rank was faster.
     """
     if exit_code == 0:
         return Decision.DONE
@@ -126,6 +152,8 @@ def decide(
         return Decision.STOPPED
     if job.state is JobState.RUNNING and job.stopping:
         return Decision.LOST  # the others do not wait for it: they save and leave
+    if job.state is JobState.RUNNING and early and exit_code > 0 and used >= (max_restarts or 0):
+        return Decision.FATAL
     if job.state is JobState.RUNNING and exit_code == NO_RESTART:
         return Decision.LOST
     if job.state is JobState.RUNNING:

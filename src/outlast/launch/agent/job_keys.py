@@ -14,7 +14,6 @@ from outlast.coordination.records import (
     SizeRecord,
     process_token,
 )
-from outlast.coordination.replicated.hosts import HostInfo
 from outlast.coordination.stores.store import Store
 from outlast.events.restart_causes import RestartCount
 from outlast.launch.agent.decisions import JobRecord, JobState
@@ -61,6 +60,14 @@ class JobKeys:
             counts += drive(work, perform_on(self._store))
         return dataclasses.replace(record, restarts=tuple(counts))
 
+    def progress(self) -> str:
+        """Differs once the training has come further than ever before; empty until then."""
+        record = JobRecord.parse(self._store.read(JOB_KEY))
+        if not record.prefix:
+            return ""
+        found = drive(_membership(record).progress(), perform_on(self._store))
+        return f"{record.prefix}{found}" if found else ""
+
     def give_up(self, ranks: frozenset[int]) -> None:
         """Tell the members of the running call which ranks will not be replaced, so that they do
         not wait for them.
@@ -75,7 +82,6 @@ class JobKeys:
         return drive(_membership(job).announced_kill(process), perform_on(self._store))
 
     def has_come(self, job: JobRecord, rank: int) -> bool:
-        """Whether a process of this rank has reached the running call."""
         if not job.prefix:
             return False
         return drive(_membership(job).is_registered(rank), perform_on(self._store))
@@ -88,7 +94,7 @@ class JobKeys:
         """
         # It names the host, whose loss then completes a report that it cuts off.
         owner = process_token(host, f"pid {pid}")
-        self._ended(job, owner, range(rank, rank + 1), world_size, cause)
+        self.ended(job, owner, range(rank, rank + 1), world_size, cause)
 
     def suspected_link(self) -> str:
         """The newest suspicion that a link between two hosts is broken: the key under which the
@@ -131,23 +137,12 @@ class JobKeys:
         record = JobRecord.parse(self._store.read(JOB_KEY))
         return drive(_membership(record).last_save(), perform_on(self._store))
 
-    def host_lost(
-        self, job: JobRecord, host: HostInfo, ranks: range, world_size: int, cause: str
+    def ended(
+        self, job: JobRecord, owner: str, ranks: range, world_size: int, cause: str, host: str = ""
     ) -> None:
-        """Tell the members of the call that a host is lost, with its ranks: this ends their
-        iteration.
+        """Tell the members of the call that a process, or a host of this name, is lost with its
+        ranks: this ends their iteration.
         """
-        self._ended(job, host.id, ranks, world_size, cause, host.name)
-
-    def _ended(
-        self,
-        job: JobRecord,
-        owner: str,
-        ranks: range,
-        world_size: int,
-        cause: str,
-        host: str = "",
-    ) -> None:
         if not job.prefix:
             return
         membership = MembershipProtocol(Link(job.prefix), world_size)

@@ -20,6 +20,7 @@ from outlast.coordination.stores.torch_store import TorchStore, listening
 from outlast.errors import LaunchError
 from outlast.launch.agent.coordinator import Actions, Outcome
 from outlast.launch.agent.death_log import Death
+from outlast.launch.agent.decisions import faults_that_count
 from outlast.launch.agent.job_keys import JobKeys
 from outlast.launch.agent.resources import JobResources
 from outlast.launch.config.job_spec import Placement
@@ -39,11 +40,19 @@ class OneHost:
         self._store = JobStore(job.master_addr, job.master_port)
         self._actions = actions
         self._attempt = 0
-        self.used = 0
+        self._clock, self._window_s = resources.loop.clock, job.restart_window_s
+        self._faults: list[tuple[str, float]] = []  # after which progress, and when
 
     @property
     def keys(self) -> JobKeys:
         return JobKeys(self._store.client)
+
+    @property
+    def used(self) -> int:
+        return faults_that_count(self._faults, *self._now(), self._window_s)
+
+    def _now(self) -> tuple[str, float]:
+        return self.keys.progress(), self._clock.now()
 
     def agree(self, name: str, value: str) -> str:
         return value
@@ -57,14 +66,14 @@ class OneHost:
 
     def take_replacement(self, limit: int) -> bool:
         taken = self.used < limit
-        self.used += taken
+        self._faults += [self._now()] * taken
         return taken
 
     def give_up(self, ranks: frozenset[int]) -> None:
         self.keys.give_up(ranks)
 
     def restart(self, cause: str, death: Death) -> None:
-        self.used += 1
+        self._faults.append(self._now())
         self._actions.restart("")
 
     def end(self, cause: str, pid: int) -> None:

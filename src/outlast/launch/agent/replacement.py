@@ -24,7 +24,6 @@ class Replacements:
 
     Args:
         deaths: of the job; corrected if a dead worker is not replaced after all.
-        given_up: called when a replacement has been given up.
     """
 
     def __init__(
@@ -99,12 +98,15 @@ class CallWatch:
 
     def __init__(self, resources: JobResources) -> None:
         self._resources = resources
+        # the workers were started before any rank had reached the call: this host has not joined a
+        # job that trains
+        self.begins_job = False
         self._world_size = 0
         self._ended: list[tuple[Worker, int]] = []
-        self._timer: Timer | None = None
+        self._timer = Timer()
 
     def begin(self, placement: Placement) -> None:
-        """An attempt begins: its workers have been started."""
+        self.begins_job = self._resources.coordinator.keys.job().state is JobState.PLAIN
         self._world_size = placement.places * self._resources.job.nproc
         self._ended.clear()
         standbys = self._resources.workers.standbys
@@ -124,7 +126,7 @@ class CallWatch:
         self._check()
 
     def _check_later(self) -> None:
-        if self._timer is None or not self._timer.pending:
+        if not self._timer.pending:
             self._timer = self._resources.loop.call_later(_CHECK_S, self._check)
 
     def _check(self) -> None:

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 from outlast.clock import Clock
 from outlast.errors import ChaosError, LaunchError
 from outlast.events.emitter import Emitter, JsonlSink, NullSink, Sink
-from outlast.events.run_folders import new_run
+from outlast.events.run_folders import new_run, run_name
+from outlast.events.spool import BESIDE, Spool
 from outlast.events.types import LauncherStarted
 from outlast.launch import environment
 from outlast.launch.agent import orphan_killer
@@ -30,8 +31,9 @@ from outlast.launch.agent.coordinator import Actions, Coordinator, OpenCoordinat
 from outlast.launch.config.job_spec import JobSpec
 from outlast.launch.event_loop import EventLoop
 from outlast.launch.workers.descendants import reap, with_descendants
-from outlast.launch.workers.output import Console
+from outlast.launch.workers.output import Console, say_early
 from outlast.launch.workers.worker_group import WorkerGroup
+from outlast.system.departure import Departures
 from outlast.system.processes import become_subreaper
 
 if TYPE_CHECKING:
@@ -69,6 +71,7 @@ class JobResources:
         self.checks: list[int] = []  # processes that check this host
         self._orphan_killer: subprocess.Popen[bytes] | None = None
         self._metrics: MetricsProcess | None = None
+        self.spool: Spool | None = None  # of a job without `--events-dir`
 
     def __enter__(self) -> JobResources:
         with ExitStack() as stack:
@@ -119,18 +122,25 @@ class JobResources:
         if job.events_dir is not None:
             # A folder for this run: the logs of two runs in one folder would be read as one run.
             events_dir = self._events_folder(job.events_dir)
-        elif exports:
+        elif exports or not environment.names_events():
             events_dir = self._temporary_folder("outlast-events-", stack)
+            run = self.coordinator.agree("events-folder", run_name(job.run_id))
+            hosts = 1 if job.hosts is None else job.hosts.maximum
+            Spool.create(events_dir, run, ranks=job.nproc * hosts)
+            self.spool = Spool.of(events_dir)
         if events_dir is not None:
             name = f"agent-{self.host}-" if self.coordinator.host_id else "agent-"
-            sink = JsonlSink(events_dir / f"{name}{os.getpid()}.jsonl")
+            sink = JsonlSink(events_dir / f"{name}{os.getpid()}.jsonl", locked=True)
             job = dataclasses.replace(job, events_dir=events_dir)
         stack.callback(sink.close)
+        stack.callback(self._keep_events)
         if job.chaos is not None and not environment.names_chaos_state():
             # The folder that records fired faults, for replacements and restarts to read.
             state = self._temporary_folder("outlast-chaos-", stack)
             job = dataclasses.replace(job, chaos_state=state)
         stack.enter_context(self.loop)
+        self.departures = Departures(job.mark)
+        stack.callback(self.departures.socket.close)
         self.console = Console(self.loop)
         stack.callback(self.console.close)
         become_subreaper()
@@ -156,6 +166,23 @@ class JobResources:
             stack.callback(self._metrics.close)
         if job.log_dir is None and job.routes.any_file:
             self.console.say(f"output files are in {folder}")
+
+    @property
+    def kept_events(self) -> Path | None:
+        """Where `outlast report` finds the events of a job without `--events-dir`."""
+        target = None if self.spool is None else self.spool.target
+        if target is not None and target.parent.name == BESIDE:
+            return target.parent.parent
+        return None if target is None else target.parent
+
+    def _keep_events(self) -> None:
+        """Keeps what processes have written that have ended before they knew where."""
+        target = None if self.spool is None else self.spool.target
+        if self.spool is not None and target is not None:
+            try:
+                self.spool.copy_all(target)
+            except OSError as error:
+                say_early(f"not all events are in {target}: {error}")
 
     def _events_folder(self, directory: Path) -> Path:
         """The folder of this run, which is the same on all hosts if they share a file system."""

@@ -11,7 +11,6 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,13 +18,12 @@ import typer
 from outlast.errors import CheckpointError, CheckpointReadError
 from outlast.launch.commands.checkpoint_contents import diff, export
 from outlast.launch.commands.checkpoint_folder import (
-    ERRORS,
     Directory,
     open_folder,
     progress_bar,
     refuse_unrelated_folder,
 )
-from outlast.launch.commands.shared import UNREAD, exit_on
+from outlast.launch.commands.shared import UNREAD
 from outlast.system.units import age_text, size_text
 
 if TYPE_CHECKING:
@@ -55,10 +53,9 @@ def ls(
     Only the sizes of the files are checked; `verify` reads their contents. The exit code is 74 if
     one of them cannot be read now.
     """
-    with exit_on(*ERRORS), ExitStack() as stack:
-        from outlast.async_checkpoint import inspection
+    from outlast.async_checkpoint import inspection
 
-        storage = open_folder(directory, stack)
+    with open_folder(directory) as storage:
         found = inspection.survey(storage)
         if not found:
             refuse_unrelated_folder(storage)
@@ -83,10 +80,9 @@ def verify(
     The exit code is 1 if a checkpoint is damaged or none exists, and else 74 if one cannot be read
     now.
     """
-    with exit_on(*ERRORS), ExitStack() as stack:
-        from outlast.async_checkpoint import inspection
+    from outlast.async_checkpoint import inspection
 
-        storage = open_folder(directory, stack)
+    with open_folder(directory) as storage:
         known = {one.step: one for one in inspection.survey(storage) if one.step is not None}
         if not known and not steps:
             refuse_unrelated_folder(storage)
@@ -127,10 +123,9 @@ def rm(
     ] = False,
 ) -> None:
     """Delete checkpoints. Refused while a job is using the folder."""
-    with exit_on(*ERRORS), ExitStack() as stack:
-        from outlast.async_checkpoint import inspection
+    from outlast.async_checkpoint import inspection
 
-        storage = open_folder(directory, stack)
+    with open_folder(directory) as storage:
         chosen = list(dict.fromkeys(steps))
         found = {one.step for one in inspection.survey(storage) if one.step is not None}
         missing = [step for step in chosen if step not in found]
@@ -197,9 +192,7 @@ def _as_json(found: Found) -> dict[str, object]:
 
 
 def _print_table(found: Sequence[Found], now: float) -> None:
-    """Print a row for each checkpoint, and a line for each folder that is none or is damaged.
-    `now` is the time since 1970. See `_as_json`.
-    """
+    """A row for each checkpoint, and a line for each folder that is none or damaged."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -13,7 +13,6 @@ import typer
 
 from outlast.errors import CheckpointError, CheckpointReadError
 from outlast.launch.commands.checkpoint_folder import (
-    ERRORS,
     Directory,
     open_folder,
     progress_bar,
@@ -21,7 +20,6 @@ from outlast.launch.commands.checkpoint_folder import (
     usable,
     warn,
 )
-from outlast.launch.commands.shared import exit_on
 from outlast.system.units import size_text
 
 if TYPE_CHECKING:
@@ -50,8 +48,7 @@ def export(
         typer.Option("--output", "-o", metavar="FILE", help="Default: step-STEP.safetensors"),
     ] = None,
     root: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="Export what is under NAME, named without it."),
+        str, typer.Option(metavar="NAME", help="Export what is under NAME, named without it.")
     ] = "",
     force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
 ) -> None:
@@ -61,13 +58,12 @@ def export(
     file has the tensors alone, by their flat names. Every byte that is read is verified. The exit
     code is 74 if the checkpoint cannot be read now.
     """
-    with exit_on(*ERRORS), ExitStack() as stack:
-        from outlast.async_checkpoint import export as exports
+    from outlast.async_checkpoint import export as exports
 
-        if format is None:
-            torch_file = output and output.suffix in (".pt", ".pth", ".bin")
-            format = "torch" if torch_file else "safetensors"
-        storage = open_folder(directory, stack)
+    if format is None:
+        torch_file = output and output.suffix in (".pt", ".pth", ".bin")
+        format = "torch" if torch_file else "safetensors"
+    with open_folder(directory) as storage:
         for found in usable(storage, step):
             file = output or Path(f"step-{found.step}{exports.SUFFIXES[format]}")
             if file.exists() and not force:
@@ -101,12 +97,12 @@ def diff(
     What has the same stored checksums in both is not read. The exit code is 0 if they are equal, 1
     if they differ, and 2 after an error.
     """
-    with exit_on(*ERRORS, code=_TROUBLE), ExitStack() as stack:
-        from outlast.async_checkpoint.difference import compare
+    from outlast.async_checkpoint.difference import compare
 
+    with ExitStack() as stack:
         sources = []
         for directory, step in ((a, step_a), (b, step_b)):
-            storage = open_folder(directory, stack)
+            storage = stack.enter_context(open_folder(directory, _TROUBLE))
             sources.append(_source(storage, next(usable(storage, step))))
         found = compare(*sources)
         if as_json:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outlast.errors import CheckpointError, CheckpointReadError
+from outlast.launch.commands.shared import exit_on
 
 if TYPE_CHECKING:
     from outlast.async_checkpoint.inspection import Found, Storage
 
-ERRORS = (CheckpointError, OSError, ModuleNotFoundError, ValueError)
+_ERRORS = (CheckpointError, OSError, ModuleNotFoundError, ValueError)
 _NAMED = 5  # in a message
 
 Directory = Annotated[
@@ -22,15 +23,20 @@ Directory = Annotated[
 ]
 
 
-def open_folder(directory: str, stack: ExitStack) -> Storage:
-    """The folder's storage, which `stack` closes."""
+@contextmanager
+def open_folder(directory: str, code: int | None = None) -> Iterator[Storage]:
+    """The folder's storage; an error within the block ends the command, see `exit_on`."""
     from outlast.async_checkpoint.inspection import open_storage
 
     path = directory.removeprefix("file://")
-    if "://" not in path and not Path(path).expanduser().is_dir():
-        why = "" if Path(path).expanduser().exists() else "it does not exist; "
-        raise CheckpointError(f"{path} is not a folder: {why}give the folder the job saves into")
-    return stack.enter_context(closing(open_storage(directory)))
+    with exit_on(*_ERRORS, code=code):
+        if "://" not in path and not Path(path).expanduser().is_dir():
+            why = "" if Path(path).expanduser().exists() else "it does not exist; "
+            raise CheckpointError(
+                f"{path} is not a folder: {why}give the folder the job saves into"
+            )
+        with closing(open_storage(directory)) as storage:
+            yield storage
 
 
 def refuse_unrelated_folder(storage: Storage) -> None:
@@ -54,11 +60,8 @@ def refuse_unrelated_folder(storage: Storage) -> None:
 
 def usable(storage: Storage, step: int | None) -> Iterator[Found]:
     """The checkpoint of `step`; by default all with an intact manifest and files of the right size,
-    the newest first. Warns about those that are passed over.
-
-    Raises:
-        CheckpointError: if there is none, or that of `step` is damaged.
-        CheckpointReadError: if one that would be next cannot be read now.
+    the newest first. Warns about those that are passed over. A `CheckpointError` if there is none,
+    or that of `step` is damaged; a `CheckpointReadError` if the next one cannot be read now.
     """
     from outlast.async_checkpoint import inspection
 

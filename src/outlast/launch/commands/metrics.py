@@ -12,27 +12,20 @@ from outlast.errors import EventLogError
 from outlast.launch.commands.shared import RunDirectory, RunName, exit_on
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command("metrics")(metrics)
-
-
 def metrics(
     directory: RunDirectory,
     run: RunName = None,
     port: Annotated[
         int | None,
         typer.Option(
-            "--port",
             min=0,
             max=65535,
             metavar="PORT",
             help="Serve them for Prometheus at this port; 0 for a free one.",
-            show_default=False,
         ),
     ] = None,
     host: Annotated[
-        str, typer.Option("--host", metavar="ADDRESS", help="The address of that port.")
+        str, typer.Option(metavar="ADDRESS", help="The address of that port.")
     ] = "127.0.0.1",
     opentelemetry: Annotated[
         bool,

@@ -20,31 +20,18 @@ if TYPE_CHECKING:
 _NAMED = 5  # the newest other runs are listed; the rest is counted
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command("report")(report)
-
-
 def report(
     directory: RunDirectory,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
     html: Annotated[
         Path | None,
         typer.Option(
-            "--html",
-            metavar="FILE",
-            help="Write the report as one HTML page, which needs no other file.",
-            show_default=False,
+            metavar="FILE", help="Write the report as one HTML page, which needs no other file."
         ),
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(
-            "--trace",
-            metavar="FILE",
-            help="Write the timeline as a trace, for ui.perfetto.dev.",
-            show_default=False,
-        ),
+        typer.Option(metavar="FILE", help="Write the timeline as a trace, for ui.perfetto.dev."),
     ] = None,
     run: RunName = None,
     every: Annotated[
@@ -131,12 +118,15 @@ def _print_all(runs: Sequence[Run], as_json: bool) -> None:
 
 
 def _list_others(chosen: Run, runs: Sequence[Run], directory: Path, as_json: bool) -> None:
-    """Lists the other runs: the user may have meant one of those."""
+    """Names the run, and lists the others: the user may have meant one of those."""
+    from outlast.events.spool import BESIDE, is_alive
+
     others = [run for run in runs if run is not chosen]
-    if not others:
-        return
     count = f"{len(others)} other{'s' if len(others) > 1 else ''}"
-    lines = [f"{_title(chosen)}; {count} in {directory}, shown by --run NAME or --all:"]
+    taken = _title(chosen) + (", which is running" if is_alive(chosen.folder) else "")
+    lines = [f"{taken}; {count} in {directory}, shown by --run NAME or --all:"]
+    if not others:
+        lines = [f"{taken}, in {directory}."] if chosen.folder.parent.name == BESIDE else []
     newest_first = others[: -_NAMED - 1 : -1]
     lines += [f"  {run.name}" + (" (the logs in it)" if run.own else "") for run in newest_first]
     if len(others) > _NAMED:

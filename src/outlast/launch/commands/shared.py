@@ -1,6 +1,4 @@
-"""What commands share: the arguments that say which run is read, options as a dataclass, how an
-error ends a command, and the help that is made from docstrings.
-"""
+"""What commands share: which run is read, options as a dataclass, errors, and help texts."""
 
 from __future__ import annotations
 
@@ -27,7 +25,8 @@ RunDirectory = Annotated[
     Path,
     typer.Argument(
         metavar="DIR",
-        help="The directory given to `outlast run --events-dir`, or the folder of a run in it.",
+        help="The directory given to `outlast run --events-dir`, or the folder of a run in it; or "
+        "the folder of the checkpoints of a job without that option.",
     ),
 ]
 
@@ -36,7 +35,8 @@ RunName = Annotated[
     typer.Option(
         "--run",
         metavar="ID",
-        help="Which run: its id, or the name of its folder in DIR. Default: the newest.",
+        help="Which run: its id, or the name of its folder in DIR. Default: the newest that is "
+        "running, or else the newest.",
         show_default=False,
     ),
 ]

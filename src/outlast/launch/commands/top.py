@@ -23,11 +23,6 @@ if TYPE_CHECKING:
     from outlast.metrics.live_run import LiveRun
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command("top")(top)
-
-
 def top(
     directory: RunDirectory,
     run: RunName = None,
@@ -35,7 +30,7 @@ def top(
         bool, typer.Option("--once", help="Print one frame. The default without a terminal.")
     ] = False,
     interval: Annotated[
-        float, typer.Option("--interval", min=0.1, metavar="SECONDS", help="Time between frames.")
+        float, typer.Option(min=0.1, metavar="SECONDS", help="Time between frames.")
     ] = 1.0,
 ) -> None:
     """Show a running job: its ranks, its steps, the last fault, checkpoints, goodput. Ends with the
@@ -81,9 +76,7 @@ def _show(run: LiveRun, console: Console, interval_s: float) -> None:
 
 @contextlib.contextmanager
 def pressed_keys() -> Iterator[Callable[[float], str]]:
-    """Yields a function that waits so many seconds for a key, which is read without Enter, and
-    returns an empty string if none was pressed. Without a terminal as standard input, none is.
-    """
+    """Yields a function that waits so many seconds for a key, without Enter; empty without one."""
     descriptor, before = -1, []
     with contextlib.suppress(AttributeError, ValueError, OSError, termios.error):
         terminal = sys.stdin.fileno()

@@ -15,14 +15,8 @@ import psutil
 
 from outlast.errors import ChaosError
 from outlast.launch.config.health_spec import health_from_options
-from outlast.launch.config.hosts_spec import NO_RUN_ID, hosts_from_options, settings
-from outlast.launch.config.job_spec import (
-    DEFAULT_HOST,
-    JobSpec,
-    Program,
-    Routes,
-    Std,
-)
+from outlast.launch.config.hosts_spec import NO_RUN_ID, fault_limit, hosts_from_options, settings
+from outlast.launch.config.job_spec import DEFAULT_HOST, JobSpec, Program, Routes, Std
 from outlast.launch.config.options import RunOptions
 from outlast.launch.config.secret import read_secret
 from outlast.launch.config.slurm import SlurmStep
@@ -30,6 +24,7 @@ from outlast.launch.config.slurm import SlurmStep
 STANDBY_BYTES = 512 * 1024**2
 """Estimate of the memory of a process that has imported torch and a script's other packages."""
 _CGROUP = Path("/sys/fs/cgroup")
+_PROC = Path("/proc/self/stat")
 
 
 def job_from_options(options: RunOptions, token: str = "") -> JobSpec:
@@ -38,6 +33,11 @@ def job_from_options(options: RunOptions, token: str = "") -> JobSpec:
     """
     if not (math.isfinite(options.grace) and math.isfinite(options.backoff)):
         raise ValueError("--grace and --backoff must be finite numbers of seconds")
+    if not _PROC.exists():
+        raise ValueError(
+            "/proc is not mounted, and shows the processes of a job and their connections; "
+            "mount it with: mount -t proc proc /proc"
+        )
     require_exporters("--metrics-port", options.metrics_port, options.opentelemetry)
     nproc = _nproc(options.nproc_per_node)
     program = _program(options)
@@ -47,12 +47,14 @@ def job_from_options(options: RunOptions, token: str = "") -> JobSpec:
     run_id = default_id if options.run_id is None else options.run_id
     if not run_id or "/" in run_id or run_id in (".", ".."):
         raise ValueError(f"--run-id {run_id!r}: must be the name of a folder, without '/'")
+    max_restarts, window_s = fault_limit("--max-restarts", options.max_restarts, 0)
     return JobSpec(
         program=program,
         nproc=nproc,
         routes=_routes(options, nproc),
         run_id=run_id,
-        max_restarts=options.max_restarts,
+        max_restarts=max_restarts,
+        restart_window_s=window_s,
         role=options.role,
         master_addr=addr,
         master_port=port,

@@ -33,28 +33,19 @@ class HealthSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Neighbor:
-    """The other host of a pair, and how this one meets it.
-
-    Attributes:
-        key: of the pair in the store: a host has one port for all of its checks.
-        side: 0 for the host that serves the store, at `address` and `port`; 1 for the other one.
-        fd: the listening socket, on side 0.
-        devices: whether the accelerators take part.
-        limit_s: how long it may take.
-        kind: of the device of this rank, and how many ranks each host has; empty to find out.
-        rank: of this process among those of its host.
-    """
+    """The other host of a pair, and how this one meets it."""
 
     name: str
-    key: str
-    side: int
+    key: str  # of the pair in the store: a host has one port for all of its checks
+    side: int  # 0 for the host that serves the store, at `address` and `port`; 1 for the other one
     address: str
     port: int
-    fd: int
-    devices: bool
-    limit_s: float
+    fd: int  # the listening socket, on side 0
+    devices: bool  # whether the accelerators take part
+    limit_s: float  # how long it may take
+    # of the device of this rank, and how many ranks each host has; empty to find out
     kind: str = ""
-    rank: int = 0
+    rank: int = 0  # of this process among those of its host
 
 
 def health_from_options(options: RunOptions) -> HealthSpec | None:

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import math
+import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,8 @@ _CONF = {
         {*_TIMES, "timeout", "protocol", "cacert", "cert", "key", "user", "password_file"}
     ),
 }
+_UNITS_S = {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86400}
+_LIMIT = re.compile(r"(\d+)(?:/(\d+(?:\.\d+)?) ?(s|min|h|d|))?")
 NO_RUN_ID = "none"
 """The run ID that torchrun uses if none is given."""
 
@@ -90,7 +93,7 @@ def hosts_from_options(options: RunOptions) -> HostsSpec | None:
         )
     if static and not 0 <= options.node_rank < maximum:
         raise ValueError(f"--node-rank {options.node_rank}: must be from 0 to {maximum - 1}")
-    max_faults, window_s = _max_faults(options.max_host_faults)
+    max_faults, window_s = fault_limit("--max-host-faults", options.max_host_faults, 1)
     return HostsSpec(
         minimum=minimum,
         maximum=maximum,
@@ -103,7 +106,7 @@ def hosts_from_options(options: RunOptions) -> HostsSpec | None:
         join_s=times["join_timeout"],
         last_call_s=0.0 if static else times["last_call_timeout"],
         replacement_s=options.replacement_timeout,
-        max_faults=max_faults,
+        max_faults=max_faults or 0,
         fault_window_s=window_s,
         conf=conf,
     )
@@ -139,21 +142,6 @@ def _nnodes(text: str) -> tuple[int, int]:
     if not 1 <= minimum <= maximum:
         raise ValueError(f"--nnodes {text}: MIN must be at least 1 and at most MAX")
     return minimum, maximum
-
-
-def _max_faults(text: str | None) -> tuple[int, float]:
-    if text is None:
-        return 0, math.inf
-    number, slash, seconds = text.partition("/")
-    try:
-        found = int(number), float(seconds) if slash else math.inf
-    except ValueError:
-        found = 0, 0.0
-    if found[0] < 1 or not found[1] > 0:
-        raise ValueError(
-            f"--max-host-faults {text}: must be a number of faults of at least 1, or N/SECONDS"
-        )
-    return found
 
 
 def _backend(options: RunOptions) -> str:
@@ -219,3 +207,21 @@ def _contents(options: RunOptions) -> str:
     if options.no_python or options.module or not Path(options.script).is_file():
         return ""
     return hashlib.sha256(Path(options.script).read_bytes()).hexdigest()[:16]
+
+
+def fault_limit(option: str, text: str | None, at_least: int) -> tuple[int | None, float]:
+    """A limit of faults, `N` or `N/TIME`: the number, and the time in seconds; infinite if there is
+    none. A `ValueError` names the option.
+    """
+    if text is None:
+        return None, math.inf
+    found = _LIMIT.fullmatch(text)
+    if found is not None:
+        number, time, unit = int(found[1]), found[2], found[3]
+        window_s = math.inf if time is None else float(time) * _UNITS_S[unit]
+        if number >= at_least and window_s > 0:
+            return number, window_s
+    raise ValueError(
+        f"{option} {text}: must be a number of faults of at least {at_least}, or N/TIME with a "
+        "time in seconds, or as 90s, 10min, 1h or 2d"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 import shlex
 import uuid
 from collections.abc import Mapping
@@ -81,6 +82,9 @@ class JobSpec:
     run_id: str
     # `None` if not given; the default depends on the script, see `decisions`
     max_restarts: int | None = None
+    # the restarts of the last seconds count; if infinite: those since the last progress, or in a
+    # job that does not use `Wrapper`, all
+    restart_window_s: float = math.inf
     role: str = "default"
     master_addr: str = DEFAULT_HOST
     master_port: int = 0

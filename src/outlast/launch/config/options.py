@@ -1,4 +1,4 @@
-"""The options of `outlast run`, one field each, with torchrun's names and meanings.
+"""The options of `outlast run`, one field each, after which it is named, as by torchrun.
 
 The types are those of the command line; `job_spec.py` checks the values and makes a `JobSpec` of
 them. torchrun's own parser is not used, because importing it imports torch, which takes seconds; a
@@ -37,8 +37,7 @@ class RunOptions:
     ] = None
 
     nproc_per_node: Annotated[
-        str,
-        _job("--nproc-per-node", metavar="N|gpu|cpu|auto", help="Number of workers on each host."),
+        str, _job(metavar="N|gpu|cpu|auto", help="Number of workers on each host.")
     ] = "1"
     module: Annotated[bool, _job("--module", "-m", help="SCRIPT is a module.")] = False
     no_python: Annotated[
@@ -51,30 +50,25 @@ class RunOptions:
             "--rdzv-id",
             metavar="NAME",
             help='Name of the run. Default: a new one; on many hosts "none", as with torchrun.',
-            show_default=False,
         ),
     ] = None
 
     max_restarts: Annotated[
-        int | None,
+        str | None,
         _faults(
-            "--max-restarts",
-            min=0,
-            metavar="N",
-            help="With Wrapper: how many dead workers are replaced in the whole job (default 3). "
-            "Without: how often all workers are restarted (default 0).",
-            show_default=False,
+            metavar="N[/TIME]",
+            help="With Wrapper: the job replaces N dead workers until a further training step is "
+            "made, and then N again (default 3). Without: it restarts all workers N times (default "
+            "0). With a TIME (90s, 10min, 1h, 2d): N within that time, in both cases.",
         ),
     ] = None
     standby: Annotated[
         int | None,
         _faults(
-            "--standby",
             min=0,
             metavar="N",
             help="Processes that have imported what the script imports, and take the place of a "
             "dead worker at once. Default: 1 if there is enough memory.",
-            show_default=False,
         ),
     ] = None
     grace: Annotated[
@@ -88,12 +82,11 @@ class RunOptions:
         ),
     ] = 30.0
     chaos: Annotated[
-        Path | None, _faults("--chaos", metavar="PLAN", help="Inject the faults of this plan.")
+        Path | None, _faults(metavar="PLAN", help="Inject the faults of this plan.")
     ] = None
 
     log_dir: Annotated[
-        Path | None,
-        _output("--log-dir", metavar="DIR", help="Folder of output files. Alone: --tee 3."),
+        Path | None, _output(metavar="DIR", help="Folder of output files. Alone: --tee 3.")
     ] = None
     redirects: Annotated[
         str | None,
@@ -112,17 +105,11 @@ class RunOptions:
         ),
     ] = None
     local_ranks_filter: Annotated[
-        str | None,
-        _output(
-            "--local-ranks-filter",
-            metavar="RANKS",
-            help="Show only these ranks on the console, e.g. 0,3.",
-        ),
+        str | None, _output(metavar="RANKS", help="Show only these ranks on the console, e.g. 0,3.")
     ] = None
     events_dir: Annotated[
         Path | None,
         _output(
-            "--events-dir",
             metavar="DIR",
             help="Write events to a folder of this run in DIR, for `outlast report` and "
             "`outlast top`.",
@@ -131,12 +118,10 @@ class RunOptions:
     metrics_port: Annotated[
         int | None,
         _output(
-            "--metrics-port",
             min=0,
             max=65535,
             metavar="PORT",
             help="Serve metrics of this host for Prometheus at this port; 0 for a free one.",
-            show_default=False,
         ),
     ] = None
     opentelemetry: Annotated[
@@ -150,7 +135,6 @@ class RunOptions:
     health_check: Annotated[
         str,
         _health(
-            "--health-check",
             metavar="off|quick|full",
             help="Check this host before it takes part in the job. quick: memory, shared memory, "
             "and a file in --health-folder; full: also the accelerators, or else the CPU, and the "
@@ -160,7 +144,6 @@ class RunOptions:
     health_command: Annotated[
         str | None,
         _health(
-            "--health-command",
             metavar="COMMAND",
             help="A check of your own: with an exit code other than 0, this host takes no part.",
         ),
@@ -168,45 +151,33 @@ class RunOptions:
     health_folder: Annotated[
         Path | None,
         _health(
-            "--health-folder",
             metavar="DIR",
             help="The folder of the checkpoints, for example. Default: that of --log-dir or "
             "--events-dir, else that of temporary files.",
-            show_default=False,
         ),
     ] = None
     health_free: Annotated[
         float | None,
         _health(
-            "--health-free",
             metavar="GB",
             help="How much must be free in --health-folder and in /dev/shm. Default: 1.",
-            show_default=False,
         ),
     ] = None
     health_timeout: Annotated[
-        float,
-        _health(
-            "--health-timeout",
-            metavar="SECONDS",
-            help="How long each check may take; then it has failed.",
-        ),
+        float, _health(metavar="SECONDS", help="How long each check may take; then it has failed.")
     ] = 60.0
 
     nnodes: Annotated[
         str | None,
         _hosts(
-            "--nnodes",
             metavar="N|MIN:MAX",
             help="Number of hosts; the same command runs on each. Default: 1, or the nodes of the "
             "Slurm step.",
-            show_default=False,
         ),
     ] = None
     rdzv_endpoint: Annotated[
         str | None,
         _hosts(
-            "--rdzv-endpoint",
             metavar="HOST[:PORT],...",
             help="Where hosts meet, the same on all hosts. Any one of several is enough.",
         ),
@@ -214,7 +185,6 @@ class RunOptions:
     rdzv_backend: Annotated[
         str,
         _hosts(
-            "--rdzv-backend",
             metavar="BACKEND",
             help="c10d: hosts meet at the hosts of --rdzv-endpoint; etcd: at an etcd v3 there; "
             "static: as c10d, with the places of --node-rank. Default: c10d with "
@@ -223,17 +193,11 @@ class RunOptions:
         ),
     ] = "static"
     node_rank: Annotated[
-        int,
-        _hosts(
-            "--node-rank",
-            metavar="N",
-            help="Place of this host; only with --rdzv-backend static.",
-        ),
+        int, _hosts(metavar="N", help="Place of this host; only with --rdzv-backend static.")
     ] = 0
     rdzv_conf: Annotated[
         str,
         _hosts(
-            "--rdzv-conf",
             metavar="NAME=VALUE,...",
             help="join_timeout: seconds to wait for MIN hosts (600); last_call_timeout: seconds "
             "to wait for more once MIN hosts have joined (30); record_dir: where this host keeps "
@@ -244,7 +208,6 @@ class RunOptions:
     host_timeout: Annotated[
         float,
         _hosts(
-            "--host-timeout",
             metavar="SECONDS",
             help="How long a host may be silent: after that it has ended its workers, and the "
             "other hosts go on without it.",
@@ -253,32 +216,26 @@ class RunOptions:
     replacement_timeout: Annotated[
         float | None,
         _hosts(
-            "--replacement-timeout",
             metavar="SECONDS",
             help="How long the ranks of a lost host wait for another host. Default: 1 if the job "
             "may continue with the hosts that are left, otherwise 600.",
-            show_default=False,
         ),
     ] = None
     max_host_faults: Annotated[
         str | None,
         _hosts(
-            "--max-host-faults",
-            metavar="N[/SECONDS]",
-            help="After N faults of its ranks (within SECONDS), a host gets no more ranks: it "
+            metavar="N[/TIME]",
+            help="After N faults of its ranks (within TIME), a host gets no more ranks: it "
             "leaves the job, as if it was lost. Default: no limit.",
-            show_default=False,
         ),
     ] = None
     token_file: Annotated[
         Path | None,
         _hosts(
-            "--token-file",
             metavar="FILE",
             help="A file with the secret of the job, the same on all hosts, which only its owner "
             "may read. Hosts admit only hosts that know it. Default: the environment variable "
             "OUTLAST_TOKEN.",
-            show_default=False,
         ),
     ] = None
 

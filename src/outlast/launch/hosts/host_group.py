@@ -7,6 +7,8 @@ hosts join and are lost by entries of the chain, and the agents' decisions are e
 from __future__ import annotations
 
 import dataclasses
+import secrets
+import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -18,6 +20,7 @@ from outlast.system.lease_page import LeasePage
 from outlast.system.sockets import is_loopback
 
 _TEXT_CHARS = 200
+_LEASE_SETTING = "--host-timeout"
 
 
 class PrefixedStore(Store, Protocol):
@@ -29,54 +32,51 @@ class PrefixedStore(Store, Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupSpec:
-    """What an agent needs to find its group.
+    """What an agent needs to find its group."""
 
-    Attributes:
-        run_id: the group's name; hosts with another run id are never members of it.
-        endpoints: host and port of each, in the order of the command line.
-        page: the lease page that the group renews.
-        local_addr: the address of this host for the others; `None` finds it from the routes.
-        lease_s: how long a host may be silent before the others go on without it.
-        join_limit_s: how long `HostGroup.start` tries.
-        settings: what must be equal on all hosts, in the order in which it is compared: name (as
-            the user knows it, `--nproc-per-node` for example) and value. A refusal names the first
-            that differs.
-        place: the place that this host asks for (`--node-rank`); -1 for any.
-        conf: further settings of the backend (`--rdzv-conf`).
-        say: prints a line for the user.
-        secret: of the job, for the connections between hosts; `None` if it has none.
-    """
-
-    run_id: str
+    run_id: str  # the group's name; hosts with another run id are never members of it
+    # host and port of each, in the order of the command line
     endpoints: tuple[tuple[str, int], ...]
-    page: LeasePage
+    page: LeasePage  # the lease page that the group renews
+    # the address of this host for the others; `None` finds it from the routes
     local_addr: str | None = None
-    lease_s: float = 5.0
-    join_limit_s: float = 600.0
+    lease_s: float = 5.0  # how long a host may be silent before the others go on without it
+    join_limit_s: float = 600.0  # how long `HostGroup.start` tries
+    # what must be equal on all hosts, in the order in which it is compared: name (as the user knows
+    # it, `--nproc-per-node` for example) and value. A refusal names the first that differs.
     settings: tuple[tuple[str, str], ...] = ()
-    place: int = -1
+    place: int = -1  # the place that this host asks for (`--node-rank`); -1 for any
+    # further settings of the backend (`--rdzv-conf`)
     conf: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    say: Callable[[str], None] = lambda line: None
+    say: Callable[[str], None] = lambda line: None  # prints a line for the user
+    # of the job, for the connections between hosts; `None` if it has none
     secret: Secret | None = None
+
+    def host(self, address: str = "", store_port: int = 0) -> HostInfo:
+        """This host, under an ID that no other one has or will have."""
+        name = socket.gethostname()
+        return HostInfo(
+            id=f"{name}-{secrets.token_hex(6)}",
+            name=name,
+            address=address,
+            store_port=store_port,
+            place=self.place,
+            settings={**dict(self.settings), _LEASE_SETTING: f"{self.lease_s:g}"},
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupState:
-    """What this host knows of the group.
+    """What this host knows of the group."""
 
-    Attributes:
-        chain: the entries, as far as this host has received them; it grows, and never changes.
-        leader: id of the host that decides for the group; empty if this host knows of none. Two
-            hosts may see different leaders for a moment: a decision is a claim in the chain.
-        term: of the leader.
-        error: why this host must not act any more; empty while it may.
-        refused: lines about hosts that this host did not admit, with the setting that is wrong.
-    """
-
+    # the entries, as far as this host has received them; it grows, and never changes
     chain: Sequence[Entry] = ()
+    # id of the host that decides for the group; empty if this host knows of none. Two hosts may see
+    # different leaders for a moment: a decision is a claim in the chain.
     leader: str = ""
-    term: int = 0
-    error: str = ""
+    term: int = 0  # of the leader
+    error: str = ""  # why this host must not act any more; empty while it may
+    # lines about hosts that this host did not admit, with the setting that is wrong
     refused: tuple[str, ...] = ()
 
 
@@ -128,17 +128,13 @@ class HostGroup(Protocol):
 
 
 class Chain:
-    """The entries that this host has received, and the hosts that follow from them.
-
-    Attributes:
-        hosts: those in the group, by ID, in the order in which they joined.
-        gone: the IDs of all others that ever joined.
-    """
+    """The entries that this host has received, and the hosts that follow from them."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
+        # those in the group, by ID, in the order in which they joined
         self.hosts: dict[str, HostInfo] = {}
-        self.gone: set[str] = set()
+        self.gone: set[str] = set()  # the IDs of all others that ever joined
 
     def append(self, data: bytes) -> None:
         entry = decode(data)
@@ -164,7 +160,6 @@ def objection(
     """Why `candidate` is not admitted now; `None` if it is.
 
     Args:
-        hosts: those in the group.
         lost_after_s: after this time without a sign of life, a host of the group is lost.
     """
     names = [*leader.settings, *(n for n in candidate.settings if n not in leader.settings)]

@@ -149,23 +149,9 @@ class Finish(ChainEntry, frozen=True, tag="finish"):
     """No worker is left on any host."""
 
 
-Entry: TypeAlias = (
-    HostJoined
-    | HostLost
-    | Start
-    | Take
-    | GiveUp
-    | Restart
-    | Stop
-    | End
-    | Probe
-    | Links
-    | Check
-    | Checked
-    | Blame
-    | Unfit
-    | Finish
-)
+_OfAttempts: TypeAlias = Start | Take | GiveUp | Restart | Stop | End | Finish
+_OfHosts: TypeAlias = HostJoined | HostLost | Probe | Links | Check | Checked | Blame | Unfit
+Entry: TypeAlias = _OfAttempts | _OfHosts
 _decoder: msgspec.json.Decoder[Entry] = msgspec.json.Decoder(Entry)
 decode = _decoder.decode
 
@@ -187,48 +173,33 @@ class LostHost:
 
 @dataclasses.dataclass(frozen=True)
 class JobPlan:
-    """The state after some entries.
+    """The state after some entries."""
 
-    Attributes:
-        number: of entries.
-        hosts: those in the group, by ID, in the order in which they joined.
-        lost: all others that ever joined, in the order in which they were lost.
-        attempt: the one that runs or has run last; -1 before the first.
-        places: ID of the host at each place of that attempt.
-        size: the number of places at its start.
-        taken_over: how many hosts each place had before in this attempt, or was added late.
-        given_up: places that stay empty.
-        used: restarts and replacements in earlier attempts.
-        probed: the key of the last probe of the links in this attempt.
-        probe: the one whose result is not known yet.
-        excluded: hosts that leave the job because of a broken link, with the reason.
-        check: the check of neighbors whose result is not known yet.
-        checked: hosts that have passed a check of neighbors.
-        blames: the faults of hosts that are counted; of a restart of all workers, this is its
-            entry.
-        unfit: hosts that leave the job because of their faults, with the reason.
-        restart: why the attempt is over; `None` while it runs.
-        stop, end: why the job ends.
-    """
-
-    number: int = 0
+    number: int = 0  # of entries
+    # those in the group, by ID, in the order in which they joined
     hosts: dict[str, HostInfo] = dataclasses.field(default_factory=dict)
+    # all others that ever joined, in the order in which they were lost
     lost: dict[str, LostHost] = dataclasses.field(default_factory=dict)
     stage: Stage = Stage.FORMING
-    attempt: int = -1
-    places: tuple[str, ...] = ()
-    size: int = 0
+    attempt: int = -1  # the one that runs or has run last; -1 before the first
+    places: tuple[str, ...] = ()  # ID of the host at each place of that attempt
+    size: int = 0  # the number of places at its start
+    # how many hosts each place had before in this attempt, or was added late
     taken_over: tuple[int, ...] = ()
-    given_up: frozenset[int] = frozenset()
-    used: int = 0
-    probed: str = ""
-    probe: Probe | None = None
+    given_up: frozenset[int] = frozenset()  # places that stay empty
+    used: int = 0  # restarts and replacements in earlier attempts
+    probed: str = ""  # the key of the last probe of the links in this attempt
+    probe: Probe | None = None  # the one whose result is not known yet
+    # hosts that leave the job because of a broken link, with the reason
     excluded: dict[str, str] = dataclasses.field(default_factory=dict)
-    check: Check | None = None
-    checked: frozenset[str] = frozenset()
+    check: Check | None = None  # the check of neighbors whose result is not known yet
+    checked: frozenset[str] = frozenset()  # hosts that have passed a check of neighbors
+    # the faults of hosts that are counted; of a restart of all workers, this is its entry
     blames: tuple[Blame, ...] = ()
+    # hosts that leave the job because of their faults, with the reason
     unfit: dict[str, str] = dataclasses.field(default_factory=dict)
-    restart: Restart | None = None
+    restart: Restart | None = None  # why the attempt is over; `None` while it runs
+    # why the job ends
     stop: Stop | None = None
     end: End | None = None
 
@@ -357,8 +328,6 @@ def assign(
 
     Args:
         before: the host at each place of the attempt before.
-        hosts: the hosts that are there, in the order in which they joined.
-        maximum: the number of places.
         asked: whether each host has the place that it asks for (`--node-rank`).
 
     Raises:

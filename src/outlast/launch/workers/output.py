@@ -5,6 +5,10 @@ noticing a worker's death. So it writes only as much as a descriptor takes witho
 much is unwritten, it stops *reading* from the workers, which then wait as they would without a
 launcher. Regardless of the bytes that workers write, the console gets complete lines of valid
 UTF-8; files get the bytes unchanged.
+
+A line without an end is a progress bar, a prompt or the like. A terminal shows the present state of
+each below all other lines, in place. Elsewhere its state is written every few seconds as a line, if
+it has changed.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+import re
 import select
 import selectors
 import sys
@@ -19,11 +24,12 @@ import time
 from collections.abc import Callable
 from typing import BinaryIO
 
+from rich.cells import set_cell_size
 from rich.color import ColorSystem
 from rich.console import Console as RichConsole
 from rich.style import Style
 
-from outlast.launch.event_loop import EventLoop
+from outlast.launch.event_loop import EventLoop, Timer
 
 # The 8 colors of every terminal, except black and white (backgrounds) and red (a failed job).
 _COLORS = ("cyan", "green", "yellow", "blue", "magenta")
@@ -33,17 +39,26 @@ KEPT_LINES = 40
 """The number of a worker's last lines to keep for the summary of the job."""
 LINE_LIMIT = 64 * 1024
 """Longer lines are shown in pieces: a worker that never ends a line must not exhaust memory."""
+_BAR_LIMIT = 1024  # each update of a bar costs time by what is kept of it
 PENDING_LIMIT = 1024 * 1024
 """With this many bytes unwritten, reading from the workers stops."""
 CHUNK = 64 * 1024
+STATE_S = 5.0
+"""How often the state of a line without an end is written where there is no terminal."""
+# A second bar of tqdm is in the next row: down, its state, up again. It is taken for a state of the
+# same line. So a line of a bar has no end yet if what follows may be such a bar.
+_LOWER_BAR = re.compile(rb"\n{1,9}((?:\r[^\n\r\x1b]*)+)(?:\x1b\[A)+")
+_LOWER_BAR_SO_FAR = re.compile(rb"(?:\r[^\n\r\x1b]*)*(?:\x1b\[?)?")
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x1f\x7f]")
 DRAIN_READS = 16
 """A pipe holds one or two chunks; the bound is for a child that writes as fast as it is read."""
 
 
 def say_early(line: str) -> None:
     """Print a line of the launcher while it has no `Console`, and no workers that would wait."""
-    sys.stderr.write(f"[outlast] {time.strftime('%H:%M:%S')} {line}\n")
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # a closed terminal must not end the launcher
+        sys.stderr.write(f"[outlast] {time.strftime('%H:%M:%S')} {line}\n")
+        sys.stderr.flush()
 
 
 class Lines:
@@ -53,15 +68,33 @@ class Lines:
         self._partial = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        *lines, self._partial = (self._partial + data).split(b"\n")
+        data = _LOWER_BAR.sub(rb"\1", self._partial + data)
+        end = _before_bar(data)
+        *lines, self._partial = data[:end].split(b"\n")
+        self._partial += data[end:]
+        if len(self._partial) > _BAR_LIMIT:  # of a progress bar the last state is enough
+            self._partial = self._partial[max(0, self._partial.rstrip(b"\r").rfind(b"\r")) :]
         while len(self._partial) > LINE_LIMIT:
             lines.append(self._partial[:LINE_LIMIT])
             self._partial = self._partial[LINE_LIMIT:]
         return lines
 
+    @property
+    def partial(self) -> str:
+        return readable(self._partial.rstrip(b"\n"))
+
     def rest(self) -> list[bytes]:
         rest, self._partial = self._partial, b""
-        return [rest] if rest else []
+        return rest.removesuffix(b"\n").split(b"\n") if rest else []
+
+
+def _before_bar(data: bytes) -> int:
+    """The end of what is before a line of a bar at the end of `data`, if a lower bar may follow."""
+    above, _, below = data.rpartition(b"\n")
+    above = above.rstrip(b"\n")
+    start = above.rfind(b"\n") + 1
+    is_bar = b"\r" in above[start:].rstrip(b"\r") and _LOWER_BAR_SO_FAR.fullmatch(below)
+    return start if is_bar else len(data)
 
 
 def readable(line: bytes) -> str:
@@ -73,7 +106,9 @@ def readable(line: bytes) -> str:
 
 
 class Outlet:
-    """Writes to a descriptor that may be slow, without waiting for it."""
+    """Writes to a descriptor that may be slow, without waiting for it. Below all else, a terminal
+    shows lines that have no end yet.
+    """
 
     def __init__(self, loop: EventLoop, fd: int) -> None:
         self._loop = loop
@@ -82,6 +117,9 @@ class Outlet:
         self._watched = False
         self._closed = False
         self._when_room: list[Callable[[], None]] = []
+        self.is_terminal = os.isatty(fd)
+        self._open: dict[object, tuple[str, str]] = {}
+        self._drawn = 0
         self._poll = select.poll()
         self._poll.register(fd, select.POLLOUT)
 
@@ -96,11 +134,39 @@ class Outlet:
     def when_room(self, callback: Callable[[], None]) -> None:
         self._when_room.append(callback)
 
-    def write(self, data: bytes) -> None:
-        """Write now or later; data is dropped once the reader has closed."""
+    def write(self, data: bytes, ending: object = None) -> None:
+        """Write lines, now or later; they are dropped once the reader has closed. The line without
+        end of `ending` is one of them.
+        """
+        self._open.pop(ending, None)
         if not self._closed:
-            self._buffer += data
+            self._buffer += self._erasure() + data + self._drawing()
             self._flush()
+
+    def show(self, owner: object, prefix: str, text: str) -> None:
+        """Show a line without end in place, below all lines; only on a terminal."""
+        self._open[owner] = prefix, _ESCAPES.sub("", text)
+        self.write(b"")
+
+    def _erasure(self) -> bytes:
+        up = b"\x1b[A" * (self._drawn - 1)
+        return b"\r" + up + b"\x1b[J" if self._drawn else b""
+
+    def _drawing(self) -> bytes:
+        """Each in a row of its own, cut at the width of the terminal; the first that fit."""
+        if not self._open:
+            self._drawn = 0
+            return b""
+        try:
+            columns, rows = os.get_terminal_size(self._fd)
+        except OSError:
+            columns = rows = 0  # as where nothing has told the terminal its size
+        shown = []
+        for prefix, text in list(self._open.values())[: max(1, (rows or 24) - 1)]:
+            room = max(0, (columns or 80) - 1 - len(_ESCAPES.sub("", prefix)))
+            shown.append(prefix + set_cell_size(text, room).rstrip())
+        self._drawn = len(shown)
+        return "\n".join(shown).encode()
 
     def drop(self) -> None:
         self._closed = True
@@ -136,8 +202,6 @@ class Capture:
 
     Args:
         fd: the reading end of the pipe; closed by `close`.
-        prefix: the prefix of each line on the console.
-        outlet: the console, or `None` to show nothing.
         file: gets the bytes unchanged; closed with the stream.
     """
 
@@ -150,6 +214,8 @@ class Capture:
         self._outlet = outlet
         self._file = file
         self._lines = Lines()
+        self._state = ""  # of a line without end, as it was written last
+        self._timer = Timer()
         self._open = True
         self.last: collections.deque[str] = collections.deque(maxlen=KEPT_LINES)
         os.set_blocking(fd, False)
@@ -192,6 +258,7 @@ class Capture:
             with contextlib.suppress(OSError):  # a full disk must not end the job
                 self._file.write(data)
         self._show(self._lines.feed(data))
+        self._show_state()
         return True
 
     def _show(self, lines: list[bytes]) -> None:
@@ -199,13 +266,32 @@ class Capture:
             return
         texts = [readable(line) for line in lines]
         self.last.extend(texts)
+        shown = texts[texts[0] == self._state != "" :]  # its last state is there already
+        self._state = ""
         if self._outlet is not None:
-            self._outlet.write(b"".join(self._prefix + text.encode() + b"\n" for text in texts))
+            data = b"".join(self._prefix + text.encode() + b"\n" for text in shown)
+            self._outlet.write(data, ending=self)
+
+    def _show_state(self) -> None:
+        text = self._lines.partial
+        if self._outlet is None or text == self._state or text.isspace():
+            return
+        if self._outlet.is_terminal:
+            self._outlet.show(self, self._prefix.decode(), text)
+        elif not self._timer.pending:
+            self._timer = self._loop.call_later(STATE_S, self._write_state)
+
+    def _write_state(self) -> None:
+        text = self._lines.partial
+        if self._open and self._outlet is not None and text.strip() and text != self._state:
+            self._state = text
+            self._outlet.write(self._prefix + text.encode() + b"\n")
 
     def _shut(self) -> None:
         if not self._open:
             return
         self._open = False
+        self._timer.cancel()
         self._loop.unwatch(self._fd)
         os.close(self._fd)
         if self._file is not None:

@@ -55,7 +55,7 @@ class StandbyPool:
         self._standbys: dict[int, Standby] = {}
         self._limit = _NO_LIMIT
         self._deaths = 0
-        self._timer: Timer | None = None
+        self._timer = Timer()
         self.closed = False
 
     @property
@@ -74,7 +74,7 @@ class StandbyPool:
         """Start the standbys that are missing; no effect after `close`, or while a death of one
         makes the next start wait.
         """
-        if self._timer is not None and self._timer.pending:
+        if self._timer.pending:
             return
         while not self.closed and len(self._standbys) < self.size:
             try:
@@ -86,7 +86,7 @@ class StandbyPool:
 
     def fill_later(self, seconds: float) -> None:
         """Call `fill` after a while, not now; a wait that is in progress is not shortened."""
-        if self._timer is None or not self._timer.pending:
+        if not self._timer.pending:
             self._timer = self._loop.call_later(seconds, self.fill)
 
     def take(self, worker: dict[str, str], descriptors: Sequence[int]) -> Standby | None:
@@ -104,7 +104,6 @@ class StandbyPool:
         return None
 
     def _tell(self, standby: Standby, worker: dict[str, str], descriptors: Sequence[int]) -> bool:
-        """Make it a worker; returns whether it was told to."""
         changes = {k: v for k, v in worker.items() if standby.environment.get(k) != v}
         message = json.dumps({"environment": changes}).encode()
         if len(message) > PACKET:
@@ -142,8 +141,7 @@ class StandbyPool:
     def close(self) -> None:
         """End all standbys; none is started until `open`. The caller reaps them (`ended`)."""
         self.closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer.cancel()
         for standby in self._standbys.values():
             if standby.channel.fileno() < 0:
                 continue

@@ -23,6 +23,7 @@ from outlast.launch.event_loop import EventLoop
 from outlast.launch.workers import exec_shim
 from outlast.launch.workers.output import KEPT_LINES, Capture, Console, readable
 from outlast.launch.workers.standby import StandbyPool
+from outlast.system.departure import Departure
 
 _TAIL_BYTES = 16 * 1024
 LONGEST_BACKOFF_S = 60.0
@@ -45,6 +46,10 @@ class Worker:
     stderr: Capture | None
     stderr_file: tuple[Path, int] | None
     shown: bool  # whether the console shows its stderr
+    departure: Departure | None = None  # what it has told of that
+    at_end: bool = False  # its script is at its end
+    settled: bool = False  # its rank is treated as if this process had ended
+    ended_by_launcher: bool = False  # because it did not end by itself
 
     @property
     def pid(self) -> int:
@@ -145,14 +150,19 @@ class WorkerGroup:
         return self._start(local_rank)
 
     def delay_s(self, local_rank: int) -> float:
-        """How long to wait before a worker that just died is replaced."""
         return backoff_s(self._job.backoff_s, self._lifetimes_s[local_rank])
 
     def remove(self, worker: Worker, exit_code: int) -> None:
         del self._running[worker.pid]
         worker.ended(exit_code)
-        self.last_exit_codes[worker.local_rank] = exit_code
         self._ended.append(worker)
+        if not worker.settled:
+            self.settle(worker, exit_code)
+
+    def settle(self, worker: Worker, exit_code: int) -> None:
+        """Note the end of a worker, or that its rank has left: its process may go on."""
+        worker.settled = True
+        self.last_exit_codes[worker.local_rank] = exit_code
         self._lifetimes_s[worker.local_rank].append(self._loop.clock.now() - worker.started)
         self._emitter.emit(
             WorkerExited(
@@ -194,9 +204,6 @@ class WorkerGroup:
     def _open(self, local_rank: int) -> Worker:
         """Start a worker in a new session, or make a ready standby process the worker; its files go
         to `attempt_N/LOCAL_RANK/`.
-
-        Raises:
-            LaunchError: if the system cannot start another process.
         """
         placement, routes, start = self._placement, self._job.routes, self._starts[local_rank]
         rank = placement.ranks(self._job.nproc)[local_rank]

@@ -1,9 +1,7 @@
-"""Finalize policies, health checks, rank filters and callbacks of 0.4, called as `state -> state`,
-and its exceptions.
+"""Finalize policies, health checks, rank filters, callbacks (`state -> state`), exceptions of 0.4.
 
-In 0.4 they are in the modules `finalize`, `health_check`, `rank_filter`, `nested_restarter` and
-`exception`, which are other names of this one. It deprecates rank filters in favor of
-`rank_assignment`.
+The modules `finalize`, `health_check`, `rank_filter`, `nested_restarter` and `exception` of 0.4 are
+other names of this one. It deprecates rank filters in favor of `rank_assignment`.
 """
 
 from __future__ import annotations
@@ -93,9 +91,7 @@ class ThreadedFinalize(_Called, Finalize):
 
 
 class HealthCheck(abc.ABC):
-    """Runs before the function, where a failure restarts all ranks, and after `finalize`, where a
-    failure excludes this rank.
-    """
+    """A failure before the function restarts all ranks; after `finalize`, it excludes this one."""
 
     @abc.abstractmethod
     def __call__(self, state: FrozenState) -> FrozenState:
@@ -147,16 +143,12 @@ class ActiveWorldSizeDivisibleBy(_Filter):
     """See `rank_assignment.ActiveWorldSizeDivisibleBy`."""
 
     def __init__(self, divisor: int = 1) -> None:
-        _deprecated("ActiveWorldSizeDivisibleBy", "ActiveWorldSizeDivisibleBy")
+        _deprecated(type(self).__name__, "ActiveWorldSizeDivisibleBy")
         self._filter = rank_assignment.ActiveWorldSizeDivisibleBy(divisor)
 
 
-class WorldSizeDivisibleBy(_Filter):
-    """See `rank_assignment.ActiveWorldSizeDivisibleBy`."""
-
-    def __init__(self, divisor: int = 1) -> None:
-        _deprecated("WorldSizeDivisibleBy", "ActiveWorldSizeDivisibleBy")
-        self._filter = rank_assignment.ActiveWorldSizeDivisibleBy(divisor)
+class WorldSizeDivisibleBy(ActiveWorldSizeDivisibleBy):
+    """The same, by another name."""
 
 
 def _deprecated(name: str, instead: str) -> None:

@@ -161,9 +161,7 @@ class Tree(RankAssignment):
     """`outlast.compat.nvrx.tree.Tree`: ranks and reserve ranks by the topology of the job."""
 
     def __init__(
-        self,
-        layers: list[Layer],
-        world_size_filter: Callable[[int], int] | None = None,
+        self, layers: list[Layer], world_size_filter: Callable[[int], int] | None = None
     ) -> None:
         self.core = tree.Tree(layers, world_size_filter)
 

@@ -1,6 +1,4 @@
-"""`Wrapper` with the arguments of 0.4, on top of `outlast.inprocess.Wrapper`, and its policies as
-that one calls them.
-"""
+"""`Wrapper` with the arguments of 0.4, and its policies as `outlast.inprocess` calls them."""
 
 from __future__ import annotations
 
@@ -75,13 +73,13 @@ class Wrapper:
         terminate: Terminate | None = None,
     ) -> None:
         policies: dict[str, tuple[Any, type, Callable[[Any], Any]]] = {
-            "initialize": (initialize, Initialize, _Initialize),
+            "initialize": (initialize, Initialize, _adapter(Initialize)),
             "abort": (abort, Abort, _Abort),
-            "finalize": (finalize, Finalize, _Finalize),
-            "health_check": (health_check, HealthCheck, _HealthCheck),
+            "finalize": (finalize, Finalize, _adapter(CoreFinalize, _WithError)),
+            "health_check": (health_check, HealthCheck, _adapter(CoreHealthCheck, _WithError)),
             "rank_filter": (rank_filter, RankFilter, _RankFilter),
-            "completion": (completion, Completion, _Completion),
-            "terminate": (terminate, Terminate, _Terminate),
+            "completion": (completion, Completion, _adapter(Completion)),
+            "terminate": (terminate, Terminate, _adapter(Terminate)),
         }
         adapted: dict[str, Any] = {}
         for name, (value, kind, adapter) in policies.items():
@@ -142,9 +140,7 @@ class Wrapper:
 
 
 class _Adapter:
-    """A policy of 0.4 as the wrapper of `outlast.inprocess` calls it: it gets a `FrozenState`, and
-    what it returns is not used.
-    """
+    """A policy of 0.4 for `outlast.inprocess`: it gets a `FrozenState`, its result is not used."""
 
     def __init__(self, policy: Any) -> None:
         self._policy = policy
@@ -157,16 +153,9 @@ class _Adapter:
         return state
 
 
-class _Initialize(_Adapter, Initialize):
-    pass
-
-
-class _Completion(_Adapter, Completion):
-    pass
-
-
-class _Terminate(_Adapter, Terminate):
-    pass
+def _adapter(kind: type, base: type[_Adapter] = _Adapter) -> Callable[[Any], Any]:
+    """Makes of a policy of 0.4 one of this kind."""
+    return type(f"_{kind.__name__}", (base, kind), {})
 
 
 class _Abort(_Adapter, Abort):
@@ -184,20 +173,12 @@ class _Abort(_Adapter, Abort):
         return [part for part in iter_parts(self._policy) if isinstance(part, Abort)]
 
 
-class _AdapterWithError(_Adapter):
+class _WithError(_Adapter):
     def __call__(  # type: ignore[override]
         self, state: State, train_ex: BaseException | None = None
     ) -> tuple[State, BaseException | None]:
         self._policy(from_core(state, train_ex).freeze())
         return state, train_ex
-
-
-class _Finalize(_AdapterWithError, CoreFinalize):
-    pass
-
-
-class _HealthCheck(_AdapterWithError, CoreHealthCheck):
-    pass
 
 
 class _RankFilter(_Adapter, CoreRankFilter):

@@ -86,18 +86,15 @@ class EtcdClient:
         except Refused as e:
             if not _passes(e):
                 raise
-            self._turn_from(number)
+            self.leave(number)
             raise NoAnswer(f"{self.endpoints[number]}: {e}") from e
         except _LOST as e:
-            self._turn_from(number)
+            self.leave(number)
             raise NoAnswer(f"{self.endpoints[number]}: {str(e) or type(e).__name__}") from e
 
     def repeat(self, path: str, body: Json, limit: float) -> Json:
-        """Sends a request until it is answered: only for requests that may be performed twice.
-
-        Raises:
-            StoreError: without an answer for `limit` seconds.
-            Refused: see `call`.
+        """Sends a request until it is answered, for `limit` seconds, then a `StoreError`: only for
+        requests that may be performed twice. `Refused` as by `call`.
         """
         deadline = time.monotonic() + limit
         attempt = 0
@@ -122,7 +119,7 @@ class EtcdClient:
         except _LOST as e:
             if connection is not None:
                 connection.close()
-            self._turn_from(number)
+            self.leave(number)
             raise NoAnswer(f"{self.endpoints[number]}: {str(e) or type(e).__name__}") from e
 
     def is_alive(self, number: int) -> bool:
@@ -136,10 +133,6 @@ class EtcdClient:
         except _LOST:
             return False
         return True
-
-    def leave(self, number: int) -> None:
-        """Asks another endpoint from now on, if `number` is the current one."""
-        self._turn_from(number)
 
     def forget_token(self) -> None:
         """The token was refused: the next request gets another."""
@@ -199,7 +192,8 @@ class EtcdClient:
         for connection in dropped:
             connection.close()
 
-    def _turn_from(self, number: int) -> None:
+    def leave(self, number: int) -> None:
+        """Asks another endpoint from now on, if `number` is the current one."""
         with self._lock:
             if self._current == number:
                 self._current = (number + 1) % len(self.endpoints)

@@ -1,6 +1,4 @@
-"""One endpoint of etcd: requests and streams over HTTP, with or without TLS; and why an endpoint is
-of no use, in one sentence.
-"""
+"""One endpoint of etcd: requests and streams over HTTP or HTTPS; why an endpoint is of no use."""
 
 from __future__ import annotations
 
@@ -58,11 +56,7 @@ class Security:
         return self.tls or bool(self.cacert or self.cert)
 
     def context(self) -> ssl.SSLContext | None:
-        """The settings of TLS, or `None` for plain HTTP.
-
-        Raises:
-            OSError: if a file cannot be read or is not in PEM format.
-        """
+        """The settings of TLS, `None` for plain HTTP; an `OSError` for a file that is no PEM."""
         if not self.uses_tls:
             return None
         context = ssl.create_default_context(cafile=self.cacert or None)
@@ -163,9 +157,7 @@ class Connection:
 
 
 class Stream:
-    """The lines of an endless answer. A read that times out loses nothing and may be repeated,
-    unlike one of `http.client`'s.
-    """
+    """The lines of an endless answer. A read that times out may be repeated, and loses nothing."""
 
     def __init__(self, http_connection: http.client.HTTPConnection) -> None:
         self._http = http_connection

@@ -1,7 +1,6 @@
 r"""The keys in etcd that hold a key of the store, and the requests of etcd's JSON gateway.
 
-The value of a store key K is spread over etcd keys that no other store key shares, because a store
-key contains no NUL byte:
+The value of a store key K, which contains no NUL byte, is spread over etcd keys of its own:
 
     <root>s/K\0            the base: what `put`, `claim` or `compare_set` wrote
     <root>s/K\0a<id>       one `append`: its bytes

@@ -14,8 +14,7 @@ modification, 0 for none). So:
   went through, at the revision of the key: the result is what etcd held at that revision.
 - A write whose result stays unknown (no answer until the time limit, a refusal after a lost answer)
   leaves the revision of its slot unknown. The slot is then abandoned, never used again, and the
-  caller gets a `StoreError`; such a write may still be performed, like any operation on a store
-  that cannot be reached.
+  caller gets a `StoreError`; the write may still be performed, as on any store out of reach.
 
 **The fence.** The key of the host, and all its slots, are under the host's lease. When the lease
 expires, etcd deletes them in one revision. Every write also has the condition that the host's key
@@ -55,9 +54,8 @@ class LeaseOver(StoreError):
 
 @dataclass(frozen=True)
 class Call:
-    """A request for the driver to send. It raises `NoAnswer` or `Refused`; for the repetition of a
-    request (`attempt` above 0) it first waits a little, and raises a `StoreError` if the time
-    limit of the operation is over.
+    """A request for the driver to send. It raises `NoAnswer` or `Refused`; before a repetition
+    (`attempt` above 0) it waits a little, and raises a `StoreError` at the end of its time.
     """
 
     path: str
@@ -119,9 +117,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Written:
-    """A write that went through. `responses` is None if its answer was lost; `now` then has the
-    entries of the key as read later.
-    """
+    """A write that went through. Without `responses`, `now` has the entries as read later."""
 
     name: str
     revision: int
@@ -235,9 +231,7 @@ class Operations:
             raise
 
     async def compare_set(self, key: str, expected: bytes, value: bytes) -> bytes | None:
-        """Sets `key` if its value is `expected`, empty for an absent key. Returns its value
-        afterwards, `None` if it is absent.
-        """
+        """Sets `key` if it is `expected` (empty: absent); its value afterwards, or `None`."""
         base, end = self._range(key)
         while True:
             found, revision = await self._entries(key)

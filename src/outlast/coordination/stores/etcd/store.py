@@ -20,6 +20,7 @@ from outlast.coordination.stores.etcd.operations import (
     Slot,
 )
 from outlast.coordination.stores.etcd.watch import Waits
+from outlast.coordination.stores.store import drive
 from outlast.errors import StoreError
 
 T = TypeVar("T")
@@ -77,9 +78,7 @@ class EtcdStore(OperationStore):
         return result
 
     def look(self, key: str) -> tuple[bytes | None, int]:
-        """The value of `key` as `read` returns it, and the revision of etcd at which it was read.
-        With `range_of`, this is what a wait in `waits` begins with.
-        """
+        """`read`, and the revision of that: with `range_of`, what a wait in `waits` begins with."""
         return self._run(lambda on: on.look(key))
 
     def range_of(self, key: str) -> tuple[bytes, bytes]:
@@ -102,9 +101,10 @@ class EtcdStore(OperationStore):
         self, begin: Callable[[Operations], Coroutine[Any, Any, T]], timeout: float | None = None
     ) -> T:
         slot = self._take()
-        driver = _Driver(self, timeout)
         try:
-            return driver.run(begin(Operations(self._root, slot, self._fence)))
+            return drive(
+                begin(Operations(self._root, slot, self._fence)), _Driver(self, timeout).perform
+            )
         except Refused as e:
             raise StoreError(f"{self.where} refused an operation: {e}") from e
         finally:
@@ -128,24 +128,8 @@ class _Driver:
         self._deadline = 0.0
         self._cause: Exception = NoAnswer("none")
 
-    def run(self, operation: Coroutine[Any, Any, T]) -> T:
-        answer: Any = None
-        error: BaseException | None = None
-        try:
-            while True:
-                try:
-                    asked = operation.send(answer) if error is None else operation.throw(error)
-                except StopIteration as stop:
-                    result: T = stop.value
-                    return result
-                answer, error = None, None
-                try:
-                    answer = self._call(asked) if isinstance(asked, Call) else self._wait(asked)
-                except BaseException as e:  # noqa: BLE001 - raised in the operation
-                    error = e
-        finally:
-            error = None  # the exception holds this frame: without this the two would be a cycle
-            operation.close()
+    def perform(self, asked: Call | Event) -> Any:
+        return self._call(asked) if isinstance(asked, Call) else self._wait(asked)
 
     def _call(self, asked: Call) -> Any:
         store, client = self._store, self._store._client

@@ -6,8 +6,7 @@ events. A wait that begins before the oldest event that is remembered ends at on
 
 A stream that is silent may have lost its member. After `SILENCE_S` the member must answer a
 linearizable read, or the watch moves to another. It then begins after the last revision it has
-seen, so no event is lost. If etcd has compacted that revision, the watch begins at the present, and
-all waits end and read again.
+seen, so no event is lost. If that is compacted, it begins at the present, and all waits read again.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from outlast.coordination.stores.etcd import layout
 from outlast.coordination.stores.etcd.client import EtcdClient, pause_before
 from outlast.coordination.stores.etcd.connection import Json, Refused, Stream
 from outlast.coordination.stores.etcd.operations import NoAnswer
+from outlast.system.parallel import start_thread
 
 SILENCE_S = 2.0
 _REMEMBERED = 4096
@@ -83,9 +83,7 @@ class Waits:
             self.cancel(wait)
 
     def call_at(self, start: bytes, end: bytes, after: int, over: Callable[[], None]) -> Wait:
-        """Calls `over` once, at the end of a wait, in any thread, maybe in this call. It must not
-        block, nor use this object.
-        """
+        """Calls `over` once, in any thread, maybe at once. It must not block or use this object."""
         wait = Wait(start, end, after, over)
         with self._lock:
             if self._closed or self._happened(wait):
@@ -137,8 +135,7 @@ class Waits:
     # -------------------------------------------------------------------------- the thread
 
     def _begin(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="outlast etcd watch", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("outlast etcd watch", self._run)
 
     def _run(self) -> None:
         failures = 0

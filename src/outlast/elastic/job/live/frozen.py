@@ -9,11 +9,13 @@ from typing import Any
 import torch
 import xxhash
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten_with_path, tree_map_only, tree_map_with_path
+from torch.utils._pytree import tree_flatten_with_path, tree_map, tree_map_only, tree_map_with_path
 
-from outlast.elastic.job.encoding import dump_header, local
+from outlast.elastic.job.encoding import dump_header
 from outlast.elastic.job.live.own_state import Record
-from outlast.elastic.job.live.writes import Versions
+from outlast.elastic.job.live.writes import Marks, Snapshot
+from outlast.elastic.job.parts import Saver
+from outlast.elastic.tensors import Versions, local, shard_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,56 +28,75 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """Which state the tensors of a rank hold.
+    """Which state the tensors of a rank hold."""
 
-    Attributes:
-        record: identifies it, and the rank that had it.
-        settled: whether the rank's own state had been known before the step was completed, after
-            `passes` backward passes.
-        signature: equal on ranks that hold the same parts of the same model.
-        layout: equal for states whose tensors have the same shapes and types, in the same order.
+    record: Record  # identifies it, and the rank that had it
+    settled: bool  # the rank's own state had been known before the step was completed,
+    passes: int  # after so many backward passes
+    signature: str  # equal on ranks that hold the same parts of the same model
+    layout: str  # equal if the tensors have the same shapes and types, in the same order
+    stands_for: Sequence[int] = ()  # the ranks with the same shards, if there are any
+    resizable: bool = True  # whether one can continue without the own parts of some ranks
+    place: str = ""  # in its epochs, in words: equal on ranks that make the same steps
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A phase of the last completed step: `shared` is the small state that is the same on all
+    ranks, `own` that of this rank; `marks` find later writes to the tensors of the model and the
+    optimizer; `gradients` are those that it lacks.
     """
 
     record: Record
     settled: bool
     passes: int
-    signature: str
-    layout: str
+    shared: Snapshot
+    own: dict[str, Any]
+    marks: Marks
+    gradients: dict[int, torch.Tensor]
 
 
 class Frozen:
-    """A state that no longer changes.
-
-    Attributes:
-        held: describes it.
-        skeleton: the nested state, with a `Leaf` in place of each tensor.
-        own: the state that belongs to the rank alone.
-        leaves: the tensors; of a DTensor, the local part.
-        versions: tells whether a tensor was written to since.
+    """A state that no longer changes; `held` describes it. `skeleton` is the nested state, with a
+    `Leaf` in place of each tensor; `leaves` are the tensors, of a DTensor the local part; `own` is
+    the state that belongs to the rank alone. `savers`: how a checkpoint is made of it, by the names
+    of the parts. `versions` tells whether a tensor was written to since.
     """
 
     def __init__(
         self,
         state: Any,
-        own: dict[str, Any],
-        record: Record,
-        settled: bool,
-        passes: int,
+        point: Point,
         signature: str,
+        savers: dict[str, Saver],
+        *,
+        resizable: bool,
+        place: str,
     ) -> None:
         self.leaves: list[torch.Tensor] = []
-        self.own = own
+        self._tensors: list[torch.Tensor] = []
+        self.own, self.savers = point.own, savers
         self.skeleton = tree_map_only(torch.Tensor, self._leaf, state)
         self.versions = Versions(self.leaves)
         layout = _hash_of([(t.dtype, tuple(t.shape)) for t in self.leaves])
-        self.held = Held(record, settled, passes, signature, layout)
+        stands_for = _same_shards(self._tensors)
+        noted = point.record, point.settled, point.passes
+        self.held = Held(*noted, signature, layout, stands_for, resizable, place)
 
     def header(self) -> bytes:
         """All but the tensors' contents, for another rank."""
         shapes = [(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in self.leaves]
         return dump_header((self.skeleton, self.own), shapes)
 
+    def state(self) -> dict[str, Any]:
+        """The nested state with its tensors."""
+        tensors = self._tensors
+        return tree_map(  # type: ignore[no-any-return]
+            lambda each: tensors[each.number] if isinstance(each, Leaf) else each, self.skeleton
+        )
+
     def _leaf(self, tensor: torch.Tensor) -> Leaf:
+        self._tensors.append(tensor)
         self.leaves.append(local(tensor))
         return Leaf(len(self.leaves) - 1, isinstance(tensor, DTensor))
 
@@ -103,21 +124,21 @@ def join(skeleton: Any, leaves: Sequence[torch.Tensor], target: Any) -> Any:
 
 def signature(entries: dict[str, Any]) -> str:
     """Equal for models of which this rank holds the same parts."""
-    found: list[Any] = []
-    for name, value in entries.items():
-        if not isinstance(value, torch.Tensor):
-            continue
-        where: Any = None
-        if isinstance(value, DTensor):
-            mesh = value.device_mesh
-            at = list(mesh.get_coordinate() or [])
-            where = [
-                (str(placement), mesh.size(dim), at[dim])
-                for dim, placement in enumerate(value.placements)
-                if not placement.is_replicate()
+    tensors = {name: each for name, each in entries.items() if isinstance(each, torch.Tensor)}
+    return _hash_of([(n, str(t.dtype), tuple(t.shape), shard_of(t)) for n, t in tensors.items()])
+
+
+def _same_shards(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The ranks that have the same shards of all DTensors as this one."""
+    found: list[set[int]] = []
+    for each in tensors:
+        if isinstance(each, DTensor) and (at := each.device_mesh.get_coordinate()) is not None:
+            place = [
+                slice(None) if placement.is_replicate() else index
+                for placement, index in zip(each.placements, at, strict=True)
             ]
-        found.append((name, str(value.dtype), tuple(value.shape), where))
-    return _hash_of(found)
+            found.append(set(each.device_mesh.mesh[tuple(place)].flatten().tolist()))
+    return sorted(set.intersection(*found)) if found else []
 
 
 def _hash_of(value: Any) -> str:

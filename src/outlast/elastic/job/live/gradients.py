@@ -1,21 +1,16 @@
 """Which gradients a point lacks: those of a backward pass that a later step of the program may use.
 
 Gradients belong to no point: a restored job begins its next step without any. That is right for a
-gradient that was left over at the end of a step if
+gradient that was left over at the end of a step if an optimizer's step has used it, and nothing was
+accumulated into it since; or if the program has discarded it since (`zero_grad()`).
 
-    an optimizer's step has used it         and nothing was accumulated into it since
-    or the program has discarded it since   `zero_grad()`
+The generator's backward pass leaves gradients in the discriminator. They are discarded in the next
+step, or are the first part of an accumulation: only the next step shows which. So a gradient that
+no step has used counts as needed until it is seen to be discarded: `grad` is `None` when the next
+one is about to be accumulated, or at the end. One that was set to zero instead counts as needed.
 
-Which of several optimizers has stepped matters: the generator's backward pass leaves gradients in
-the discriminator after the step of its optimizer. They are discarded in the next step, or they are
-the first part of an accumulation over several steps: only the next step shows which. So a gradient
-that is left over, and that no step has used, counts as needed until it is seen to be discarded:
-`grad` is `None` when the next gradient is about to be accumulated, or at the end. A gradient that
-was set to zero instead (`set_to_none=False`) counts as needed.
-
-An optimizer's step uses the gradients of its own parameters. A parameter that no optimizer has,
-such as one of a layer that is not fine-tuned, counts only in a step of the job without any step of
-an optimizer: a program may update its parameters by hand.
+A parameter that no optimizer has counts only in a step of the job without any step of an optimizer:
+a program may update its parameters by hand.
 """
 
 from __future__ import annotations
@@ -27,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from outlast.elastic.job.live.writes import version, versions
 from outlast.elastic.job.models import parameters_of
+from outlast.elastic.tensors import version, versions
 
 
 class _Used(NamedTuple):
@@ -41,10 +36,8 @@ class _Used(NamedTuple):
 
 
 class Gradients:
-    """The gradients of these parameters, by name, and of those of `optimizers`.
-
-    Attributes:
-        left: the parameters, by identity, whose gradients the last point lacks.
+    """The gradients of these parameters, by name, and of those of `optimizers`. `left` are the
+    parameters, by identity, whose gradients the last point lacks.
     """
 
     def __init__(

@@ -1,12 +1,11 @@
 """The state of one rank alone after a step: noted by value, and kept over a kill of the process.
 
-It consists of the buffers of the model, such as the statistics of a batch norm, which change during
-the forward pass and may differ between replicas, and of what each `Part` calls its own.
-
-The last states are in shared memory. It has four slots, for the last two completed steps, the
-coming one, and the one that is being written. A slot that holds one of the first three is never
-written to, so a kill in the middle of a write costs nothing that was there before. A checksum tells
-a slot that was written in part.
+It consists of the buffers of the model, which change during the forward pass and may differ between
+replicas, and of what each `Part` calls its own. The shared memory has six slots: up to three for
+the phases of the last completed step, and one each for the last phase of the step before, the
+coming step, and what is being written: so a kill in the middle of a write costs nothing. (No rank
+completes a step before all others have left the phases of the one before.) A checksum tells a slot
+that was written in part. The last phase for which a state holds is one byte beside it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,46 +21,45 @@ import xxhash
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from outlast.elastic.job.encoding import digest, load_plain, packed
+from outlast.elastic.job.encoding import load_plain, packed
+from outlast.elastic.tensors import digest
 from outlast.system.shared_memory import SharedMemory
 
-_SLOTS = 4
+_SLOTS = 6
 _HEADER = struct.Struct("<QQQ")  # the order of writing, the size of the content, its checksum
+_UNTIL = _HEADER.size  # where the last phase stands
+_CONTENT = _UNTIL + 8
 _LEAST_BYTES = 64 << 10
 _SMALL_BYTES = 64 << 10  # of a buffer that is noted every time
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """Describes the state of one rank after `step` on `branch`.
-
-    Attributes:
-        final: whether the step was completed; otherwise the state was noted during the step, after
-            `passes` backward passes.
-        rank, world_size: the place of the process at that time.
-    """
+    """Describes the state of one rank after `step` on `branch`."""
 
     branch: str
     step: int
-    final: bool
-    rank: int
+    final: bool  # the step was completed; else noted during it, after `passes` backward passes
+    rank: int  # the place of the process at that time
     world_size: int
     passes: int = 0
+    phase: int = 0  # the first and the last phase of the step with this state
+    until: int = 0
+
+    def has(self, step: int, phase: int, branch: str) -> bool:
+        of = self.step, self.branch
+        return of == (step, branch) and self.phase <= phase <= self.until
 
 
 class Buffers:
-    """The persistent buffers of a module. Large ones are only noted if they have changed.
+    """The persistent buffers of a module, with copies of all at the beginning (`initial`). Large
+    ones are only noted if they have changed.
 
-    A buffer may be written to or replaced, so it is looked up by its name each time. Only a digest
-    of its contents tells whether it has changed: the kernel of a batch norm and programs that write
-    through `.data` (averages in a codebook) do so uncounted by torch, and `DistributedDataParallel`
-    writes the same contents again.
-
-    The counter of an `AveragedModel` changes after a rank has noted its own state early, and is the
-    same on all ranks: it is shared.
-
-    Attributes:
-        initial: copies of all buffers, made when this object was created.
+    A buffer may be replaced, so it is looked up by its name each time. Only a digest of its
+    contents tells whether it has changed: batch norms and writes through `.data` are not counted by
+    torch, and `DistributedDataParallel` writes the same contents again. The counter of an
+    `AveragedModel` changes after a rank has noted its own state early, and is the same on all
+    ranks: it is shared.
     """
 
     def __init__(self, entries: Mapping[str, Any], module: nn.Module) -> None:
@@ -86,9 +84,7 @@ class Buffers:
         self._noted: dict[str, Any] = {}
 
     def note(self) -> dict[str, Any]:
-        """The contents of the buffers, except large ones that have not changed since this object
-        was created.
-        """
+        """The contents of the buffers, except large ones unchanged since this object's creation."""
         for name, seen in self._seen.items():
             mark = self._mark(name)
             if not mark or mark != seen:
@@ -130,27 +126,41 @@ class Slots:
             return False
         # Not `dataclasses.astuple`: its deep copies take longer than all the rest.
         content = pickle.dumps((tuple(vars(record).values()), state))
-        if _HEADER.size + len(content) > self._capacity:
+        if _CONTENT + len(content) > self._capacity:
             return False
         number = self._free()
         self._held[number] = None
         self._order += 1
         at, view = number * self._capacity, self.memory.view
-        first = at + _HEADER.size
+        first = at + _CONTENT
         _HEADER.pack_into(view, at, 0, 0, 0)
+        view[at + _UNTIL] = record.until
         view[first : first + len(content)] = content
         _HEADER.pack_into(view, at, self._order, len(content), _checksum(self._order, content))
         self._held[number] = self._order, record
         return True
 
+    def extend(self, until: int) -> None:
+        """The last final state that was written also holds for the phases up to `until`."""
+        final = [-1 if each is None or not each[1].final else each[0] for each in self._held]
+        if self.memory.intact and max(final) > 0:
+            self.memory.view[final.index(max(final)) * self._capacity + _UNTIL] = until
+
     def _free(self) -> int:
-        """A slot that holds none of the states that are needed: the last two that are final, and
-        the last one if it is not.
+        """A slot that holds none of the states that are needed: those of the last step that are
+        final, the last one of the step before, and the last one if it is not final.
         """
         present = sorted((each for each in self._held if each is not None), key=lambda e: e[0])
-        final = [order for order, record in present if record.final][-2:]
-        needed = {*final, present[-1][0]} if present else set()
+        final = [each for each in present if each[1].final]
+        last = [order for order, record in final if record.step == final[-1][1].step][-3:]
+        before = [order for order, record in final if order not in last][-1:]
+        needed = {*last, *before, present[-1][0]} if present else set()
         return next(i for i, each in enumerate(self._held) if not each or each[0] not in needed)
+
+
+def read_all(memories: Sequence[SharedMemory]) -> dict[Record, bytes]:
+    """The states in several memories: of several of the same, the one that was written last."""
+    return dict(reversed([each for memory in memories for each in read(memory)]))
 
 
 def read(memory: SharedMemory) -> list[tuple[Record, bytes]]:
@@ -161,12 +171,13 @@ def read(memory: SharedMemory) -> list[tuple[Record, bytes]]:
     found: list[tuple[int, Record, bytes]] = []
     for at in range(0, _SLOTS * capacity, capacity):
         order, size, checksum = _HEADER.unpack_from(memory.view, at)
-        if not 0 < size <= capacity - _HEADER.size:
+        if not 0 < size <= capacity - _CONTENT:
             continue
-        content = bytes(memory.view[at + _HEADER.size : at + _HEADER.size + size])
+        content = bytes(memory.view[at + _CONTENT : at + _CONTENT + size])
         if _checksum(order, content) == checksum:
-            record, state = load_plain(content)
-            found.append((order, Record(*record), state))
+            values, state = load_plain(content)
+            record = dataclasses.replace(Record(*values), until=memory.view[at + _UNTIL])
+            found.append((order, record, state))
     found.sort(key=lambda each: each[0], reverse=True)
     return [(record, state) for _, record, state in found]
 

@@ -1,28 +1,21 @@
 """Work that is queued on an accelerator: which of its results are valid after a fault.
 
-The host runs ahead of a device. When a fault comes, the optimizer's kernels of the next step may be
-queued behind a collective that waits for a dead rank. The abort ends that collective with garbage
-in its output, and what is queued runs: the parameters are those of no step, and nothing shows it.
-
-So no kernel of an optimizer is queued before its gradients are complete and valid:
+The host runs ahead of a device. When a fault comes, the optimizer's kernels may be queued behind a
+collective that waits for a dead rank. The abort ends that with garbage in its output, and what is
+queued runs: the parameters are those of no step, and nothing shows it. So no kernel of an optimizer
+is queued before its gradients are complete and valid:
 
     1. the host waits for what the device has been given, the collectives of the gradients included
     2. it makes sure that no restart has begun on any rank: it reads `over/k` in the job's store
 
 Every rank aborts its collectives only after `over/k` is there. If 2 does not find it, any abort
-comes later than the end of everything in 1. If 2 finds it, the optimizer does not run, and the
-tensors are still those of the step before. To look at this rank alone would not do: when a peer
-aborts, its half of a collective stops waiting and goes through its steps without data, so that this
-rank's half may end, too, with garbage, before this rank has heard of the restart.
+comes later than all of 1. If 2 finds it, the optimizer does not run. To look at this rank alone
+would not do: when a peer aborts, this rank's half of a collective may end with garbage, too, before
+this rank has heard of the restart. The price: the host does not run ahead of the device over an
+optimizer's step, and reads a key.
 
-The same before a step of the job is noted, if a collective has begun since: its result may belong
-to the step, as that of a metric in `states` does. Or it has decided that the optimizer makes no
-step: a `GradScaler`, or a guard against spikes, leaves one out because of garbage.
-
-The price: the host does not run ahead of the device over an optimizer's step, and reads a key.
-
-At the end of the iteration, `drain` waits for the rest of the queue, which writes to the parameters
-only in steps that were checked.
+The same before a step of the job is noted, if a collective has begun since: its result may be a
+metric in `states`, or have decided that the optimizer makes no step (a `GradScaler`).
 """
 
 from __future__ import annotations
@@ -44,9 +37,7 @@ class DeviceLost(Exception):
 
 class Queued:
     """The queued work of the devices that have these tensors; nothing for tensors on the CPU.
-
-    Args:
-        check_running: raises if a restart has begun on any rank.
+    `check_running` raises if a restart has begun on any rank.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], check_running: Callable[[], None]) -> None:
@@ -70,11 +61,8 @@ class Queued:
             self.await_gradients()
 
     def drain(self) -> None:
-        """Waits for all queued work, after the abort.
-
-        Raises:
-            DeviceLost: if it is not completed.
-            RuntimeError: torch's, if it has failed.
+        """Waits for all queued work, after the abort: it writes to the parameters only in steps
+        that were checked. A `DeviceLost` if it does not complete; a `RuntimeError` if it fails.
         """
         if not self.devices:
             return

@@ -1,29 +1,18 @@
 """Notes the live point of this rank after each step, and marks the steps of optimizers.
 
 Why a point is what it says: after `completed`, three things may change the tensors of the model and
-the optimizer. An optimizer's step is announced by torch's hook before its first write, and makes
-the point unusable. Another write to a parameter or to an optimizer's tensor is counted by torch,
-and found when the point is frozen. A write to a parameter through `.data`, NumPy or a raw pointer
-is not counted: it is found if it changes one of the elements that are compared (`writes`). Such a
-write to an optimizer's tensors is not found.
+the optimizer. An optimizer's step is announced by torch's hook before its first write. Another
+write is counted by torch, and found when the point is frozen. A write to a parameter that torch
+does not count is found if it changes one of the elements that are compared (`writes`).
 
-An optimizer's step that is given a closure begins when the closure has returned for the first time:
-until then the optimizer has only asked for gradients. Lightning runs the whole forward and backward
-pass in there. LBFGS calls the closure again after its first writes: then the step has begun. If an
-optimizer writes before it calls the closure, as for sharpness-aware minimization, these are other
-writes. With a `GradScaler`, the backward pass precedes the step, which has no closure.
-
-On an accelerator, an optimizer's step is queued, and a step is noted, only once the results of the
-collectives before are known to be right (`queued`), and the point is frozen when the device has
-done what it was given.
-
-Gradients belong to no point: one whose gradients may still be needed is not used (`gradients`).
+An optimizer's step with a closure begins when that has returned for the first time: until then the
+optimizer has only asked for gradients (Lightning runs the whole forward and backward pass in
+there). If an optimizer writes before it calls the closure, as for sharpness-aware minimization,
+these are other writes.
 
 With several optimizers, a step begins with the first write of the first one, and has one early note
-for each backward pass: the last one counts.
-
-A restart in place may interrupt `completed` at any moment: a point is complete before the one
-assignment that makes it the present one.
+for each backward pass: the last one counts. A restart in place may interrupt `completed` at any
+moment: a point is complete before the one assignment that makes it the present one.
 """
 
 from __future__ import annotations
@@ -44,11 +33,12 @@ from torch.optim.optimizer import (
 )
 
 from outlast.async_checkpoint.kept_state import KeptState
-from outlast.elastic.job.live.frozen import Frozen, signature
+from outlast.elastic.job.epochs import place_of
+from outlast.elastic.job.live.frozen import Frozen, Point, signature
 from outlast.elastic.job.live.gradients import Gradients
 from outlast.elastic.job.live.own_state import Buffers, Record, Slots, read
 from outlast.elastic.job.live.queued import Queued
-from outlast.elastic.job.live.writes import Marks, Snapshot, Writes
+from outlast.elastic.job.live.writes import Snapshot, Writes
 from outlast.elastic.job.models import parameters_of
 from outlast.elastic.job.training_state import TrainingState
 from outlast.elastic.wrapped_modules import plain_state_dict
@@ -59,38 +49,15 @@ from outlast.system.error_text import describe
 log = logging.getLogger("outlast.elastic")
 
 
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """The last completed step: `shared` is the small state that is the same on all ranks, `own`
-    that of this rank; `marks` find later writes to the tensors of the model and the optimizer;
-    `gradients` are those that it lacks.
-    """
-
-    record: Record
-    settled: bool
-    passes: int
-    shared: Snapshot
-    own: dict[str, Any]
-    marks: Marks
-    gradients: dict[int, torch.Tensor]
-
-
 class Recorder:
-    """Notes the points of one `Job`, from the end of `Job.restore` on.
+    """Notes the points of one `Job`, after `restored` and on `branch`. `kept` keeps the rank's own
+    state over a kill; `check_running` raises if a restart has begun.
 
-    Args:
-        training: the state of the job.
-        kept: where the rank's own state survives a kill.
-        restored: the state that was restored.
-        branch: the branch of the steps that follow.
-        check_running: raises if a restart has begun.
-
-    Attributes:
-        point: the present one.
-        why: once `freeze` was called, why there is nothing to continue from; else empty.
-
-    Raises:
-        NotSupported: if the state cannot be kept.
+    `points` are those of the last completed step, in the order of its phases: the tensors of the
+    model and the optimizer are the same in all of them. `equal_states` has what is known of the
+    differences between the ranks of this iteration, and `iteration` is the one of the call in which
+    this was made. `why` says, once `freeze` was called, why there is nothing to continue from; else
+    it is empty.
     """
 
     def __init__(
@@ -109,44 +76,49 @@ class Recorder:
         optimizers = list(training.optimizers.values())
         named = {name: each for name, each in entries.items() if isinstance(each, nn.Parameter)}
         self._parameters = list(named.values())
-        self._gradients = Gradients(named, [*optimizers, *training.more_optimizers])
+        self._gradients = Gradients(named, training.all_optimizers)
         self._queued = Queued(entries.values(), check_running)
         if self._queued.devices and (why := aborted_by_torch()):
             raise NotSupported(why)
         self._writes: Writes | None = Writes(self._parameters, optimizers)
         self._signature = signature(entries)
         self._kept, self._branch = kept, branch
+        self.equal_states = training.equal_states
         self._rank, self._world_size = restored.rank, restored.world_size
-        self.why = ""
-        self._frozen: Frozen | None = None
+        self.why, self.iteration = "", -1
+        self._frozen: tuple[Frozen, ...] = ()
         self._early: tuple[int, dict[str, Any]] | None = None
         self._passes = 0  # backward passes of the coming step
         self._stepped = False
         self._needed: str | None = None
         own = self._own_state(training)
-        payload = pickle.dumps(own)
+        shared, values = self._shared_state(training)
+        payload = pickle.dumps({**own, "states": values})
         self._slots: Slots | None = Slots(len(payload))
         self._slots.write(restored, payload)
         kept.keep(self._slots.memory)
         marks = self._writes.marks_with_digests()
-        shared = self._shared_state(training)
-        self.point = Point(restored, False, 0, shared, own, marks, {})
+        self.points: tuple[Point, ...] = (Point(restored, False, 0, shared, own, marks, {}),)
         self._removables: list[Any] = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
-        if not any(part.is_of_rank for part in training.parts.values()):
+        self._is_of_rank = any(part.is_of_rank for part in training.parts.values())
+        if not self._is_of_rank:
             for optimizer in optimizers:
                 self._removables += self._hook_on_gradient(optimizer)
 
     @property
-    def frozen(self) -> Frozen | None:
-        """The state to continue from, once `freeze` was called; `None` if it is not complete."""
-        if self._frozen is not None and self._frozen.versions.changed:
-            self._frozen = None
-            self.why = (
-                f"its state of step {self.point.record.step} was written to during the restore"
-            )
+    def point(self) -> Point:
+        """The present one."""
+        return self.points[-1]
+
+    @property
+    def all_frozen(self) -> tuple[Frozen, ...]:
+        """The states of all phases to continue from, in their order, once `freeze` was called."""
+        if any(each.versions.changed for each in self._frozen):
+            self._frozen, step = (), self.point.record.step
+            self.why = f"its state of step {step} was written to during the restore"
         return self._frozen
 
     def completed(self) -> None:
@@ -156,14 +128,51 @@ class Recorder:
         step = self._training.counters.steps
         own = self._own_state(self._training)
         early, self._early = self._early, None
-        settled = early is not None and early == (step, own)
-        record = Record(self._branch, step, True, self._rank, self._world_size)
-        self._write(record, own)
-        shared = self._shared_state(self._training)
+        settled = early is not None and _without_files(early) == _without_files((step, own))
+        rows = own["parts"].get("files")
+        self._training.files.completed(early and early[1]["parts"].get("files"), rows)
+        phases = 0, self._training.iteration.phase
+        record = Record(self._branch, step, True, self._rank, self._world_size, 0, *phases)
+        shared, values = self._shared_state(self._training)
+        self._write(record, {**own, "states": values})
         marks, gradients = self._writes.marks(), self._gradients.note(self._stepped)
-        self.point = Point(record, settled, self._passes, shared, own, marks, gradients)
-        self._passes = 0
-        self._stepped = False
+        self.points = (Point(record, settled, self._passes, shared, own, marks, gradients),)
+        self._passes, self._stepped = 0, False
+
+    def later(self, phase: int, *, is_changed: bool = True) -> None:
+        """Notes a later phase of the last step. If nothing has changed since the one before, that
+        one holds for this phase, too; unless `is_changed`, that is known.
+        """
+        training, writes, point = self._training, self._writes, self.point
+        assert training is not None
+        assert writes is not None
+        if self._stepped:
+            return  # the tensors belong to no step
+        if not is_changed:
+            self._extend(phase)
+            return
+        self._queued.await_results()
+        own = self._own_state(training)
+        shared, values = self._shared_state(training)
+        same = own == point.own and shared.same_as(point.shared)
+        if same and not writes.counted_since(point.marks):
+            self._extend(phase)
+            return
+        # Of a step that was restored, a phase that is made again belongs to the new branch.
+        record = dataclasses.replace(
+            point.record, branch=self._branch, phase=phase, until=phase, passes=0
+        )
+        marks = writes.marks()
+        earlier: tuple[Point, ...] = () if writes.since(point.marks) else self.points
+        self._write(record, {**own, "states": values})
+        later = dataclasses.replace(point, record=record, shared=shared, own=own, marks=marks)
+        self.points = (*earlier, later)
+
+    def _extend(self, phase: int) -> None:
+        if self._slots is not None:
+            self._slots.extend(phase)
+        record = dataclasses.replace(self.point.record, until=phase)
+        self.points = (*self.points[:-1], dataclasses.replace(self.point, record=record))
 
     def freeze(self) -> None:
         """Ends the notes, removes the hooks, and keeps what is needed of the last point. Gradients
@@ -190,7 +199,11 @@ class Recorder:
             elif self._written(training):
                 self.why = f"its tensors were written to after step {step}"
             else:
-                self._frozen = self._build(training)
+                self._frozen = tuple(
+                    self._build(training, each)
+                    for each in self.points
+                    if not each.shared.watched.changed
+                )
         except Exception as e:  # noqa: BLE001 - the other ranks may have what is needed
             self.why = describe(e)
             log.warning("this rank cannot continue from its own state: %s", self.why)
@@ -198,7 +211,7 @@ class Recorder:
 
     def release(self) -> None:
         """Gives up the state: there is a newer one, or none is needed."""
-        self._frozen = None
+        self._frozen = ()
         self._forget()
 
     def _forget(self) -> None:
@@ -209,21 +222,27 @@ class Recorder:
         self._parameters, self._entries = [], {}
 
     def _own_state(self, training: TrainingState) -> dict[str, Any]:
-        own = {name: part.own() for name, part in training.parts.items()}
-        noted = {name: value for name, value in own.items() if value is not None}
+        own = ((name, part.own()) for name, part in training.parts.items())
+        noted = {name: value for name, value in own if value is not None}
         return {"buffers": self._buffers.note(), "parts": noted}
 
-    def _shared_state(self, training: TrainingState) -> Snapshot:
+    def _shared_state(self, training: TrainingState) -> tuple[Snapshot, dict[str, Any]]:
+        """The state that all ranks share, and values of it that a later restore compares."""
         shared = {name: part.shared() for name, part in training.parts.items()}
         noted = {name: value for name, value in shared.items() if value is not None}
-        return Snapshot({"parts": noted, "buffers": self._buffers.shared()})
+        values = training.equal_states.at_step(noted.get("states", {}))
+        return Snapshot({"parts": noted, "buffers": self._buffers.shared()}), values
 
-    def _build(self, training: TrainingState) -> Frozen:
-        point, shared = self.point, self.point.shared.read()
+    def _build(self, training: TrainingState, point: Point) -> Frozen:
+        shared = point.shared.read()
         model = {name: entry.detach() for name, entry in self._entries.items()}
         parts = {name: training.parts[name].frozen(each) for name, each in shared["parts"].items()}
         state = {"model": model | self._buffers.initial | shared["buffers"], **parts}
-        return Frozen(state, point.own, point.record, point.settled, point.passes, self._signature)
+        savers = {name: part.saver() for name, part in training.parts.items()}
+        # Without its place in a file, a rank would write rows again.
+        needs_all = self._is_of_rank or bool(point.own["parts"].get("files"))
+        place = place_of(shared["parts"].get("epochs", {}))
+        return Frozen(state, point, self._signature, savers, resizable=not needs_all, place=place)
 
     def _written(self, training: TrainingState) -> bool:
         present = dict(training.module.named_parameters(remove_duplicate=False))
@@ -273,11 +292,10 @@ class Recorder:
         is noted: also if the process is killed in the rest of the backward pass.
         """
         optimized = {id(parameter) for parameter in parameters_of(optimizer)}
-        for parameter in reversed(self._parameters):
-            if not parameter.requires_grad or isinstance(parameter, DTensor):
-                continue
-            if parameter.is_leaf and id(parameter) in optimized:
-                return [parameter.register_post_accumulate_grad_hook(self._after_gradient)]
+        for each in reversed(self._parameters):
+            is_hookable = each.requires_grad and each.is_leaf and not isinstance(each, DTensor)
+            if is_hookable and id(each) in optimized:
+                return [each.register_post_accumulate_grad_hook(self._after_gradient)]
         return []
 
     def _after_gradient(self, _: torch.Tensor) -> None:
@@ -290,7 +308,9 @@ class Recorder:
         step = self.point.record.step + 1
         own = self._own_state(self._training)
         place = self._rank, self._world_size
-        self._write(Record(self._branch, step, False, *place, self._passes), own)
+        # A state that may lack rows is not used: no rank has as many passes.
+        passes = -1 if self._training.files.may_follow else self._passes
+        self._write(Record(self._branch, step, False, *place, passes), own)
         self._early = (step, own)
 
     def _write(self, record: Record, own: dict[str, Any]) -> None:
@@ -308,6 +328,12 @@ class Recorder:
         larger.write(record, payload)
         self._kept.keep(larger.memory)
         self._slots = larger
+
+
+def _without_files(noted: tuple[int, dict[str, Any]]) -> tuple[int, dict[str, Any]]:
+    """Without the rows of text files: a rank that writes some late says so in its own note."""
+    step, own = noted
+    return step, own | {"parts": {n: part for n, part in own["parts"].items() if n != "files"}}
 
 
 class NotSupported(Exception):

@@ -2,10 +2,9 @@
 
 `process_vm_readv` copies from process to process. The owner of the memory names itself and the
 addresses, and keeps the tensors as they are until the reader has answered. Linux allows the call to
-processes of one user; under Yama, as on Ubuntu, the owner must also name the reader (`prctl`).
-
-That the named process is the owner, and not another one with its number (in another container, or
-on another host), is shown by a token: the reader must find in that memory what the owner has sent.
+processes of one user; under Yama, as on Ubuntu, the owner must also name the reader (`prctl`). A
+token that the reader must find in that memory shows that the process is the owner, and not another
+one with its number (in another container, or on another host).
 """
 
 from __future__ import annotations
@@ -93,14 +92,13 @@ class OwnersMemory:
             for into, there in spans
             for number, part in enumerate(into.split(_AT_ONCE_BYTES))
         ]
-        left = iter(pieces)  # of a list: several threads may take from it
 
-        def work() -> None:
+        def work(left: Iterator[tuple[torch.Tensor, int]]) -> None:
             for piece in left:
                 self._read(*piece)
 
         total = sum(into.nbytes for into, _ in spans)
-        in_threads(work, _THREADS if total > _AT_ONCE_BYTES else 1, "outlast-read")
+        in_threads(work, pieces, _THREADS if total > _AT_ONCE_BYTES else 1, "outlast-read")
 
     def _read(self, into: torch.Tensor, there: int) -> None:
         done, size, here = 0, into.nbytes, into.data_ptr()

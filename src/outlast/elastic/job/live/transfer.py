@@ -1,17 +1,16 @@
 """Sends a frozen state from the ranks that have it to those that need it.
 
-The bytes of all tensors, one after another, are cut into parcels of some MiB. A receiver gets them
-from several ranks at once, if there are more ranks that have the state than ranks that lack it. If
-there are fewer, it is sent in rounds: a rank that has received it sends it on in the next round, so
-that a state that one rank has reaches N ranks in log2(N) rounds.
+The bytes of all tensors are cut into parcels of some MiB. A receiver gets them from several ranks
+at once, if there are enough. Otherwise it is sent in rounds: a rank that has received it sends it
+on, so that a state that one rank has reaches N ranks in log2(N) rounds.
 
-Over the group, the sender's checksums follow the parcels, and the receiver compares them with its
-own. On one host, the receiver reads the sender's memory instead (`same_host`): a copy like any
-other, which needs no checksum.
+The sender's checksums follow the parcels, and the receiver compares them with its own. On one host,
+the receiver reads the sender's memory instead (`same_host`).
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from outlast.coordination.collectives import device_of
 from outlast.elastic.job.encoding import load_shapes
 from outlast.elastic.job.live.frozen import Frozen
 from outlast.elastic.job.live.same_host import OwnersMemory, lent, reader
+from outlast.elastic.tensors import bytes_of
 
 log = logging.getLogger("outlast.elastic")
 
@@ -67,9 +67,12 @@ class Exchange:
     """One rank's part in a transfer, over a process group; `rank` is that in the group."""
 
     def __init__(self, group: Any, rank: int) -> None:
-        self._group = group
-        self._rank = rank
-        self._device = device_of(group)  # on which the group sends: that of the tensors, or the CPU
+        self._group, self._rank = group, rank
+
+    @functools.cached_property
+    def _device(self) -> torch.device:
+        """On which the group sends: that of the tensors, or the CPU. One rank may have no group."""
+        return device_of(self._group)
 
     def run(
         self, sources: Mapping[int, Sequence[int]], frozen: Frozen | None
@@ -78,16 +81,12 @@ class Exchange:
         if it lacks nothing. Called on all ranks with the same `sources`. A rank that has received
         damaged bytes raises `TransferFailed` once it has taken its part in the whole transfer.
         """
-        mine: tuple[bytes, list[torch.Tensor]] | None = None
-        if frozen is not None:
-            mine = frozen.header(), list(frozen.leaves)
-        received = False
-        damaged: list[int] = []
+        mine = None if frozen is None else (frozen.header(), list(frozen.leaves))
+        received, damaged = False, list[int]()
         for now in rounds(sources):
             if self._rank in now:
                 mine, bad = self._receive(now[self._rank])
-                damaged += bad
-                received = True
+                damaged, received = damaged + bad, True
             elif mine is not None:
                 for receiver, senders in now.items():
                     if self._rank in senders:
@@ -131,14 +130,14 @@ class Exchange:
         place = senders.index(self._rank)
         if place == 0:
             self._send_bytes(header, to)
-        views = [_bytes_of(leaf) for leaf in leaves]
+        views = [bytes_of(leaf) for leaf in leaves]
         with lent(views, self._receive_tensor(2, torch.int64, to).tolist()) as told:
             self._send_tensor(torch.tensor([*told, *[0] * (len(views) + 4 - len(told))]), to)
             if self._receive_tensor(1, torch.int64, to).item():
                 return
         checksums: list[int] = []
         sending: deque[tuple[torch.Tensor, Any]] = deque()  # at most two
-        for parcel in _own_parcels(load_shapes(header), place, len(senders)):
+        for parcel in islice(_parcels(load_shapes(header)), place, None, len(senders)):
             content = _gathered(views, parcel).to(self._device)
             sending.append((content, dist.isend(content, self._global(to), group=self._group)))
             checksums.append(_checksum(content))
@@ -155,12 +154,12 @@ class Exchange:
         header = self._receive_bytes(senders[0])
         shapes = load_shapes(header)
         leaves = [torch.empty(shape, dtype=getattr(torch, name)) for name, shape in shapes]
-        views = [_bytes_of(leaf) for leaf in leaves]
+        views = [bytes_of(leaf) for leaf in leaves]
         lanes = [
             (rank, parcels)
             for place, rank in enumerate(senders)
             if not self._read_memory(
-                rank, views, parcels := list(_own_parcels(shapes, place, len(senders)))
+                rank, views, parcels := list(islice(_parcels(shapes), place, None, len(senders)))
             )
         ]
         checksums: dict[int, list[int]] = {rank: [] for rank in senders}
@@ -183,11 +182,8 @@ class Exchange:
                     check_one()
         while arriving:
             check_one()
-        damaged = []
-        for rank, parcels in lanes:
-            sent = self._receive_tensor(len(parcels) + 1, torch.int64, rank)
-            if sent.tolist() != [*checksums[rank], 0]:
-                damaged.append(rank)
+        sent = {r: self._receive_tensor(len(p) + 1, torch.int64, r).tolist() for r, p in lanes}
+        damaged = [rank for rank, found in sent.items() if found != [*checksums[rank], 0]]
         return (header, leaves), damaged
 
     def _read_memory(
@@ -215,14 +211,8 @@ class Exchange:
         return rank if self._group is None else dist.get_global_rank(self._group, rank)
 
 
-def _own_parcels(shapes: Shapes, place: int, count: int) -> Iterator[list[Piece]]:
-    return islice(_parcels(shapes), place, None, count)
-
-
 def _parcels(shapes: Shapes) -> Iterator[list[Piece]]:
-    """Cuts the bytes of all tensors into parcels: small tensors together, and large ones in parts
-    that are sent and received in place.
-    """
+    """Cuts all tensors' bytes into parcels: small ones together, large ones in parts, in place."""
     parcel: list[Piece] = []
     room = _PARCEL_BYTES
     for number, (name, shape) in enumerate(shapes):
@@ -241,11 +231,6 @@ def _parcels(shapes: Shapes) -> Iterator[list[Piece]]:
                 parcel, room = [], _PARCEL_BYTES
     if parcel:
         yield parcel
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor: a view, or a copy if it is not contiguous."""
-    return tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
 def _gathered(views: Sequence[torch.Tensor], parcel: Sequence[Piece]) -> torch.Tensor:

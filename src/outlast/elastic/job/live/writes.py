@@ -1,11 +1,9 @@
 """What is noted after a step: copies of small values, and marks that find writes to tensors.
 
-torch counts most writes to a tensor. Programs also write to parameters in ways that leave the
-counters as they are: averages of the weights that are swapped in for a validation, by
-`parameter.data.copy_(...)` or `parameter.data = ...`, and updates by hand. A fault in between must
-not make them the state of the step before. A digest of all contents would take too long after every
-step, so a few elements of each parameter are compared: a swap changes nearly all of them. A write
-to few elements may remain unnoticed.
+torch counts most writes to a tensor, but not those through `parameter.data`, by which programs swap
+in averages of the weights for a validation. A fault in between must not make them the state of the
+step before. A digest of all contents would take too long after every step, so a few elements of
+each parameter are compared: a swap changes nearly all of them.
 """
 
 from __future__ import annotations
@@ -23,59 +21,32 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from outlast.elastic.job.encoding import digest
+from outlast.elastic.tensors import Versions, digest, versions
 
 _ELEMENTS = 16  # of each parameter
-_PLAIN = frozenset({torch.Tensor, nn.Parameter})
-_count, _values = operator.attrgetter("_version"), operator.methodcaller("values")
+_values = operator.methodcaller("values")
 # A larger tensor outside the model and the optimizer, for example in an average of the weights, is
 # not copied after every step: instead, its writes are counted.
 _COPIED_BYTES = 64 << 10
 
 
-class Versions:
-    """Which tensors were written to since they were added, as far as torch has counted."""
-
-    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
-        self._tensors = list(tensors)
-        self._counts = versions(self._tensors)
-
-    def add(self, tensor: torch.Tensor) -> None:
-        self._tensors.append(tensor)
-        self._counts.append(version(tensor))
-
-    @property
-    def changed(self) -> bool:
-        return versions(self._tensors) != self._counts
-
-
 @dataclasses.dataclass(frozen=True)
 class Marks:
-    """The state of the tensors of a model and its optimizer: different after a write.
+    """The state of the tensors of a model and its optimizer: different after a write."""
 
-    Attributes:
-        versions: how often each parameter was written to.
-        places: where the parameters are in memory.
-        sample: some of their elements.
-        queued: some elements of those on an accelerator, copied there in the order of its queue.
-        moments: which tensors the optimizer has, and how often each was written to.
-        digests: those of all contents, if they decide: after a restore, the ranks may still write
-            equal values to their parameters, as `DistributedDataParallel` does, or move them and
-            the optimizer's tensors, as accelerate does.
-    """
-
-    versions: list[Any]
-    places: list[int]
-    sample: list[bytes]
-    moments: tuple[list[int], list[int]]
+    versions: list[Any]  # how often each parameter was written to
+    places: list[int]  # where the parameters are in memory
+    sample: list[bytes]  # some of their elements
+    moments: tuple[list[int], list[int]]  # the optimizer's tensors, and the writes to each
+    # Those of all contents, if they decide: after a restore, DDP may write equal values to the
+    # parameters, and accelerate moves them and the optimizer's tensors.
     digests: list[str] | None = None
+    # Some elements of those on an accelerator, copied there in the order of its queue.
     queued: tuple[torch.Tensor, ...] = dataclasses.field(default=(), compare=False)
 
 
 class Writes:
-    """Finds writes to these parameters and to the tensors of these optimizers. A write to one of
-    the latter that torch does not count is not found.
-    """
+    """Finds writes to these parameters; to optimizers' tensors, those that torch counts."""
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]
@@ -114,6 +85,12 @@ class Writes:
         """The present marks, of which the contents decide."""
         return dataclasses.replace(self.marks(), digests=self._digests())
 
+    def counted_since(self, marks: Marks) -> bool:
+        """Whether torch has counted a write to a parameter, or to an optimizer's tensor."""
+        moments = self._present_moments()
+        now = versions(self._parameters), (list(map(id, moments)), versions(moments))
+        return now != (marks.versions, marks.moments)
+
     def since(self, marks: Marks) -> bool:
         now = dataclasses.replace(self.marks(), digests=marks.digests)
         if now == marks and all(map(torch.equal, now.queued, marks.queued)):
@@ -142,15 +119,11 @@ def _view_of_some(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
 
 
 class Snapshot:
-    """The value of a nested state at this moment.
+    """The value of a nested state at this moment; `watched` are its large tensors.
 
-    A history of 10,000 entries must not cost a walk in Python at every step. So the state is
-    pickled, which torch's and Python's containers and numbers do at the speed of C, and read again
-    only if it is needed, in this process. Tensors are left out: small ones are cloned, large ones
-    are referred to.
-
-    Attributes:
-        watched: the large tensors.
+    A history of 10,000 entries must not cost a walk in Python at every step: the state is pickled,
+    at the speed of C, and read again only if it is needed. Small tensors are cloned, large ones are
+    referred to.
     """
 
     def __init__(self, state: Any) -> None:
@@ -164,6 +137,17 @@ class Snapshot:
             self.watched, self._copied = Versions(), copy.deepcopy(state)
         else:
             self._pickled = content.getvalue()
+
+    def same_as(self, other: Snapshot) -> bool:
+        """Whether the other one is known to have the same value, now."""
+        if not self._pickled or self._pickled != other._pickled or other.watched.changed:
+            return False
+        pairs = zip(self._tensors, other._tensors, strict=True)
+        return all(
+            a.data_ptr() == b.data_ptr()  # a large one, whose writes are counted
+            or ((a.dtype, a.device) == (b.dtype, b.device) and torch.equal(a, b))
+            for a, b in pairs
+        )
 
     def read(self) -> Any:
         if not self._pickled:
@@ -203,20 +187,3 @@ class _Unpickler(pickle.Unpickler):
 def _tensor(number: int) -> torch.Tensor:
     """Stands for a tensor in the pickled state."""
     raise NotImplementedError(f"tensor {number} is read by _Unpickler")
-
-
-def versions(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """`version` of each tensor: of thousands, after each step."""
-    if _PLAIN.issuperset(map(type, tensors)):
-        try:
-            return list(map(_count, tensors))
-        except RuntimeError:  # one was made in inference mode
-            pass
-    return [version(tensor) for tensor in tensors]
-
-
-def version(tensor: torch.Tensor) -> Any:
-    """How many writes to the tensor torch has counted."""
-    if isinstance(tensor, DTensor):  # torch counts on the one or on the other
-        return tensor._version, tensor._local_tensor._version
-    return 0 if tensor.is_inference() else tensor._version

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import socket
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,22 +30,17 @@ from outlast.errors import LaunchError, StoreError
 from outlast.launch.environment import etcd_password
 from outlast.launch.hosts.etcd.lease import Lease
 from outlast.launch.hosts.etcd.membership import Admission, Membership, host_key, leave
-from outlast.launch.hosts.etcd.serving import EtcdUpstream, ServerThread
+from outlast.launch.hosts.etcd.serving import ServerThread
 from outlast.launch.hosts.host_group import GroupSpec, GroupState
 from outlast.launch.hosts.plan import Entry
-from outlast.launch.hosts.replicated.endpoints import own_address
-from outlast.launch.hosts.server.loop_store import LoopStore
-from outlast.system.sockets import address_towards
+from outlast.launch.hosts.replicated.endpoints import facing, own_address, resolve
+from outlast.launch.hosts.server.loop_store import LoopStore, wait_for_call
 
 _LEAVE_S = 2.0
 
 
 class EtcdGroup:
-    """A `HostGroup` over etcd; `start` connects.
-
-    Raises:
-        LaunchError: if a setting is wrong.
-    """
+    """A `HostGroup` over etcd; `start` connects."""
 
     def __init__(self, spec: GroupSpec) -> None:
         self._spec, self._security = spec, security_of(spec.conf)
@@ -78,15 +72,12 @@ class EtcdGroup:
         return LoopStore(self, self._server.server, where, self._spec.lease_s)
 
     def call(self, work: Callable[[], None]) -> bool:
-        """Have the thread of the server call `work`; `False` if it is over and will not."""
         return self._server is not None and self._server.call(work)
 
     def error(self) -> str:
-        """Why this host may not act any more; empty while it may."""
         return self._lease.error
 
     def stuck(self) -> bool:
-        """Whether the server cannot be expected to answer any more."""
         return self._closed or not self._lease.ok
 
     def start(self) -> None:
@@ -111,21 +102,11 @@ class EtcdGroup:
         self._lease = lease = Lease(renewing, spec.lease_s, spec.page, self._lease_ended)
         stack.callback(lease.close)
         lease.grant(min(spec.lease_s, spec.join_limit_s))
-        address = self._address() if spec.local_addr is None else own_address(spec.local_addr)
-        upstream = EtcdUpstream(lambda: self.store, lambda call: server.call(call))
-        stack.callback(upstream.close)
-        server = ServerThread(upstream)
-        self._server = server
+        found = [resolve(*endpoint) for endpoint in spec.endpoints]
+        address = facing(found) if spec.local_addr is None else own_address(spec.local_addr)
+        self._server = server = ServerThread(lambda: self.store)
         stack.callback(server.close)
-        name = socket.gethostname()
-        self._me = me = HostInfo(
-            id=f"{name}-{secrets.token_hex(4)}",
-            name=name,
-            address=address,
-            store_port=server.port,
-            place=spec.place,
-            settings=dict(spec.settings),
-        )
+        self._me = me = spec.host(address, server.port)
         patience_s = 2.0 * lease.ttl_s + 2.0  # etcd looks for expired leases now and then
         joining = Admission(self._client, spec.run_id, me, lease.id, patience_s)
         self._root = root = joining.join(lambda: secrets.token_hex(4))
@@ -152,7 +133,8 @@ class EtcdGroup:
 
     def new_attempt(self, attempt: int) -> None:
         assert self._server is not None
-        self._server.new_attempt(attempt)
+        server = self._server.server
+        wait_for_call(self, lambda: server.new_attempt(attempt))
 
     def close(self, *, leave: bool) -> None:
         if self._closed:
@@ -190,7 +172,8 @@ class EtcdGroup:
         """Returns when etcd answers; a `LaunchError` if it does not, or not as needed."""
         deadline = time.monotonic() + self._spec.join_limit_s
         while True:
-            problems = [self._problem(endpoint) for endpoint in self._endpoints]
+            limit_s = min(5.0, self._spec.join_limit_s)
+            problems = [diagnose(each, self._security, limit_s) for each in self._endpoints]
             if not all(problems):
                 break  # one good endpoint is enough: the others may be members that are down
             waits = all("nothing answers" in problem for problem in problems)
@@ -204,31 +187,15 @@ class EtcdGroup:
             max(1.0, deadline - time.monotonic()),
         )
 
-    def _problem(self, endpoint: Endpoint) -> str:
-        return diagnose(endpoint, self._security, min(5.0, self._spec.join_limit_s))
-
     def _refused(self, error: Refused) -> str:
         advice = explain(error, self._security)
         where = f"--rdzv-endpoint {self._client.where}"
         return f"{where}: {advice}" if advice else f"{where}: etcd refused a request: {error}"
 
-    def _address(self) -> str:
-        problem = ""
-        for endpoint in self._endpoints:
-            try:
-                return address_towards((endpoint.host, endpoint.port))
-            except OSError as e:
-                problem = f"{endpoint}: {e.strerror}"
-        raise LaunchError(
-            f"this host ({socket.gethostname()}) has no route to {problem}; set --local-addr"
-        )
-
 
 def security_of(conf: Mapping[str, str]) -> Security:
-    """How to connect, from the settings of `--rdzv-conf` and the environment.
-
-    Raises:
-        LaunchError: naming the setting that is wrong.
+    """How to connect, from the settings of `--rdzv-conf` and the environment. A `LaunchError` names
+    the setting that is wrong.
     """
     if "password" in conf:
         raise LaunchError(

@@ -211,12 +211,7 @@ class Membership:
     """
 
     def __init__(
-        self,
-        client: EtcdClient,
-        root: bytes,
-        me: str,
-        lease: Lease,
-        on_change: Callable[[], None],
+        self, client: EtcdClient, root: bytes, me: str, lease: Lease, on_change: Callable[[], None]
     ) -> None:
         self._client, self._root, self._me = client, root, me
         self._lease, self._on_change = lease, on_change

@@ -19,17 +19,14 @@ _THREADS = 8
 
 
 class ServerThread:
-    """Serves the workers; `port` is the server's. Any thread may use it.
+    """Serves the workers, at `port`, once there is a `store`. Any thread may use it."""
 
-    Raises:
-        LaunchError: if this host has no loopback address.
-    """
-
-    def __init__(self, upstream: EtcdUpstream) -> None:
+    def __init__(self, store: Callable[[], EtcdStore]) -> None:
+        self._upstream = EtcdUpstream(store, self.call)
         self._loop = EventLoop()
         self._loop.__enter__()
         try:
-            self.server = StoreServer(self._loop, upstream)
+            self.server = StoreServer(self._loop, self._upstream)
         except BaseException:
             self._loop.__exit__()
             raise
@@ -44,17 +41,6 @@ class ServerThread:
             self._loop.call_from_thread(work)
         return not self._end
 
-    def new_attempt(self, attempt: int) -> None:
-        """Returns when the server gives new clients the keys of `attempt`."""
-        done = threading.Event()
-
-        def change() -> None:
-            self.server.new_attempt(attempt)
-            done.set()
-
-        self.call(change)
-        done.wait()
-
     def fail(self, reason: str) -> None:
         """Closes the connections of the workers: this host may not act any more."""
         self.call(lambda: self.server.fail(reason))
@@ -67,6 +53,7 @@ class ServerThread:
         self.call(end)
         self._thread.join()
         self._loop.__exit__()
+        self._upstream.close()
 
     def _run(self) -> None:
         while not self._end:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -42,7 +42,7 @@ from outlast.coordination.stores.etcd.store import LIMIT_S, EtcdStore
 from outlast.errors import LaunchError, StoreError
 from outlast.launch.hosts.etcd.group import security_of
 from outlast.launch.hosts.etcd.membership import top_of
-from outlast.launch.hosts.etcd.serving import EtcdUpstream, ServerThread
+from outlast.launch.hosts.etcd.serving import ServerThread
 
 NAME = "outlast-etcd"
 
@@ -56,16 +56,14 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
             root = top_of(f"torchrun/{params.run_id}")
             store = EtcdStore(client, root.decode(), secrets.token_hex(8))
             stack.callback(store.close)
-            upstream = EtcdUpstream(lambda: store, lambda call: server.call(call))
-            stack.callback(upstream.close)
             # torch's agents want a store in C++: its client talks to a server in this process.
-            server = ServerThread(upstream)
+            server = ServerThread(lambda: store)
             stack.callback(server.close)
             local = TCPStore("127.0.0.1", server.port, wait_for_workers=False)
         except (LaunchError, StoreError) as e:
             raise RendezvousConnectionError(f"--rdzv-endpoint {params.endpoint}: {e}") from e
         made = create_handler(local, EtcdBackend(client, root), params)
-        return _Handler(made, stack.pop_all())
+        return cast(RendezvousHandler, _Handler(made, stack.pop_all()))
 
 
 def _connect(params: RendezvousParameters) -> EtcdClient:
@@ -141,7 +139,7 @@ class EtcdBackend(RendezvousBackend):
             raise RendezvousConnectionError(f"the rendezvous in etcd failed: {e}") from e
 
 
-class _Handler(RendezvousHandler):
+class _Handler:
     """torch's dynamic rendezvous, whose rounds each have a master of their own.
 
     torch (2.4 to 2.13) remembers the address of the first master, even after the host of that
@@ -151,29 +149,13 @@ class _Handler(RendezvousHandler):
     def __init__(self, dynamic: DynamicRendezvousHandler, cleanup: contextlib.ExitStack) -> None:
         self._dynamic, self._cleanup = dynamic, cleanup
 
-    def get_backend(self) -> str:
-        return NAME
-
-    @property
-    def use_agent_store(self) -> bool:
-        return self._dynamic.use_agent_store
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dynamic, name)
 
     def next_rendezvous(self) -> RendezvousInfo:
         self._dynamic._bootstrap_store_info = None
         self._dynamic._shared_tcp_store_server = None
         return self._dynamic.next_rendezvous()
-
-    def is_closed(self) -> bool:
-        return self._dynamic.is_closed()
-
-    def set_closed(self) -> None:
-        self._dynamic.set_closed()
-
-    def num_nodes_waiting(self) -> int:
-        return self._dynamic.num_nodes_waiting()
-
-    def get_run_id(self) -> str:
-        return self._dynamic.get_run_id()
 
     def shutdown(self) -> bool:
         done = self._dynamic.shutdown()

@@ -14,24 +14,10 @@ from outlast.coordination.records import SizeRecord
 from outlast.coordination.replicated.hosts import HostInfo
 from outlast.launch.agent.decisions import JobRecord, JobState
 from outlast.launch.config.hosts_spec import HostsSpec
+from outlast.launch.hosts import plan as plans
 from outlast.launch.hosts.job.links import judge
 from outlast.launch.hosts.job.neighbors import next_check
-from outlast.launch.hosts.plan import (
-    End,
-    Entry,
-    Finish,
-    GiveUp,
-    JobPlan,
-    LostHost,
-    PlaceConflict,
-    Probe,
-    Restart,
-    Stage,
-    Start,
-    Take,
-    assign,
-    ranks_text,
-)
+from outlast.launch.hosts.plan import Entry, JobPlan, LostHost, Stage, ranks_text
 from outlast.system.units import duration_text
 
 SMALLER_S, NEEDED_S = 1.0, 600.0
@@ -43,30 +29,24 @@ the first wait is only for hosts that are about to join. (Spares take the place 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What the agents have reported, and the state of the wrapped function.
-
-    Attributes:
-        cleared: hosts on which no process of the attempt is left, after a restart was decided.
-        done: hosts whose workers have all ended, and are not replaced.
-        used: replacements of single workers in this attempt.
-        suspicion: the key of the last suspicion that a link is broken; empty if there was none.
-        links: of the probe that runs, which hosts each host could not reach.
-        checks: of the check of neighbors that runs, with which each host has failed, and why.
-        ready: hosts that can be checked.
-        leader: ID of the host that leads.
-        size: what the members need that hold a restart; `None` if they have not said so.
-    """
+    """What the agents have reported, and the state of the wrapped function."""
 
     job: JobRecord = dataclasses.field(default_factory=JobRecord)
+    # hosts on which no process of the attempt is left, after a restart was decided
     cleared: frozenset[str] = frozenset()
-    done: frozenset[str] = frozenset()
+    done: frozenset[str] = frozenset()  # hosts whose workers have all ended, and are not replaced
+    # replacements of single workers in this attempt: what counts beside `JobPlan.used`
     used: int = 0
+    # the key of the last suspicion that a link is broken; empty if there was none
     suspicion: str = ""
+    # of the probe that runs, which hosts each host could not reach
     links: Mapping[str, Collection[str]] = dataclasses.field(default_factory=dict)
+    # of the check of neighbors that runs, with which each host has failed, and why
     checks: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
-    ready: Collection[str] = frozenset()
+    ready: Collection[str] = frozenset()  # hosts that can be checked
+    # what the members need that hold a restart; `None` if they have not said so
     size: SizeRecord | None = None
-    leader: str = ""
+    leader: str = ""  # ID of the host that leads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +66,6 @@ class Decider:
     """The rules, and since when this agent has seen what they wait for.
 
     Args:
-        limits: what the options of the job allow.
-        nproc: the number of ranks of each host.
         max_restarts: of all workers, in a job that does not use `Wrapper`.
         checks: whether hosts are checked with a neighbor before they run ranks.
     """
@@ -102,103 +80,73 @@ class Decider:
 
     def next_entry(self, plan: JobPlan, facts: Facts, now: float) -> Entry | None:
         """The next decision; `None` if there is nothing to decide now."""
-        present = frozenset(host for host in plan.places if host in plan.hosts)
+        found = self._next(plan, facts, now)
+        return None if isinstance(found, Wait) else found
+
+    def wait(self, plan: JobPlan, facts: Facts, now: float) -> Wait | None:
+        """What the job waits for, when there is nothing to decide."""
+        found = self._next(plan, facts, now)
+        return found if isinstance(found, Wait) else None
+
+    def _next(self, plan: JobPlan, facts: Facts, now: float) -> Entry | Wait | None:
+        clearing = plan.stage is Stage.CLEARING
+        present = [host for host in plan.places if host in plan.hosts]
+        ended = facts.done | facts.cleared if clearing else facts.done
+        busy = [host for host in present if host not in ended]
+        if busy and (clearing or plan.stage is Stage.ENDING):
+            names = ", ".join(plan.hosts[host].name for host in busy[:8])
+            return Wait(f"the workers of {names} to end")
         if plan.stage is Stage.ENDING:
-            return Finish() if present <= facts.done else None
-        if plan.stage is Stage.FORMING:
+            return plans.Finish()
+        if plan.stage in (Stage.FORMING, Stage.CLEARING):
             return self._start(plan, facts, now)
-        if plan.stage is Stage.CLEARING:
-            ended = present <= facts.cleared | facts.done
-            return self._start(plan, facts, now) if ended else None
         if plan.stage is Stage.RUNNING:
             self._forget("few", "enough")
-            if present and present <= facts.done:
-                return Finish()
+            if present and not busy:
+                return plans.Finish()
             check = self._check(plan, facts) if self._checks else None
             return self._links(plan, facts) or check or self._repair(plan, facts, now)
         return None
 
-    def wait(self, plan: JobPlan, facts: Facts, now: float) -> Wait | None:
-        """What the job waits for; call after `next_entry`, which has found nothing to decide."""
-        busy = [host for host in plan.places if host in plan.hosts and host not in facts.done]
-        if plan.stage is Stage.CLEARING:
-            busy = [host for host in busy if host not in facts.cleared]
-        if plan.stage in (Stage.CLEARING, Stage.ENDING) and busy:
-            names = ", ".join(plan.hosts[host].name for host in busy[:8])
-            return Wait(f"the workers of {names} to end")
-        if plan.stage in (Stage.FORMING, Stage.CLEARING):
-            return self._wait_for_hosts(plan, now)
-        wrapped = facts.job.state is JobState.RUNNING and not facts.job.stopping
-        if plan.stage is Stage.RUNNING and wrapped:
-            return self._wait_for_replacement(plan, facts, now)
-        return None
-
-    def _wait_for_hosts(self, plan: JobPlan, now: float) -> Wait:
-        there = [host for host in plan.hosts.values() if host.id not in plan.leaving]
-        limits, count = self._limits, len(there)
-        if plan.check is not None:
-            return Wait("the check of hosts with their neighbors (--health-check full)")
-        came = f"{count} joined: {', '.join([host.name for host in there][:8])}"
-        if count < limits.minimum:
-            until = now + limits.join_s - self._seconds("few", now)
-            return Wait(f"{limits.minimum} hosts (--nnodes), {came}", until, "the job ends")
-        more = limits.maximum - count
-        until = now + self._last_call_s(plan) - self._seconds("enough", now)
-        hosts = "1 more host" if more == 1 else f"up to {more} more hosts"
-        return Wait(f"{hosts} (--nnodes), {came}", until, f"the job runs on {count}")
-
-    def _wait_for_replacement(self, plan: JobPlan, facts: Facts, now: float) -> Wait | None:
-        missing = plan.missing()
-        empty = [(place, loss) for place, loss in missing if place not in plan.given_up]
-        if not empty:
-            return None
-        if facts.size is None and self._limits.replacement_s is None:
-            return None  # no restart was held so far: the members go on without these ranks
-        ranks = ", ".join(ranks_text(place, self._nproc) for place, _ in empty)
-        waited_s = max(self._seconds(f"lost {loss.host.id}", now) for _, loss in empty)
-        left, least = len(plan.places) - len(missing), self._limits.minimum
-        if left < least:
-            then = f"the job ends, as --nnodes needs {least} hosts and {left} left"
-        elif self._may_shrink(plan, missing, facts):
-            then = f"the job continues on {left}"
-        elif facts.size is None or facts.size.least < 0:
-            then = f"the job continues on {left}, if the program allows it, which is not known yet"
-        else:
-            then = f"the job ends, as the program needs {facts.size.least} ranks (min_ranks)"
-        until = now + self._replacement_s(plan, missing, facts) - waited_s
-        # A job that is told its limit, or has told what it allows, does not change its mind.
-        known = facts.size is not None or self._limits.replacement_s is not None
-        return Wait(f"a host for {ranks}", until, then, known or left < least)
-
-    def _start(self, plan: JobPlan, facts: Facts, now: float) -> Entry | None:
+    def _start(self, plan: JobPlan, facts: Facts, now: float) -> Entry | Wait | None:
         hosts = [host for host in plan.hosts.values() if host.id not in plan.leaving]
         limits, count = self._limits, len(hosts)
+        came = f"{count} joined: {', '.join([host.name for host in hosts][:8])}"
+        checking = None
+        if plan.check is not None:
+            checking = Wait("the check of hosts with their neighbors (--health-check full)")
         if count < limits.minimum:
             self._forget("enough")
-            if self._seconds("few", now) < limits.join_s:
-                return None
+            waited_s = self._seconds("few", now)
+            if waited_s < limits.join_s:
+                wanted = f"{limits.minimum} hosts (--nnodes), {came}"
+                return checking or Wait(wanted, now + limits.join_s - waited_s, "the job ends")
             names = ", ".join(f"{host.name} ({host.address})" for host in hosts)
             waited = duration_text(limits.join_s)
-            return End(
+            return plans.End(
                 f"waited {waited} for {limits.minimum} hosts (--nnodes): "
                 f"only {count} joined: {names}"
             )
         if not self._checks:  # one that is thrown out comes again and again
             self._forget("few")
-        if count < limits.maximum and self._seconds("enough", now) < self._last_call_s(plan):
-            return None
+        enough_s, last_call_s = self._seconds("enough", now), self._last_call_s(plan)
+        more = limits.maximum - count
+        wanted = f"{'1 more host' if more == 1 else f'up to {more} more hosts'} (--nnodes), {came}"
+        wait = checking or Wait(wanted, now + last_call_s - enough_s, f"the job runs on {count}")
+        if more > 0 and enough_s < last_call_s:
+            return wait
         if self._checks and count > 1:
             fit = [host for host in hosts if host.id in plan.checked]
             if len(fit) < min(count, limits.maximum):
-                return self._check(plan, facts)
+                return self._check(plan, facts) or wait
             hosts = fit
         try:
-            places = assign(plan.places, hosts, limits.maximum, asked=self._asked)
-        except PlaceConflict as e:
-            return End(str(e))
+            places = plans.assign(plan.places, hosts, limits.maximum, asked=self._asked)
+        except plans.PlaceConflict as e:
+            return plans.End(str(e))
         self._since.clear()
         counts = plan.restart is not None and plan.restart.counts
-        return Start(plan.attempt + 1, places, plan.used + facts.used + counts)
+        return plans.Start(plan.attempt + 1, places, plan.used + facts.used + counts)
 
     def _check(self, plan: JobPlan, facts: Facts) -> Entry | None:
         return next_check(plan, facts.leader, facts.ready, facts.checks)
@@ -209,11 +157,11 @@ class Decider:
         if facts.suspicion in ("", plan.probed):
             return None
         hosts = tuple(host for host in plan.hosts if host not in plan.leaving)
-        return Probe(plan.attempt, facts.suspicion, hosts)
+        return plans.Probe(plan.attempt, facts.suspicion, hosts)
 
-    def _repair(self, plan: JobPlan, facts: Facts, now: float) -> Entry | None:
+    def _repair(self, plan: JobPlan, facts: Facts, now: float) -> Entry | Wait | None:
         """Bring a running attempt back to full size, or end it."""
-        missing = plan.missing()
+        missing, least = plan.missing(), self._limits.minimum
         out = {*plan.places, *plan.leaving}
         spares = [
             host
@@ -227,25 +175,39 @@ class Decider:
         for place, _ in missing:
             fit = [host for host in spares if not self._asked or host.place == place]
             if fit:
-                return Take(place, fit[0].id)
+                return plans.Take(place, fit[0].id)
         if spares and len(plan.places) < self._limits.maximum:
-            return Take(len(plan.places), spares[0].id)
-        limit_s = self._replacement_s(plan, missing, facts)
-        late = [
-            (place, loss)
+            return plans.Take(len(plan.places), spares[0].id)
+        empty = [
+            (place, loss, self._seconds(f"lost {loss.host.id}", now))
             for place, loss in missing
-            if place not in plan.given_up and self._seconds(f"lost {loss.host.id}", now) >= limit_s
+            if place not in plan.given_up
         ]
-        if not late:
+        limit_s, left = self._replacement_s(plan, missing, facts), len(plan.places) - len(missing)
+        late = [(place, loss) for place, loss, waited_s in empty if waited_s >= limit_s]
+        if late and left >= least:
+            return plans.GiveUp(tuple(place for place, _ in late))
+        if late:
+            loss, waited = late[0][1], duration_text(limit_s)
+            return plans.End(
+                f"{loss}; no other host has joined within {waited}, "
+                f"and --nnodes needs {least}: {left} left"
+            )
+        # A job that is told its limit, or has told what it allows, does not change its mind.
+        known = facts.size is not None or self._limits.replacement_s is not None
+        if not empty or not known:  # no restart was held so far: the members go on without them
             return None
-        left = len(plan.places) - len(missing)
-        if left >= self._limits.minimum:
-            return GiveUp(tuple(place for place, _ in late))
-        loss, waited = late[0][1], duration_text(limit_s)
-        return End(
-            f"{loss}; no other host has joined within {waited}, "
-            f"and --nnodes needs {self._limits.minimum}: {left} left"
-        )
+        if left < least:
+            then = f"the job ends, as --nnodes needs {least} hosts and {left} left"
+        elif self._may_shrink(plan, missing, facts):
+            then = f"the job continues on {left}"
+        elif facts.size is None or facts.size.least < 0:
+            then = f"the job continues on {left}, if the program allows it, which is not known yet"
+        else:
+            then = f"the job ends, as the program needs {facts.size.least} ranks (min_ranks)"
+        ranks = ", ".join(ranks_text(place, self._nproc) for place, *_ in empty)
+        until = now + limit_s - max(waited_s for *_, waited_s in empty)
+        return Wait(f"a host for {ranks}", until, then, at_once=True)
 
     def _restart(
         self,
@@ -258,11 +220,11 @@ class Decider:
             cause = str(missing[0][1])
             used, limit = plan.used + facts.used, self._max_restarts
             if used < limit:
-                return Restart(plan.attempt, f"{cause}: restart {used + 1} of {limit}")
-            return End(f"{cause}, and no restart is left (--max-restarts {limit})")
+                return plans.Restart(plan.attempt, f"{cause}: restart {used + 1} of {limit}")
+            return plans.End(f"{cause}, and no restart is left (--max-restarts {limit})")
         if spares and len(plan.places) < self._limits.maximum and not facts.done:
             text = f"host {spares[0].name} ({spares[0].address}) has joined: all workers restart"
-            return Restart(plan.attempt, text, counts=False)
+            return plans.Restart(plan.attempt, text, counts=False)
         return None
 
     def _last_call_s(self, plan: JobPlan) -> float:

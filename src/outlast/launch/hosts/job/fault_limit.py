@@ -45,7 +45,6 @@ class FaultLimit:
         self._seen += [now] * (len(plan.blames) - len(self._seen))
 
     def next_entry(self, plan: JobPlan, job: JobRecord, now: float) -> Entry | None:
-        """What the leader claims: a fault that is not in the chain, or that a host must leave."""
         running = plan.stage is Stage.RUNNING
         leaves = running and (job.stopping or job.state in (JobState.COMPLETED, JobState.ABORTED))
         if not self.on or plan.ends or leaves:

@@ -2,7 +2,9 @@
 
 job/cleared/A    log: hosts on which no process of attempt A is left
 job/done/A       log: hosts whose workers have ended in attempt A, with their exit codes
-job/replaced/A   number of replacements of single workers in attempt A
+job/replaced/A   log: replacements of single workers in attempt A, after which progress
+job/within-time  log: these and the restarts of all workers, if only those of a certain time count:
+                 each until its host has seen that time pass on its own clock
 job/links/A/KEY  log: other hosts with which a probe or a check has failed, and why, by each host
 job/link-ports   log: the port of each host to which others connect in a probe
 job/check-ports  log: the port of each host to which others connect in a check
@@ -24,20 +26,38 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
-from typing import Any
+import math
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 from outlast.coordination.records import lines
 from outlast.launch.agent.death_log import Death
 from outlast.launch.agent.decisions import Decision
 from outlast.launch.hosts.host_group import PrefixedStore
+from outlast.launch.hosts.plan import JobPlan
+
+_BACKLOG = 1024
 
 
 class JobLog:
-    """The reports of all hosts. `host` is the ID of this one."""
+    """The reports of all hosts. `host` is the ID of this one.
 
-    def __init__(self, store: PrefixedStore, host: str, name: str) -> None:
+    Args:
+        window_s: how long restarts count; infinite: until there is progress.
+        later: calls a function after so many seconds.
+    """
+
+    def __init__(
+        self,
+        store: PrefixedStore,
+        host: str,
+        name: str,
+        window_s: float = math.inf,
+        later: Callable[[float, Callable[[], None]], object] = lambda *_: None,
+    ) -> None:
         self._store, self._host, self._name = store, host, name
+        self._window_s, self._later = window_s, later
 
     def agree(self, name: str, value: str) -> str:
         return self._store.claim(f"job/agreed/{name}", value.encode()).decode()
@@ -59,22 +79,54 @@ class JobLog:
         found = self._lines(f"job/done/{attempt}")
         return frozenset(code for line in found for code in line["codes"])
 
-    def replaced(self, attempt: int, more: int = 0) -> int:
-        return self._store.add(f"job/replaced/{attempt}", more)
+    def used(self, plan: JobPlan, progress: str = "", *, before: bool = False) -> int:
+        """How many restarts and replacements count against the limit: those since the last
+        `progress`, or of the last `window_s` seconds. Those of a lost host count as its loss.
+        `before`: only those before the last one that this host has counted.
+        """
+        lines = self._lines(self._counted(plan))
+        while before and lines.pop()["host"] != self._host:
+            pass
+        here = [each for each in lines if each["host"] in plan.hosts]
+        if self._in_window:
+            return sum(int(each["n"]) for each in here)
+        found = sum(int(each["n"]) for each in here if each["progress"] == progress)
+        return found if progress else plan.used + found
 
-    def open_link_port(self, port: int) -> None:
-        """Other hosts may connect to this port, to learn whether their link is whole."""
-        self._append("job/link-ports", port=port)
+    def take(self, plan: JobPlan, progress: str, limit: int) -> bool:
+        self._count(plan, progress)
+        taken = self.used(plan, progress, before=True) < limit
+        if not taken:  # another host may have taken the last one
+            self._count(plan, progress, -1)
+        elif self._in_window:
+            self._later(self._window_s, lambda: self._count(plan, "", -1))
+        return taken
 
-    def link_ports(self) -> dict[str, int]:
-        return {line["host"]: line["port"] for line in self._lines("job/link-ports")}
+    def restarted(self, plan: JobPlan) -> None:
+        """Counts a restart of all workers, which `JobPlan.used` counts for ever."""
+        if self._in_window:
+            self._count(plan, "")
+            self._later(self._window_s, lambda: self._count(plan, "", -1))
 
-    def open_check_port(self, port: int) -> None:
-        """Other hosts may connect to this port, for an all-reduce with this one."""
-        self._append("job/check-ports", port=port)
+    @property
+    def _in_window(self) -> bool:
+        return self._window_s < math.inf
 
-    def check_ports(self) -> dict[str, int]:
-        return {line["host"]: line["port"] for line in self._lines("job/check-ports")}
+    def _count(self, plan: JobPlan, progress: str, n: int = 1) -> None:
+        self._append(self._counted(plan), progress=progress, n=n)
+
+    def _counted(self, plan: JobPlan) -> str:
+        return "job/within-time" if self._in_window else f"job/replaced/{plan.attempt}"
+
+    def listen(self, kind: Literal["link", "check"], address: str) -> socket.socket:
+        """Other hosts may connect to this socket, in a probe or a check."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+        self._append(f"job/{kind}-ports", port=listener.getsockname()[1])
+        return listener
+
+    def ports(self, kind: Literal["link", "check"]) -> dict[str, int]:
+        return {line["host"]: line["port"] for line in self._lines(f"job/{kind}-ports")}
 
     def report_links(self, attempt: int, key: str, failed: Mapping[str, str]) -> None:
         """A probe or a check has ended on this host: it failed with these hosts, for a reason."""

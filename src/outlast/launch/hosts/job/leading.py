@@ -130,7 +130,6 @@ class Leading:
         self._given_up, self._ends = plan.given_up, plan.ends
 
     def _job(self, plan: JobPlan) -> JobRecord:
-        """The state of the wrapped function, if a decision depends on it."""
         counts = plan.stage is Stage.RUNNING and self._fault_limit.on
         return self._keys.job() if counts or self._repairs(plan) else JobRecord()
 
@@ -142,7 +141,7 @@ class Leading:
         """What the next decision depends on. Nothing is read that it does not depend on."""
         check, ready = plan.check, frozenset[str]()
         if self._checks and check is None and unchecked(plan):
-            ready = frozenset(self._log.check_ports())
+            ready = frozenset(self._log.ports("check"))
         checks = {} if check is None else self._log.links(check.attempt, check.key)
         if plan.stage is Stage.FORMING:
             return Facts(checks=checks, ready=ready, leader=leader)
@@ -154,7 +153,7 @@ class Leading:
             size=self._keys.size(job) if plan.missing() else None,
             cleared=self._log.cleared(plan.attempt) if clears else frozenset(),
             done=self._log.done(plan.attempt),
-            used=self._log.replaced(plan.attempt) if clears or self._repairs(plan) else 0,
+            used=self._log.used(plan) - plan.used if clears or self._repairs(plan) else 0,
             suspicion=suspicion,
             links={} if probe is None else self._log.links(probe.attempt, probe.key),
             checks=checks,
@@ -182,8 +181,8 @@ class Leading:
         for place, loss in plan.missing():
             if job.state is not JobState.PLAIN:
                 what = f"lost {loss.host.id} in {job.prefix}"
-                lost = job, loss.host, self._ranks(place), size, str(loss)
-                yield what, functools.partial(keys.host_lost, *lost)
+                lost = job, loss.host.id, self._ranks(place), size, str(loss), loss.host.name
+                yield what, functools.partial(keys.ended, *lost)
         for place in plan.given_up:
             gone = frozenset(self._ranks(place))
             yield f"given up {plan.places[place]}", functools.partial(keys.give_up, gone)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import selectors
-import socket
 import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -68,12 +67,10 @@ class HostLinks:
     def __init__(self, log: JobLog, me: HostInfo, lease_s: float, resources: JobResources) -> None:
         self._log, self._me, self._lease_s = log, me, lease_s
         self._loop, self._resources = resources.loop, resources
-        family = socket.AF_INET6 if ":" in me.address else socket.AF_INET
-        self._listener = socket.create_server((me.address, 0), family=family, backlog=1024)
+        self._listener = log.listen("link", me.address)
         self._listener.setblocking(False)
         # The kernel completes connections: the link of an agent that is busy is not broken.
         self._loop.watch(self._listener.fileno(), selectors.EVENT_READ, self._accept)
-        log.open_link_port(self._listener.getsockname()[1])
 
     def probe(self, entry: Probe, hosts: Iterable[HostInfo]) -> None:
         """Report which hosts of `entry` cannot be reached; `hosts` are those in the group."""
@@ -91,11 +88,7 @@ class HostLinks:
         threading.Thread(target=work, name="link probe", daemon=True).start()
 
     def decided(self, entry: Links | Checked, hosts: Iterable[HostInfo], *, leads: bool) -> None:
-        """Say what was found.
-
-        Raises:
-            LeftOut: if this host is one that leaves.
-        """
+        """Say what was found. A `LeftOut` if this host is one that leaves."""
         if self._me.id in entry.excluded:
             raise self._left_out(entry, hosts)
         for reason in entry.excluded.values():
@@ -117,7 +110,7 @@ class HostLinks:
         self._listener.close()
 
     def _addresses(self, hosts: Iterable[HostInfo]) -> dict[str, Address]:
-        ports = self._log.link_ports()
+        ports = self._log.ports("link")
         others = [host for host in hosts if host.id in ports and host.id != self._me.id]
         return {host.id: (host.address, ports[host.id]) for host in others}
 

@@ -31,28 +31,14 @@ from outlast.launch.agent.decisions import Decision
 from outlast.launch.agent.job_keys import JobKeys
 from outlast.launch.agent.resources import JobResources
 from outlast.launch.config.job_spec import JobSpec, Placement
+from outlast.launch.event_loop import Timer
+from outlast.launch.hosts import plan as plans
 from outlast.launch.hosts.host_group import GroupState, HostGroup
 from outlast.launch.hosts.job.job_log import JobLog
 from outlast.launch.hosts.job.leading import GroupNotices, Leading, outcome_of
 from outlast.launch.hosts.job.links import HostLinks
 from outlast.launch.hosts.job.neighbors import HostNeighbors
-from outlast.launch.hosts.plan import (
-    Check,
-    Checked,
-    End,
-    Entry,
-    GiveUp,
-    JobPlan,
-    Links,
-    Probe,
-    Restart,
-    Stage,
-    Start,
-    Stop,
-    Take,
-    Unfit,
-    ranks_text,
-)
+from outlast.launch.hosts.plan import Entry, JobPlan, Stage, ranks_text
 from outlast.launch.hosts.server.store_server import LOOPBACK
 from outlast.system.sockets import is_loopback
 
@@ -84,7 +70,8 @@ class ManyHosts:
         self._group, self.lease_page = open_group(job)
         self._me = self._group.me
         self.host_id = self._me.id
-        self._log = JobLog(self._group.store, self._me.id, self._me.name)
+        window = job.restart_window_s, resources.loop.call_later
+        self._log = JobLog(self._group.store, self._me.id, self._me.name, *window)
         clock = resources.loop.clock
         self._leading = Leading(job, job.hosts, self._log, self.keys, clock, self._say)
         self._plan = JobPlan()
@@ -94,7 +81,7 @@ class ManyHosts:
         limit_s = job.health.limit_s if job.health is not None and checks else None
         self._neighbors = HostNeighbors(self._log, self._me, limit_s, resources.checks)
         self._notices: GroupNotices | None = None
-        self._timer = resources.loop.call_later(0.0, lambda: None)
+        self._timer = Timer()
         self._leaves = self._leaves_alone = False
         self._no_worker_left = self._joined_late = False
         self._outcome: Outcome | None = None
@@ -108,7 +95,7 @@ class ManyHosts:
 
     @property
     def used(self) -> int:
-        return self._plan.used + self._log.replaced(self._plan.attempt)
+        return self._log.used(self._plan, self.keys.progress())
 
     def agree(self, name: str, value: str) -> str:
         return self._log.agree(name, value)
@@ -120,7 +107,7 @@ class ManyHosts:
             self._log.clear(self._plan.attempt)
 
     def take_replacement(self, limit: int) -> bool:
-        return self._plan.used + self._log.replaced(self._plan.attempt, 1) <= limit
+        return self._log.take(self._plan, self.keys.progress(), limit)
 
     def give_up(self, ranks: frozenset[int]) -> None:
         self.keys.give_up(ranks)
@@ -130,7 +117,7 @@ class ManyHosts:
         blames = death.error is None or may_be_of_host(death.error.error)
         self._propose(
             lambda plan: (
-                Restart(attempt, cause, process=process, blames=blames)
+                plans.Restart(attempt, cause, process=process, blames=blames)
                 if plan.stage is Stage.RUNNING and plan.attempt == attempt
                 else None
             )
@@ -138,14 +125,14 @@ class ManyHosts:
 
     def end(self, cause: str, pid: int) -> None:
         process = process_name(self.host_id, pid)
-        self._propose(lambda plan: None if plan.ends else End(cause, process))
+        self._propose(lambda plan: None if plan.ends else plans.End(cause, process))
 
     def stop(self, number: signal.Signals) -> None:
         if self._plan.place_of(self.host_id) is None and not self._plan.ends:
             self._leaves_alone = True  # it has no workers: the job goes on without this host
             self._actions.stop(number, "")
             return
-        self._propose(lambda plan: None if plan.ends else Stop(number, self._me.name))
+        self._propose(lambda plan: None if plan.ends else plans.Stop(number, self._me.name))
 
     def failed(self, death: Death) -> None:
         if death.decision in (Decision.FATAL, Decision.FAILED, Decision.LOST, Decision.STOPPED):
@@ -197,7 +184,7 @@ class ManyHosts:
         self._state = self._group.poll()
         for entry in self._state.chain:
             self._plan = self._plan.apply(entry)
-            if isinstance(entry, Start) and entry.attempt == 0:
+            if isinstance(entry, plans.Start) and entry.attempt == 0:
                 self._joined_late = self.host_id not in entry.places
         plan = self._plan
         self._tell()
@@ -263,6 +250,8 @@ class ManyHosts:
 
     def _claim(self, entry: Entry) -> bool:
         held = self._group.claim(self._plan.number + 1, entry)
+        if held == entry and isinstance(entry, plans.Restart) and entry.counts:
+            self._log.restarted(self._plan)
         self._apply(held, mine=held == entry)
         return held == entry
 
@@ -275,32 +264,32 @@ class ManyHosts:
             return  # it came too late, and has no meaning
         if before.check is not None and self._plan.check is None:
             self._neighbors.cancel()  # before its processes end with the workers
-        if isinstance(entry, Start):
+        if isinstance(entry, plans.Start):
             self._start_attempt()
-        elif isinstance(entry, Take):
+        elif isinstance(entry, plans.Take):
             self._take_place(entry)
-        elif isinstance(entry, GiveUp):
+        elif isinstance(entry, plans.GiveUp):
             self._give_up(entry)
-        elif isinstance(entry, Probe):
+        elif isinstance(entry, plans.Probe):
             self._links.probe(entry, self._plan.hosts.values())
-        elif isinstance(entry, Check):
+        elif isinstance(entry, plans.Check):
             self._neighbors.check(entry, self._plan)
-        elif isinstance(entry, Links | Checked):
+        elif isinstance(entry, plans.Links | plans.Checked):
             # In order: no worker is left when the agent closes this coordinator.
             self._over = self.host_id in entry.excluded
             leads = self._state.leader == self.host_id
-            if isinstance(entry, Checked) and (figures := self._neighbors.take_figures()):
+            if isinstance(entry, plans.Checked) and (figures := self._neighbors.take_figures()):
                 self._say(f"checked with neighbors: {figures}")
             self._links.decided(entry, self._plan.hosts.values(), leads=leads)
-        elif isinstance(entry, Unfit):
+        elif isinstance(entry, plans.Unfit):
             self._leave_if_unfit()
             self._say(entry.reason)
-        elif isinstance(entry, Restart):
+        elif isinstance(entry, plans.Restart):
             self._actions.restart("" if mine and entry.process else entry.cause)
-        elif isinstance(entry, Stop):
+        elif isinstance(entry, plans.Stop):
             number_ = signal.Signals(entry.signal)
             self._actions.stop(number_, "" if mine else f"{number_.name} to host {entry.host}")
-        elif isinstance(entry, End):
+        elif isinstance(entry, plans.End):
             self._actions.end("" if mine and entry.process else entry.cause)
 
     def _leave_if_unfit(self) -> None:
@@ -325,7 +314,7 @@ class ManyHosts:
             return
         self._start_workers(place)
 
-    def _take_place(self, entry: Take) -> None:
+    def _take_place(self, entry: plans.Take) -> None:
         ranks = ranks_text(entry.place, self._job.nproc)
         host = self._plan.host(entry.host).name
         self._say(f"host {host} takes place {entry.place}: {ranks}")
@@ -364,7 +353,7 @@ class ManyHosts:
             )
         )
 
-    def _give_up(self, entry: GiveUp) -> None:
+    def _give_up(self, entry: plans.GiveUp) -> None:
         nproc = self._job.nproc
         ranks = [ranks_text(place, nproc) for place in entry.places]
         self._say(

@@ -22,7 +22,7 @@ from outlast.coordination.replicated.hosts import HostInfo
 from outlast.errors import StoreError
 from outlast.launch import environment
 from outlast.launch.config.health_spec import Neighbor
-from outlast.launch.health.check_process import CheckProcess
+from outlast.launch.health.host_check import CheckProcess
 from outlast.launch.hosts.job.job_log import JobLog
 from outlast.launch.hosts.job.links import broken_ends, pair_text, without_closed
 from outlast.launch.hosts.plan import Check, Checked, Entry, JobPlan, Stage
@@ -48,10 +48,8 @@ class HostNeighbors:
         self._listener: socket.socket | None = None
         if limit_s is None:
             return
-        family = socket.AF_INET6 if ":" in me.address else socket.AF_INET
         # Between two checks nobody accepts: a neighbor that is faster waits until this side does.
-        self._listener = socket.create_server((me.address, 0), family=family)
-        log.open_check_port(self._listener.getsockname()[1])
+        self._listener = log.listen("check", me.address)
 
     def check(self, entry: Check, plan: JobPlan) -> None:
         """Report with which hosts of `entry` an all-reduce fails."""
@@ -106,7 +104,7 @@ class HostNeighbors:
 
     def _failed(self, run: _Run, entry: Check, plan: JobPlan) -> dict[str, str]:
         assert self._listener is not None
-        ports, me = self._log.check_ports(), self._me.id
+        ports, me = self._log.ports("check"), self._me.id
         interface = environment.gloo_interface(self._me.address)
         started: dict[str, CheckProcess] = {}
         for first, second in self._pairs(entry):

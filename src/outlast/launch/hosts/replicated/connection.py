@@ -43,9 +43,7 @@ class Connection:
     """Sends and receives messages over a connected, or connecting, non-blocking socket.
 
     Args:
-        on_message: called for each message.
         on_closed: called once with the reason when the connection has ended, but not by `close`.
-        secret: of the job; `None` if it has none.
         dials: whether this side has dialed the other; the connection may not be established yet.
     """
 
@@ -65,7 +63,7 @@ class Connection:
         self._socket = sock
         self._on_message = on_message
         self._on_closed = on_closed
-        self._connecting = dials
+        self.connecting = dials
         self._handshake = Handshake(secret, dials=dials)
         self._early: list[bytes] = []  # what waits for the end of the handshake
         self._received = bytearray()
@@ -74,23 +72,15 @@ class Connection:
         self._long: deque[bytes] = deque()  # parts with their headers
         self._long_bytes = 0
         self._events = selectors.EVENT_READ | selectors.EVENT_WRITE
-        self._open = True
+        self.is_open = True
         loop.watch(sock.fileno(), self._events, self._on_ready)
-
-    @property
-    def is_open(self) -> bool:
-        return self._open
-
-    @property
-    def connecting(self) -> bool:
-        return self._connecting
 
     def send(self, message: Message) -> None:
         """Send a message, unless too much is waiting already."""
-        if not self._open or len(self._to_send) + self._long_bytes > QUEUE_BYTES:
+        if not self.is_open or len(self._to_send) + self._long_bytes > QUEUE_BYTES:
             return
         self._queue(encode(message))
-        if not self._connecting:
+        if not self.connecting:
             self._write()
 
     def _queue(self, payload: bytes) -> None:
@@ -123,30 +113,30 @@ class Connection:
 
     def close(self) -> None:
         """End the connection; what was not sent yet is lost."""
-        if self._open:
-            self._open = False
+        if self.is_open:
+            self.is_open = False
             self._loop.unwatch(self._socket.fileno())
             self._socket.close()
 
     def close_when_sent(self) -> None:
         """End the connection once the other side has had a chance to read what was sent."""
-        if self._open:
+        if self.is_open:
             self._write()
-        if self._open:
+        if self.is_open:
             try:
                 self._socket.shutdown(socket.SHUT_WR)
             except OSError:
                 self.close()
 
     def _on_ready(self) -> None:
-        if self._connecting:
+        if self.connecting:
             error = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if error:
                 self._end(os.strerror(error).lower())
                 return
-            self._connecting = False
+            self.connecting = False
         self._write()
-        if self._open:
+        if self.is_open:
             self._read()
 
     def _write(self) -> None:
@@ -181,7 +171,7 @@ class Connection:
         self._received += data
         if not self._handshake.over and not self._shake_hands():
             return
-        while self._open and self._take_frame():
+        while self.is_open and self._take_frame():
             pass
 
     def _shake_hands(self) -> bool:
@@ -208,7 +198,7 @@ class Connection:
             self._queue(payload)
         self._early.clear()
         self._write()
-        return self._open
+        return self.is_open
 
     def _take_frame(self) -> bool:
         """Takes one frame out of what has arrived; `False` if none has arrived whole."""
@@ -245,7 +235,7 @@ class Connection:
         return True
 
     def _end(self, reason: str) -> None:
-        if self._open:
+        if self.is_open:
             self.close()
             self._on_closed(self, reason)
 

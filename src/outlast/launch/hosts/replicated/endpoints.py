@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import ipaddress
+import os
 import socket
 from collections.abc import Sequence
 
@@ -51,10 +52,8 @@ def resolve(host: str, port: int) -> Endpoint:
 
 
 def listen(endpoints: Sequence[Endpoint], local_addr: str | None) -> Place:
-    """Listen at this host's address, on an endpoint's port if this host is that endpoint.
-
-    Raises:
-        LaunchError: naming the endpoint or the option that is wrong.
+    """Listen at this host's address, on an endpoint's port if this host is that endpoint. A
+    `LaunchError` names the endpoint or the option that is wrong.
     """
     own = None if local_addr is None else own_address(local_addr)
     problems = []
@@ -69,7 +68,7 @@ def listen(endpoints: Sequence[Endpoint], local_addr: str | None) -> Place:
             return Place(listener, endpoint.address[0], endpoint.port, index)
         problems.append(listener)
     if own is None:
-        own = _facing(endpoints)
+        own = facing(endpoints)
     listener = _listener(own, 0)
     if not isinstance(listener, socket.socket):
         raise LaunchError(f"this host cannot listen on its address {own}: {listener}")
@@ -77,11 +76,7 @@ def listen(endpoints: Sequence[Endpoint], local_addr: str | None) -> Place:
 
 
 def own_address(local_addr: str) -> str:
-    """The address that `--local-addr` means.
-
-    Raises:
-        LaunchError: if this host has no such address.
-    """
+    """The address that `--local-addr` means. A `LaunchError` if this host has no such address."""
     found = resolve(local_addr, 0)
     if found.address is None:
         raise LaunchError(f"--local-addr {local_addr}: {found.problem}")
@@ -109,7 +104,8 @@ def _refuse_loopback(endpoint: Endpoint) -> None:
         )
 
 
-def _facing(endpoints: Sequence[Endpoint]) -> str:
+def facing(endpoints: Sequence[Endpoint]) -> str:
+    """The address of this host that faces the first endpoint to which there is a route."""
     problem = "no endpoint"
     for endpoint in endpoints:
         problem = f"{endpoint}: {endpoint.problem}"
@@ -126,16 +122,8 @@ def _facing(endpoints: Sequence[Endpoint]) -> str:
 
 
 def _listener(address: str, port: int) -> socket.socket | str:
-    listener = socket.socket(_family(address), socket.SOCK_STREAM)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen(_BACKLOG)
+        return socket.create_server((address, port), family=family, backlog=_BACKLOG)
     except OSError as e:
-        listener.close()
-        return e.strerror or str(e)
-    return listener
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
+        return os.strerror(e.errno) if e.errno else str(e)

@@ -62,10 +62,6 @@ class Founding:
     """The part of one endpoint.
 
     Args:
-        count: the number of endpoints.
-        own: the index of this one.
-        me: the id of this host.
-        began: when it began to listen.
         lost_after_s: how long a host of a group may be silent.
         record: what it knows of earlier groups, and where its grants are kept.
     """
@@ -141,9 +137,7 @@ class Founding:
         named = {str(index) for index in {*would, *self._grants, self._own}}
         return bool(self._grants) or self._quorum.is_quorum(named)
 
-    def would_grant(
-        self, endpoint: int, attempt: int, host: str, address: tuple[str, int], past: Past
-    ) -> bool:
+    def would_grant(self, host: str, past: Past) -> bool:
         """Whether `asked` would return `True` now."""
         given = self._given
         if given is not None and given.host != host:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
-import socket
 import threading
 import time
 
@@ -19,7 +17,7 @@ from outlast.launch.hosts.replicated.endpoints import Endpoint, listen, resolve
 from outlast.launch.hosts.replicated.record import Record, open_record
 from outlast.launch.hosts.replicated.service import HostService
 from outlast.launch.hosts.server.combining import Upstream
-from outlast.launch.hosts.server.loop_store import LoopStore
+from outlast.launch.hosts.server.loop_store import LoopStore, wait_for_call
 from outlast.system.waiting import readable
 
 _LOOK_S = 1.0
@@ -28,7 +26,6 @@ _SAY_S = 5.0
 """After how long a host that has not joined says what it waits for, and says it when it changes."""
 _ALL_NAMES_S = 10.0
 """How long to wait for the names of all endpoints; then one is enough."""
-_LEASE_SETTING = "--host-timeout"
 
 
 class ReplicatedGroup:
@@ -82,7 +79,8 @@ class ReplicatedGroup:
         return decode(self.store.claim(entry_key(number), entry.encode()))
 
     def new_attempt(self, attempt: int) -> None:
-        self._started().new_attempt(attempt)
+        service = self._started()
+        wait_for_call(service, lambda: service.server.new_attempt(attempt))
 
     def close(self, *, leave: bool) -> None:
         if self._service is not None:
@@ -118,17 +116,6 @@ class ReplicatedGroup:
                 told = problems
             time.sleep(_LOOK_S)
 
-    def _describe(self) -> HostInfo:
-        name = socket.gethostname()
-        settings = dict(self._spec.settings)
-        settings.setdefault(_LEASE_SETTING, f"{self._spec.lease_s:g}")
-        return HostInfo(
-            id=f"{name}-{secrets.token_hex(6)}",
-            name=name,
-            place=self._spec.place,
-            settings=settings,
-        )
-
     def _serve(self, endpoints: list[Endpoint]) -> HostService:
         place = listen(endpoints, self._spec.local_addr)
         if self._record is None:
@@ -137,7 +124,7 @@ class ReplicatedGroup:
             self._record = open_record(*run, place.address, folder)
         service = self._service = HostService(
             self._spec.run_id,
-            self._describe(),
+            self._spec.host(),
             endpoints,
             place,
             self._timing,
@@ -150,11 +137,7 @@ class ReplicatedGroup:
         return service
 
     def _await_join(self, service: HostService, endpoints: list[Endpoint], limit: float) -> bool:
-        """Returns whether this host has joined, or `False` if it must join again.
-
-        Raises:
-            LaunchError: if it cannot join.
-        """
+        """Returns whether this host has joined, or `False` if it must join again."""
         look = time.monotonic() + _LOOK_S
         say_at, told = time.monotonic() + _SAY_S, ""
         while not service.joined:

@@ -42,20 +42,16 @@ class NotProved(Exception):
 
 
 class Handshake:
-    """One side of it.
-
-    Attributes:
-        to_send: what this side sends first.
-        wants: how many bytes the next call of `receive` needs; 0 once it is over.
-    """
+    """One side of it."""
 
     def __init__(self, secret: Secret | None, *, dials: bool) -> None:
         self._secret, self._dials = secret, dials
         self._nonce = b"" if secret is None else secrets.token_bytes(_NONCE_BYTES)
         self._key = b""
         self._sent = self._received = 0
+        # what this side sends first
         self.to_send = (OPEN if secret is None else SECRET) + self._nonce
-        self.wants = len(OPEN)
+        self.wants = len(OPEN)  # how many bytes the next call of `receive` needs; 0 once it is over
 
     def may_go_on(self, received: bytes) -> bool:
         """Whether an agent may have sent these bytes, which `receive` has not taken."""

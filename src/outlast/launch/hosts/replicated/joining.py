@@ -6,20 +6,10 @@ from collections.abc import Callable, Sequence
 
 from outlast.coordination.replicated.hosts import HostInfo
 from outlast.launch.event_loop import EventLoop, Timer
+from outlast.launch.hosts.replicated import messages
 from outlast.launch.hosts.replicated.endpoints import Endpoint
 from outlast.launch.hosts.replicated.founding import FIND_S, Founding
-from outlast.launch.hosts.replicated.messages import (
-    Admitted,
-    AskGrant,
-    Find,
-    Fresh,
-    Grant,
-    Join,
-    Member,
-    Message,
-    NotYet,
-    Refused,
-)
+from outlast.launch.hosts.replicated.messages import Admitted, Message, NotYet
 from outlast.launch.hosts.replicated.past import Past
 from outlast.launch.hosts.replicated.peer_connections import Address, Peer, PeerConnections
 from outlast.launch.hosts.replicated.record import Record
@@ -30,9 +20,7 @@ class Joining:
 
     Args:
         own: the index of this host among the endpoints, or -1.
-        me: this host.
         lost_after_s: how long a host of a group may be silent.
-        record: what this host knows of earlier groups.
         founded: called when this host founds the group.
         admitted: called when a leader has admitted this host.
         refused: called with the reason when this host must not join.
@@ -112,31 +100,32 @@ class Joining:
 
     def receive(self, peer: Peer, message: Message) -> None:
         founding = self._founding
-        if isinstance(message, Find):
+        if isinstance(message, messages.Find):
             self._learn(peer, message.past)
-            peer.send(Fresh(self._own, self._record.past))
-        elif isinstance(message, Join):
+            peer.send(messages.Fresh(self._own, self._record.past))
+        elif isinstance(message, messages.Join):
             peer.send(NotYet(f"{peer.host.name} waits for the group to be founded"))
-        elif isinstance(message, Fresh):
+        elif isinstance(message, messages.Fresh):
             self._learn(peer, message.past)
             if founding is not None and 0 <= message.endpoint < len(self.endpoints):
                 founding.is_fresh(message.endpoint, self._loop.clock.now())
-        elif isinstance(message, AskGrant):
+        elif isinstance(message, messages.AskGrant):
             self._learn(peer, message.past)
             address = (peer.host.address, peer.host.port)
             if founding is None:
                 return
             asked = message.endpoint, message.attempt, peer.host.id, address, message.past
-            if founding.asked(*asked) if message.sure else founding.would_grant(*asked):
-                peer.send(Grant(self._own, message.attempt, message.sure))
-        elif isinstance(message, Grant):
+            would = founding.would_grant(peer.host.id, message.past)
+            if founding.asked(*asked) if message.sure else would:
+                peer.send(messages.Grant(self._own, message.attempt, message.sure))
+        elif isinstance(message, messages.Grant):
             if founding is not None:
                 if message.sure:
                     founding.granted(message.endpoint, message.attempt)
                 elif not founding.would_get(message.endpoint, self._loop.clock.now()):
                     return  # too few so far: the next step asks again
                 self._try_founding()
-        elif isinstance(message, Member):
+        elif isinstance(message, messages.Member):
             if founding is not None:
                 founding.heard_of_group(self._loop.clock.now())
                 if message.known is not None:
@@ -147,7 +136,7 @@ class Joining:
                 self._ask(leader)
         elif isinstance(message, NotYet):
             self._wait(message)
-        elif isinstance(message, Refused):
+        elif isinstance(message, messages.Refused):
             self._end(lambda: self._refused(message.reason))
         elif isinstance(message, Admitted):
             self._end(lambda: self._admitted(peer, message))
@@ -187,18 +176,18 @@ class Joining:
             late = self._loop.clock.now() > self._target_until
             failure = self._peers.failure(_at(self._target))
             if not late and not failure:
-                self._peers.send_to(_at(self._target), Join())
+                self._peers.send_to(_at(self._target), messages.Join())
                 return
             if failure:
                 leader = f"{self._target.name} ({self._target.address}), the leader of the group"
                 self._unreached = f"this host cannot reach {leader}: {failure}"
                 self._unreached_until = self._loop.clock.now() + self._lost_after_s
             self._target = None  # it has gone, or is no leader any more: ask the endpoints again
-        self._tell_endpoints(Find(self._record.past))
+        self._tell_endpoints(messages.Find(self._record.past))
         endpoints = {endpoint.address for endpoint in self.endpoints}
         for address in {*self._record.past.waits_for().values()} - endpoints:
             if self._founding is not None:
-                self._peers.send_to(address, Find(self._record.past))
+                self._peers.send_to(address, messages.Find(self._record.past))
         self._try_founding()
 
     def _none_can_be_met(self) -> bool:
@@ -217,7 +206,7 @@ class Joining:
         if self._target is None or _at(self._target) != _at(leader):
             self._target = leader
             self._target_until = self._loop.clock.now() + 2 * self._lost_after_s
-            self._peers.send_to(_at(leader), Join())
+            self._peers.send_to(_at(leader), messages.Join())
 
     def _wait(self, answer: NotYet) -> None:
         self._unreached_until = 0.0
@@ -241,7 +230,9 @@ class Joining:
             self._end(self._founded)
         elif founding.candidate(now):
             self._tell_endpoints(
-                AskGrant(self._own, founding.attempt, self._record.past, founding.sure(now))
+                messages.AskGrant(
+                    self._own, founding.attempt, self._record.past, founding.sure(now)
+                )
             )
 
     def _tell_endpoints(self, message: Message) -> None:

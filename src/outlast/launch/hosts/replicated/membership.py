@@ -14,18 +14,9 @@ from outlast.coordination.replicated.quorum import NEVER, Voters
 from outlast.coordination.replicated.table import entry_key
 from outlast.launch.event_loop import EventLoop, Timer
 from outlast.launch.hosts.host_group import Chain, objection
+from outlast.launch.hosts.replicated import messages
 from outlast.launch.hosts.replicated.founding import ANNOUNCE_S
-from outlast.launch.hosts.replicated.messages import (
-    Admitted,
-    AskGrant,
-    Find,
-    Join,
-    Member,
-    Message,
-    NotYet,
-    Refused,
-    Replicated,
-)
+from outlast.launch.hosts.replicated.messages import Message
 from outlast.launch.hosts.replicated.past import Config, Group
 from outlast.launch.hosts.replicated.peer_connections import Address, Peer, PeerConnections
 from outlast.launch.hosts.replicated.record import Record
@@ -47,7 +38,6 @@ class ChainFollower:
 
     Args:
         submit: starts a store operation; the second argument is called with its result.
-        changed: called when there are new entries.
     """
 
     def __init__(
@@ -96,18 +86,10 @@ class ChainFollower:
 class Membership:
     """From the admission of this host until it leaves, or its lease is over.
 
-    Attributes:
-        unheard: whether it has ended because it never had a lease: the leader has not come back
-            since it has admitted this host.
-
     Args:
         group: the id of the host that founded the group.
-        generation: how many groups the run had before.
-        record: where the voters of the group are kept.
         endpoints: the addresses of the endpoints other than this host.
-        known: hosts whose addresses are known already.
         renewed: called with the deadline of the lease when it changes.
-        changed: called when the hosts, the leader or the term have changed.
         ended: called once, with the reason; it is empty if this host has left in order.
         host_refused: called with a line about a host that was not admitted.
     """
@@ -150,6 +132,8 @@ class Membership:
         # A host that gets no lease until then is lost, if the leader that has admitted it lives. It
         # may have died at once, with all who knew of this host: then nobody will ever come.
         self._lease_by = loop.clock.now() + 2 * node.timing.lost_after
+        # whether it has ended because it never had a lease: the leader has not come back since it
+        # has admitted this host
         self.unheard = False
         self._over = False
         self._submitted = False
@@ -226,15 +210,15 @@ class Membership:
             self._schedule()
 
     def receive(self, peer: Peer, message: Message) -> None:
-        if isinstance(message, Replicated):
+        if isinstance(message, messages.Replicated):
             if (message.group, message.receiver) == (self.group, self._me.id):
                 self._addresses.setdefault(peer.host.id, (peer.host.address, peer.host.port))
                 self._receive(peer, message.data)
-        elif isinstance(message, Find | AskGrant):
+        elif isinstance(message, messages.Find | messages.AskGrant):
             peer.send(self._introduction())
-        elif isinstance(message, Join):
+        elif isinstance(message, messages.Join):
             self._join_asked(peer)
-        elif isinstance(message, Member) and message.group != self.group:
+        elif isinstance(message, messages.Member) and message.group != self.group:
             self._other_group(message)
 
     def leave(self, reason: str) -> None:
@@ -249,7 +233,7 @@ class Membership:
 
     # ------------------------------------------------------------------ parts
     def _send(self, host: str, message: consensus.Message) -> None:
-        payload = Replicated(self.group, host, consensus.encode(message))
+        payload = messages.Replicated(self.group, host, consensus.encode(message))
         self._peers.send(host, self._addresses.get(host), payload)
 
     def _receive(self, peer: Peer, data: bytes) -> None:
@@ -336,18 +320,18 @@ class Membership:
             self._admit(self._joining.pop(host))
         self._changed()
 
-    def _introduction(self) -> Member:
+    def _introduction(self) -> messages.Member:
         leader = self._me if self.leader == self._me.id else self.chain.hosts.get(self.leader)
         found = self._node.configurations
         known = self._known(found) if found else None
-        return Member(self.group, self._generation, leader, len(self.chain.hosts), known)
+        return messages.Member(self.group, self._generation, leader, len(self.chain.hosts), known)
 
     def _join_asked(self, peer: Peer) -> None:
         candidate = peer.host
         if not self._node.elected:
             introduction = self._introduction()
             if introduction.leader is None or introduction.leader.id == self._me.id:
-                peer.send(NotYet("the group is choosing a leader"))
+                peer.send(messages.NotYet("the group is choosing a leader"))
             else:
                 peer.send(introduction)
             return
@@ -361,10 +345,10 @@ class Membership:
         hosts, limit_s = self.chain.hosts.values(), self._node.timing.lost_after
         no = objection(candidate, self._me, hosts, limit_s)
         if no is not None and no.limit_s:
-            peer.send(NotYet(no.reason, no.limit_s))
+            peer.send(messages.NotYet(no.reason, no.limit_s))
             return
         if no is not None:
-            peer.send(Refused(no.reason))
+            peer.send(messages.Refused(no.reason))
             self._host_refused(no.reason)
             return
         self._addresses[candidate.id] = (candidate.address, candidate.port)
@@ -373,7 +357,7 @@ class Membership:
 
     def _admit(self, peer: Peer) -> None:
         first = list(itertools.islice(self.chain.hosts.values(), ANNOUNCERS))
-        peer.send(Admitted(self.group, self._generation, self._me.id, (self._me, *first)))
+        peer.send(messages.Admitted(self.group, self._generation, self._me.id, (self._me, *first)))
 
     def _announce(self) -> None:
         if self._over:
@@ -384,7 +368,7 @@ class Membership:
             for address in self._endpoints:
                 self._peers.send_to(address, self._introduction())
 
-    def _other_group(self, other: Member) -> None:
+    def _other_group(self, other: messages.Member) -> None:
         """Two groups of one run have met, see `founding`. The older one goes on: it has kept the
         quorum of all before it. Of two that were founded at the same time, the larger one.
         """

@@ -113,19 +113,8 @@ class Replicated(_Message, frozen=True):
     data: bytes
 
 
-Message: TypeAlias = (
-    Hello
-    | Refused
-    | Find
-    | Fresh
-    | Member
-    | AskGrant
-    | Grant
-    | Join
-    | Admitted
-    | NotYet
-    | Replicated
-)
+_OfFinders: TypeAlias = Find | Fresh | Member | AskGrant | Grant
+Message: TypeAlias = Hello | Refused | _OfFinders | Join | Admitted | NotYet | Replicated
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
@@ -137,11 +126,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(payload: bytes) -> Message:
-    """The reverse of `encode`. All values have the declared types, whoever has sent them.
-
-    Raises:
-        ValueError: for anything that `encode` does not produce.
-    """
+    """The reverse of `encode`. All values have the declared types, whoever has sent them."""
     try:
         return _decoder.decode(payload)
     except (ValueError, RecursionError) as e:

@@ -31,23 +31,14 @@ class Config(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Group(msgspec.Struct, frozen=True):
-    """One group, as somebody knows it.
+    """One group, as somebody knows it."""
 
-    Attributes:
-        id: the host that has founded it.
-        generation: how many groups this run had before, as far as its founder knew.
-        committed: the last configuration that is known to be agreed on.
-        accepted: later ones, which may be.
-        addresses: of the voters, by id: address and port.
-        attempt: of its founder, to which a grant was given; 0 if it is known to be founded.
-    """
-
-    id: str
-    generation: int
-    committed: Config
-    accepted: tuple[Config, ...] = ()
-    addresses: dict[str, tuple[str, int]] = {}
-    attempt: int = 0
+    id: str  # the host that has founded it
+    generation: int  # how many groups this run had before, as far as its founder knew
+    committed: Config  # the last configuration that is known to be agreed on
+    accepted: tuple[Config, ...] = ()  # later ones, which may be
+    addresses: dict[str, tuple[str, int]] = {}  # of the voters, by id: address and port
+    attempt: int = 0  # of its founder, to which a grant was given; 0 if it is known to be founded
 
     def merged(self, other: Group) -> Group:
         """Everything that either knows."""
@@ -80,21 +71,14 @@ class Group(msgspec.Struct, frozen=True):
 
 
 class Past(msgspec.Struct, frozen=True):
-    """What one agent knows; what two know can be merged.
+    """What one agent knows; what two know can be merged."""
 
-    Attributes:
-        groups: those that may still act.
-        out: ids of hosts that will never vote again.
-        generation: of the latest group.
-        withdrawn: the last attempt that a candidate has withdrawn, by its id.
-        over: ids of groups that can never act again. This and what was withdrawn must be told like
-            everything else: others, which know less, would bring a group back that one forgets.
-    """
-
-    groups: tuple[Group, ...] = ()
-    out: frozenset[str] = frozenset()
-    generation: int = 0
-    withdrawn: dict[str, int] = {}
+    groups: tuple[Group, ...] = ()  # those that may still act
+    out: frozenset[str] = frozenset()  # ids of hosts that will never vote again
+    generation: int = 0  # of the latest group
+    withdrawn: dict[str, int] = {}  # the last attempt that a candidate has withdrawn, by its id
+    # ids of groups that can never act again. This and what was withdrawn must be told like
+    # everything else: others, which know less, would bring a group back that one forgets.
     over: frozenset[str] = frozenset()
 
     def merged(self, other: Past) -> Past:
@@ -132,7 +116,6 @@ class Past(msgspec.Struct, frozen=True):
         return self.merged(Past(withdrawn={host: attempt}))
 
     def with_group(self, group: Group) -> Past:
-        """The same, and this group."""
         return self.merged(Past(groups=(group,)))
 
     def without_group(self, group: str) -> Past:

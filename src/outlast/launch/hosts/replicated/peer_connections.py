@@ -62,11 +62,8 @@ class PeerConnections:
     """Dials, accepts, and keeps connections.
 
     Args:
-        hello: what this host says about itself.
         patience_s: how long a network may be silent before a connection is given up.
-        on_message: called for each message of a peer.
         on_refused: called when a host was refused, with a line that says which and why.
-        secret: of the job; `None` if it has none.
     """
 
     def __init__(

@@ -11,7 +11,6 @@ writes, for as long as it takes, and only a change of the voters waits for that.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import logging
@@ -26,7 +25,7 @@ from pathlib import Path
 import msgspec
 
 from outlast.launch.hosts.replicated.past import Past
-from outlast.system.files import FileLocked, fsync_folder, lock_file, make_folder
+from outlast.system.files import FileLocked, fsync_folder, lock_file, make_folder, replace_durably
 
 FOLDERS = ("/var/tmp", tempfile.gettempdir())
 
@@ -46,16 +45,11 @@ class _Content(msgspec.Struct):
 
 
 class Record:
-    """The record of this process for one run and address.
-
-    Attributes:
-        past: what is known, of which the file holds a copy.
-        durable: whether there is a file.
-    """
+    """The record of this process for one run and address."""
 
     def __init__(self, path: Path, run_id: str) -> None:
-        self.past = Past()
-        self.durable = False
+        self.past = Past()  # what is known, of which the file holds a copy
+        self.durable = False  # whether there is a file
         self._path = path
         self._run_id = run_id
         self._me = ""
@@ -110,11 +104,7 @@ class Record:
             self._later(self._write_at_last)
 
     def set(self, past: Past) -> None:
-        """Returns when it is durable.
-
-        Raises:
-            OSError: if it is not.
-        """
+        """Returns when it is durable."""
         if past != self.past:
             self.past = past
             self._write()
@@ -183,17 +173,8 @@ class Record:
                 self._replace()
 
     def _replace(self) -> None:
-        new = self._path.with_suffix(".new")
-        content = msgspec.json.encode(_Content(self._run_id, self._me, self.past))
-        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
-            if os.write(descriptor, content) < len(content):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(new))
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.rename(new, self._path)
-        fsync_folder(self._path.parent)
+        content = _Content(self._run_id, self._me, self.past)
+        replace_durably(self._path, msgspec.json.encode(content))
 
     def _remove(self) -> None:
         with self._writing:
@@ -224,7 +205,6 @@ def open_record(
     """The record of this host.
 
     Args:
-        address: of this host.
         folder: where it is kept, a private folder that is made if it is missing.
     """
     if not folder:
@@ -236,10 +216,8 @@ def open_record(
 
 
 def _make_private(folder: Path) -> None:
-    """Makes a folder that nobody else can write into.
-
-    Raises:
-        PermissionError: if another user has made it.
+    """Makes a folder that nobody else can write into. A `PermissionError` if another user has made
+    it.
     """
     make_folder(folder.parent)
     with contextlib.suppress(FileExistsError):

@@ -51,13 +51,8 @@ class HostService:
         joined: whether this host is in the group.
 
     Args:
-        run_id: the name of the group.
         me: this host; its `store_port` is filled in by the service.
-        place: where this host listens.
-        page: the lease page to renew.
         changed: called from the thread when the state has changed.
-        record: what this host knows of earlier groups.
-        secret: of the job; `None` if it has none.
     """
 
     def __init__(
@@ -123,7 +118,6 @@ class HostService:
         self.call(update)
 
     def call(self, work: Callable[[], None]) -> bool:
-        """Have the thread call `work`; `False` if the service is over and will not."""
         with self._lock:
             if self._over or self._loop is None:
                 return False
@@ -131,19 +125,7 @@ class HostService:
         self._loop.call_from_thread(self._make_calls)
         return True
 
-    def new_attempt(self, attempt: int) -> None:
-        """Give later clients of the store server the keys of this attempt."""
-        done = threading.Event()
-
-        def begin() -> None:
-            self.server.new_attempt(attempt)
-            done.set()
-
-        if self.call(begin):
-            done.wait()
-
     def error(self) -> str:
-        """Why this host may not act any more; empty while it may."""
         return self.state.error
 
     def stuck(self) -> bool:

@@ -192,7 +192,6 @@ class ClientConnection:
     def _perform(
         self, operations: Sequence[Operation], encode: Callable[[list[Result]], bytes]
     ) -> None:
-        """Performs the operations in this order, and answers the request with their results."""
         if not operations:  # without a call, so that many such requests are no deep recursion
             self._send(encode([]))
             return

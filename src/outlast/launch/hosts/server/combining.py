@@ -81,7 +81,6 @@ class Combiner:
     """Sends the operations of many clients upstream, combined.
 
     Args:
-        upstream: the store of all hosts.
         defer: calls a function once, at the end of the event loop's current iteration: what all
             clients have sent until then leaves together.
     """
@@ -244,7 +243,6 @@ class _Batch:
         self._last: dict[Hashable, int] = {}  # the group of a client's last operation
 
     def add(self, client: Hashable, operation: Operation, done: Done) -> None:
-        """Adds an operation to a group, or a group to the batch."""
         self.size += len(operation.key) + len(operation.value)
         kind = (operation.name, operation.key, operation.expected)
         place = self._newest.get(kind, -1)

@@ -26,13 +26,24 @@ class LoopThread(Protocol):
         """Whether the thread cannot be expected to answer any more."""
 
 
+def wait_for_call(thread: LoopThread, work: Callable[[], None]) -> None:
+    """Have the thread call `work`, and return after that; at once if it is over."""
+    done = threading.Event()
+
+    def call() -> None:
+        work()
+        done.set()
+
+    if thread.call(call):
+        done.wait()
+
+
 class LoopStore(OperationStore):
     """Every operation raises a `StoreError` as soon as the lease of this host is over, and those
     that are under way then.
 
     Args:
         upstream: performs the operations, in the thread.
-        where: the name of the store, for messages.
         look_s: how often a caller that waits looks whether the thread is stuck.
     """
 

@@ -46,14 +46,8 @@ _log = logging.getLogger(__name__)
 class StoreServer:
     """Listens for workers, and performs what they request. Not thread-safe: used from `loop`.
 
-    It also is the `Upstream` of this host's agent, for the keys of its workers.
-
-    Args:
-        loop: the event loop of the host service.
-        upstream: the store of all hosts.
-
-    Raises:
-        LaunchError: if this host has no loopback address.
+    It also is the `Upstream` of this host's agent, for the keys of its workers. A `LaunchError` if
+    this host has no loopback address.
     """
 
     def __init__(self, loop: EventLoop, upstream: Upstream) -> None:

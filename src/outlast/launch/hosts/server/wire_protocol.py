@@ -53,11 +53,7 @@ class RequestReader:
         self._left = MAX_REQUEST_BYTES
 
     def feed(self, data: bytes) -> list[Request]:
-        """The requests that `data` completes.
-
-        Raises:
-            MalformedRequest: the connection is of no further use.
-        """
+        """The requests that `data` completes."""
         self._buffer += data
         position = 0
         try:
@@ -127,11 +123,7 @@ class RequestReader:
 
 
 def encode_number(number: int) -> bytes:
-    """The answer to ADD, DELETE_KEY and GETNUMKEYS.
-
-    Raises:
-        MalformedRequest: if the sum of an ADD has more than 64 bits.
-    """
+    """The answer to ADD, DELETE_KEY and GETNUMKEYS."""
     try:
         return NUMBER.pack(number)
     except struct.error:

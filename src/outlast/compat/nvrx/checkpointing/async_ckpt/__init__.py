@@ -49,15 +49,11 @@ for _module in (
 
 
 class AsyncRequest(NamedTuple):
-    """A background function, and functions to run when all ranks have finished it.
+    """`outlast.async_checkpoint.AsyncRequest`, with two more attributes.
 
     Attributes:
-        async_fn: runs in another process; `None` where this rank has nothing to do.
-        async_fn_args, async_fn_kwargs: its arguments.
-        finalize_fns: run in this process, in order, after `async_fn` has finished on all ranks.
         preload_fn: runs in this process when the request is scheduled; its result replaces
             `async_fn_args[1]`.
-        is_frozen: whether no more finalize functions can be added.
         call_idx: accepted; the queue numbers its calls itself.
     """
 

@@ -1,0 +1,72 @@
+"""The fallback of a job: a second folder, for the last save when the first one keeps failing."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from pathlib import PurePath
+from typing import Any
+
+from outlast.async_checkpoint import Checkpointer
+from outlast.elastic.job.saves import Saves
+from outlast.errors import CheckpointError, CheckpointMismatch, CheckpointReadError
+from outlast.events.emitter import NullSink
+
+log = logging.getLogger("outlast.elastic")
+
+
+class Fallback:
+    """One rank's part. All ranks call its methods together.
+
+    The checkpoints are in a folder in `folder` that is named after the job's own (`url`): several
+    jobs may have the same fallback, and none restores the state of another.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], checkpointer: Checkpointer, group: Any
+    ) -> None:
+        self._kept, self._group, self._rank = checkpointer.kept, group, checkpointer.rank
+        self.lacking: list[tuple[Any, ...]] = []  # as `KeptState.lacking`
+        own = self._kept.url
+        name = f"{PurePath(own).name}-{hashlib.sha256(own.encode()).hexdigest()[:8]}"
+        self.url = f"{os.fspath(folder).rstrip('/')}/{name}"
+
+    def save(self, saves: Saves) -> CheckpointError | None:
+        """Saves the present state here; returns why that failed."""
+        try:
+            with self._open() as checkpointer:
+                saves.save_to(checkpointer).wait()
+        except CheckpointError as e:
+            return e
+        return None
+
+    def restore(self, state: dict[str, Any], step: int | None, optional: Any) -> int | None:
+        """Loads a checkpoint into `state`, if the newest is here, or the one of `step` only here;
+        returns its step. One that is damaged is passed over, with a warning: the other folder has
+        an older one. A `CheckpointError` if this folder cannot be used, or as
+        `Checkpointer.restore`, if the checkpoint does not fit, or cannot be read now.
+        """
+        with self._open() as checkpointer:
+            found = checkpointer.kept.newest(-1, step)
+            if found is None or self._kept.newest(found - 1, step) is not None:
+                return None
+            began, shown = time.monotonic(), logging.WARNING if self._rank == 0 else logging.DEBUG
+            text = "continuing after step %d in the fallback %s, newer than what is in %s"
+            log.log(shown, text, found, self.url, self._kept.url)
+            try:
+                checkpointer.restore(state, step=found, optional=optional)
+                self.lacking = checkpointer.kept.lacking
+            except (CheckpointMismatch, CheckpointReadError):
+                raise
+            except CheckpointError as e:
+                text = "passed over the checkpoint of step %d in the fallback %s: %s"
+                log.log(shown, text, found, self.url, e)
+                return None
+        self._kept.restored(state, found, "storage", time.monotonic() - began, 0)
+        return found
+
+    def _open(self) -> Checkpointer:
+        options = {"group": self._group, "timeout": self._kept.timeout_s, "events": NullSink()}
+        return Checkpointer(self.url, keep=1, **options)

@@ -1,0 +1,213 @@
+"""Saves the newest state that the ranks of a job still have, before the job ends.
+
+It is called as the function of an iteration of its own (`ViewRecord.saves`), on the ranks that keep
+something. No code of the user runs: the model and all else are saved as they were frozen. The
+checkpoint is one of all ranks of the job: what belongs to a lost rank alone is taken from what its
+process has kept, if it was on the host of one of these ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from outlast.async_checkpoint import Checkpointer
+from outlast.async_checkpoint.trust import trusted
+from outlast.coordination.agreement import Agreement
+from outlast.coordination.call_ledger import CallFailure, connect_ledger
+from outlast.elastic.job.encoding import load_plain, unpacked
+from outlast.elastic.job.iteration import Iteration
+from outlast.elastic.job.live.choice import Offer, StateToSave, choose_to_save
+from outlast.elastic.job.live.frozen import Frozen
+from outlast.elastic.job.live.own_state import Record, read_all
+from outlast.elastic.job.live.recorder import Recorder
+from outlast.elastic.job.live.transfer import Exchange
+from outlast.elastic.job.same_on_all_ranks import names_of
+from outlast.elastic.tensors import local
+from outlast.errors import CheckpointError
+from outlast.inprocess.running_call import long_phase
+from outlast.system.error_text import first_line
+from outlast.system.notices import notice
+from outlast.system.units import duration_text
+
+log = logging.getLogger("outlast.elastic")
+
+_LIMIT_S = 600.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """What this rank keeps of a job: its last point, or why there is none; how to open the folder
+    of its checkpoints, for a process group; the entries of the state that must be finite.
+    """
+
+    recorder: Recorder | str
+    create: Callable[[Any], Checkpointer]
+    finite: Collection[str] = ()
+
+
+def rescue(kept: Mapping[str, Kept]) -> str:
+    """Saves what is kept of each job, by its folder. Returns what was saved, empty if it is not."""
+    dist.init_process_group("gloo")
+    ranks = Agreement(connect_ledger("rescue"), _LIMIT_S, "the jobs that end")
+
+    def by_folder(parts: list[Any]) -> Any:
+        folders = sorted(set().union(*parts))
+        return {url: [rank for rank, part in enumerate(parts) if url in part] for url in folders}
+
+    told = []
+    with long_phase(_LIMIT_S):
+        for url, members in ranks.gather(sorted(kept), by_folder).items():
+            group = dist.new_group(members)
+            if ranks.rank in members:
+                told.append(_rescue(url, kept[url], group, leads=members[0] == ranks.rank))
+        ranks.gather(None, lambda _: None)
+    dist.destroy_process_group()
+    return "; ".join(told) if all(told) else ""
+
+
+def _rescue(url: str, kept: Kept, group: Any, *, leads: bool) -> str:
+    """Saves what is kept of one job."""
+    text = ""
+    # If it is interrupted, anywhere: the rank that leads may be the lost one.
+    why, speaks = "another rank was lost meanwhile", True
+    began = time.monotonic()
+    try:
+        with kept.create(group) as checkpointer:
+            text = _Rescue(url, kept, group, checkpointer).run()
+        why = ""
+    except Exception as e:
+        log.debug("the last save has failed", exc_info=True)
+        is_agreed = isinstance(e, CheckpointError)  # else the first rank may be lost
+        told = first_line(e, with_type=not is_agreed)
+        why = told if is_agreed else f"{told}; perhaps {why}"
+        speaks = leads or not is_agreed
+    finally:
+        if why and speaks:
+            log.error("the newest state that the ranks have is not saved in %s: %s", url, why)
+    if text and leads:
+        notice(log, "%s (%s)", text, duration_text(time.monotonic() - began))
+    return text
+
+
+class _Rescue:
+    """One rank's part."""
+
+    def __init__(self, url: str, kept: Kept, group: Any, checkpointer: Checkpointer) -> None:
+        self._kept, self._group, self._checkpointer = kept, group, checkpointer
+        ledger = connect_ledger("rescue", group)
+        self._rank = ledger.rank
+        self._ranks = Agreement(ledger, _LIMIT_S, url)
+        self._records: dict[Record, bytes] = {}
+
+    def run(self) -> str:
+        """Saves it, unless it is saved; says which step that is."""
+        with self._ranks.operation():
+            if (finding := trusted(self._checkpointer)) is not None:
+                raise CheckpointError(f"it is from after a silent fault: {finding.fault}")
+            frozen, offer = self._offer()
+            found = self._ranks.gather(msgspec.to_builtins(offer), self._choose)
+            if isinstance(found, str):
+                raise CheckpointError(found)
+            choice, is_saved = msgspec.convert(found, tuple[StateToSave, bool])
+            if is_saved:
+                return f"step {choice.step}, the newest one that the ranks have, is saved"
+            own = self._collect(choice)
+            of = choice.step, choice.phase, choice.branch
+            chosen = next((each for each in frozen if each.held.record.has(*of)), None)
+            state = self._ranks.attempt(lambda: self._state(choice, chosen, own))
+            if isinstance(state, CallFailure):
+                raise CheckpointError(f"rank {state.rank}: {state.cause}")
+        self._checkpointer.save(choice.step, state, finite=self._kept.finite).wait(_LIMIT_S)
+        lost = names_of(choice.lost)
+        lacks = f"; the random generators of {lost} are lost with it" if choice.lost else ""
+        return f"step {choice.step}, the newest one that the ranks had, is saved now{lacks}"
+
+    def _offer(self) -> tuple[Sequence[Frozen], Offer]:
+        recorder, memories = self._kept.recorder, self._checkpointer.kept.memories
+        frozen: Sequence[Frozen] = ()
+        place, why = (0, 0), recorder if isinstance(recorder, str) else ""
+        if isinstance(recorder, Recorder):
+            recorder.freeze()
+            frozen, why = recorder.all_frozen, recorder.why
+            place = recorder.point.record.rank, recorder.point.record.world_size
+        for rank in self._ranks.gather(place, _absent):
+            left = self._checkpointer.kept.left_by(rank, place[1])
+            memories += [] if left is None else [left]
+        self._records = read_all(memories)
+        if frozen and (name := _not_finite(frozen[-1], self._kept.finite)):
+            frozen, why = (), f"{name} is not finite"
+        held = [each.held for each in frozen]
+        return frozen, Offer(list(self._records), "", False, 0, held, why=why)
+
+    def _choose(self, parts: list[Any]) -> Any:
+        choice = choose_to_save([msgspec.convert(part, Offer) for part in parts])
+        if isinstance(choice, str):
+            return choice
+        newest = max((info.step for info in self._checkpointer.checkpoints()), default=-1)
+        if newest > choice.step:
+            return f"step {choice.step} is older than the checkpoint of step {newest}"
+        return [msgspec.to_builtins(choice), newest == choice.step]
+
+    def _collect(self, choice: StateToSave) -> dict[int, bytes]:
+        """The own states of all ranks, on the rank that saves them."""
+        exchange, writer = Exchange(self._group, self._rank), choice.holders[0]
+        own: dict[int, bytes] = {}
+        for holder, record in choice.own:
+            content = self._records[record] if holder == self._rank else None
+            if holder != writer:
+                content = exchange.move([(holder, writer, content)])
+            if content is not None:
+                own[record.rank] = content
+        return own
+
+    def _state(
+        self, choice: StateToSave, frozen: Frozen | None, noted: Mapping[int, bytes]
+    ) -> dict[str, Any]:
+        """What this rank saves: all ranks that have the tensors divide them, as in any save."""
+        if frozen is None or self._rank not in choice.holders:
+            return {}
+        if frozen.versions.changed:
+            raise CheckpointError("its tensors were written to meanwhile")
+        state = frozen.state()
+        if self._rank != choice.holders[0]:
+            buffers = frozen.own["buffers"]  # may differ
+            model = {name: each for name, each in state["model"].items() if name not in buffers}
+            return {"model": model, "optimizer": state["optimizer"]}
+        own = {rank: load_plain(content) for rank, content in noted.items()}
+        first = own[min(own)] if own else frozen.own
+        for name, value in first["buffers"].items():
+            state["model"][name] = unpacked(value)
+        for name, save in frozen.savers.items():
+            each = {r: o["parts"][name] for r, o in own.items() if name in o["parts"]}
+            if saved := save(state.pop(name, None), each):
+                state[name] = saved
+        state["iteration"] = Iteration.at(choice.phase, state["iteration"])
+        values = [each["states"] for each in own.values() if each.get("states")]
+        differing = {name for each in values for name in each if each[name] != values[0].get(name)}
+        if differing:
+            text = "states %s differ between the ranks: those of rank %d are saved. Use "
+            text += "outlast.per_rank() for what may differ"
+            log.warning(text, ", ".join(sorted(differing)), frozen.held.record.rank)
+        return state
+
+
+def _absent(places: list[Any]) -> list[int]:
+    sizes = {size for _, size in places if size}
+    return sorted(set(range(max(sizes, default=0))) - {rank for rank, _ in places})
+
+
+def _not_finite(frozen: Frozen, names: Collection[str]) -> str:
+    model = frozen.state()["model"]
+    for name in names:
+        tensor = model.get(name.removeprefix("model."))
+        if tensor is not None and not bool(torch.isfinite(local(tensor)).all()):
+            return name
+    return ""

@@ -1,0 +1,92 @@
+"""How far a job is: what `Job` says of its counters, and what a program may set."""
+
+from __future__ import annotations
+
+import os
+import weakref
+
+from outlast.async_checkpoint import Checkpointer
+from outlast.elastic.job.by_rank.text_files import TextFile
+from outlast.elastic.job.training_state import TrainingState
+
+
+class JobProgress:
+    """The base class of `Job`, which sets these two."""
+
+    checkpointer: Checkpointer
+    _training: TrainingState
+
+    @property
+    def steps(self) -> int:
+        """The number of steps since the first run."""
+        return self._training.counters.steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._training.counters.steps = steps
+
+    @property
+    def epoch(self) -> int:
+        """The present epoch, from 0: set it before `epochs` to begin with another one."""
+        return self._training.epochs.number
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._training.epochs.number = epoch
+
+    @property
+    def epoch_start(self) -> int:
+        """The number of steps at which the present epoch began. `job.steps == job.epoch_start`, at
+        the beginning of an epoch's code, says that it begins, and does not go on after a restore.
+        """
+        return self._training.epochs.first_step
+
+    @property
+    def seconds(self) -> float:
+        """The time that the job has run, up to the state that was restored."""
+        return self._training.counters.seconds
+
+    @property
+    def restored_from(self) -> str:
+        """Where `restore` has found the state: "live" (this rank's own, from before the fault),
+        "replica" (sent by another rank), "memory" (a checkpoint in memory), "copies" (some ranks'
+        from the memory of another host) or "storage"; empty without a restored state.
+        """
+        return self.checkpointer.kept.restored_from
+
+    @property
+    def samples(self) -> int:
+        """The number of samples that were trained on, over all ranks and since the first run.
+
+        Raises:
+            ValueError: if it is unknown: see `step`.
+        """
+        return self._training.counters.samples
+
+    def text_file(
+        self, path: str | os.PathLike[str], *, each_rank: bool = False, encoding: str = "utf-8"
+    ) -> TextFile:
+        """Opens a log file that belongs to the state: after any restore, it ends with what had been
+        written to it at the restored step. Call it on all ranks, before `restore`; write after it.
+
+        Rank 0 writes; on other ranks the file discards what it is given, and `tell()` is 0. It can
+        be given to `csv.writer` and `print(file=...)`, and read (`seek(0)`). A file that is there
+        although no state was restored is of an earlier run: it is kept under a name with a number.
+
+        Args:
+            path: the file; its folder must exist. The state has it under this name.
+            each_rank: whether each rank writes a file: `path` then differs between ranks.
+            encoding: of the text; line ends are written as given.
+
+        Raises:
+            ValueError: after `restore`; if this path is a text file of this job or of another one;
+                if it is no regular file.
+            OSError: if it cannot be opened.
+        """
+        # Weak: what is known of a file outlives the job, whose model it must not keep.
+        checkpointer = weakref.ref(self.checkpointer)
+
+        def in_use() -> bool:
+            return (found := checkpointer()) is not None and found.in_use
+
+        return self._training.files.add(os.fspath(path), encoding, in_use, each_rank=each_rank)

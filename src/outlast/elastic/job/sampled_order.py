@@ -1,0 +1,53 @@
+"""The order in which a sampler has given its indices, as a digest after each batch."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import xxhash
+
+NOTE = "order"
+"""Its name among what is noted of a pass."""
+
+
+class SampledOrder:
+    """The order of one pass over the indices of a loader. A pass that continues draws them again:
+    after as many as were done, their digest must be that which was noted.
+    """
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_64()
+        self._digests = array("Q")
+
+    def after(self, batches: int) -> bytes:
+        """The digest of the first `batches`; empty if there were fewer."""
+        if not 0 < batches <= len(self._digests):
+            return b""
+        return self._digests[batches - 1].to_bytes(8, "little")
+
+    def followed(self, source: Iterable[Any], noted: tuple[str, bytes] | None) -> Iterator[Any]:
+        """The indices of `source`. A `ValueError` if those of the first batches are others than was
+        `noted`: their number, and the digest.
+        """
+        count, digest = (0, b"") if noted is None else (int(noted[0]), noted[1])
+        for indices in source:
+            self._hash.update(_content(indices))
+            self._digests.append(self._hash.intdigest())
+            if len(self._digests) == count and self.after(count) != digest:
+                raise ValueError(
+                    f"the sampler gives another order than before: its first {count} batches are "
+                    "not those that are done, so samples would be repeated and others skipped. It "
+                    "may draw from a generator that the job does not know, such as NumPy's, or "
+                    "shuffle a list in place. Make its order depend on set_epoch(epoch), or draw "
+                    "it in __iter__ from a torch.Generator that is an attribute of the sampler"
+                )
+            yield indices
+
+
+def _content(indices: Any) -> bytes:
+    try:
+        return array("q", indices).tobytes()
+    except (TypeError, OverflowError):  # a single index, or indices of a type of the program
+        return repr(indices).encode()

@@ -1,0 +1,79 @@
+"""Tensors in the memory of this rank: their bytes and digests, their shards, the writes to them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+_PLAIN = frozenset({torch.Tensor, nn.Parameter})
+_count = operator.attrgetter("_version")
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its gradient; of a DTensor, the part of this rank."""
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a local tensor: a view, or a copy if it is not contiguous."""
+    return local(tensor).contiguous().flatten().view(torch.uint8)
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Of the local tensor's contents."""
+    return xxhash.xxh3_64_hexdigest(bytes_of(tensor).cpu().numpy().data)
+
+
+def shard_of(tensor: torch.Tensor) -> str | None:
+    """Which shard this rank holds: equal on ranks that hold the same; `None` if it holds none."""
+    if not isinstance(tensor, DTensor):
+        return ""
+    mesh, at = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    if at is None:
+        return None
+    places = [
+        f"{placement} {at[dim]}/{mesh.size(dim)}"
+        for dim, placement in enumerate(tensor.placements)
+        if not placement.is_replicate()
+    ]
+    return ",".join(places) or "-"
+
+
+class Versions:
+    """Which tensors were written to since they were added, as far as torch has counted."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
+        self._tensors = list(tensors)
+        self._counts = versions(self._tensors)
+
+    def add(self, tensor: torch.Tensor) -> None:
+        self._tensors.append(tensor)
+        self._counts.append(version(tensor))
+
+    @property
+    def changed(self) -> bool:
+        return versions(self._tensors) != self._counts
+
+
+def versions(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """`version` of each tensor: of thousands, after each step."""
+    if _PLAIN.issuperset(map(type, tensors)):
+        try:
+            return list(map(_count, tensors))
+        except RuntimeError:  # one was made in inference mode
+            pass
+    return [version(tensor) for tensor in tensors]
+
+
+def version(tensor: torch.Tensor) -> Any:
+    """How many writes to the tensor torch has counted."""
+    if isinstance(tensor, DTensor):  # torch counts on the one or on the other
+        return tensor._version, tensor._local_tensor._version
+    return 0 if tensor.is_inference() else tensor._version

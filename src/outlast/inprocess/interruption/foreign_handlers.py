@@ -1,0 +1,84 @@
+"""Exceptions of signal handlers that are not this package's: kept out of its own code.
+
+Python calls the handler of a signal in the main thread, between any two bytecodes, so what it
+raises may end a restart half-way: torch's handler of SIGCHLD when a worker of a data loader has
+died, a user's alarm. To block the signals does not help: the kernel delivers them to another
+thread, and Python still calls the handler in this one. So while this package's code runs, each
+handler is called through a `_Guard`, at once, but what it raises there is kept. An exception that
+ends the process (`SystemExit`, `KeyboardInterrupt`) is not: the rank leaves, as it would elsewhere.
+
+Which code runs is decided by the frame that Python passes to the handler, not by a flag, so there
+is no moment between two states. In the user's code nothing changes: the function finds its own
+handlers (`released`), and a guard that it has taken for a previous handler passes all on.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from outlast.inprocess.interruption.error_kinds import USER_REGION
+from outlast.system.user_frames import in_own_code
+
+
+class ForeignHandlers:
+    """The handlers of one call; the caller empties `kept`, the signals and exceptions kept."""
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[int, Exception]] = []
+        self.held = False
+        self._guards: dict[int, _Guard] = {}
+
+    def hold(self) -> None:
+        """Guards Python's handlers, new ones too, in the main thread: no other runs handlers."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self.held = True
+        for number in signal.valid_signals():
+            handler: Any = signal.getsignal(number)
+            if not callable(handler) or handler is signal.default_int_handler:
+                continue
+            if not str(getattr(handler, "__module__", "")).startswith("outlast."):
+                guard = self._guards[number] = _Guard(handler, self)
+                signal.signal(number, guard)
+
+    def release(self) -> None:
+        self.held = False
+        for number, guard in self._guards.items():
+            installed: Any = signal.getsignal(number)
+            if installed is guard:
+                signal.signal(number, guard.handler)
+        self._guards.clear()
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """For the user's function: it sees its handlers, and gets what they raise."""
+        self.release()
+        try:
+            yield
+        finally:
+            self.hold()
+
+
+class _Guard:
+    def __init__(self, handler: Callable[[int, FrameType | None], Any], of: ForeignHandlers):
+        self.handler, self._of = handler, of
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        try:
+            self.handler(number, frame)
+        except Exception as error:
+            if not self._of.held or not in_own_code(frame) or _in_function(frame):
+                raise
+            self._of.kept.append((number, error))
+
+
+def _in_function(frame: FrameType | None) -> bool:
+    """Whether the user's function has called what the thread is executing."""
+    while frame is not None and frame.f_code is not USER_REGION:
+        frame = frame.f_back
+    return frame is not None

@@ -1,0 +1,186 @@
+"""A restore fills the target that it was given, whatever its layout, or names what it cannot."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from outlast.async_checkpoint import Checkpointer
+from outlast.errors import CheckpointMismatch, CheckpointUnsavable
+
+
+def save(path: Path, state: dict[str, Any]) -> None:
+    with Checkpointer(path) as checkpointer:
+        checkpointer.save(1, state).result()
+
+
+def load(path: Path, state: dict[str, Any]) -> dict[str, Any]:
+    with Checkpointer(path, linger=0) as checkpointer:
+        assert checkpointer.restore(state) == 1
+    return state
+
+
+def numbers() -> torch.Tensor:
+    return torch.arange(48.0).reshape(6, 8)
+
+
+def imaginary() -> torch.Tensor:
+    return torch.complex(numbers(), numbers() + 1)
+
+
+VIEWS: dict[str, Callable[[], torch.Tensor]] = {
+    "conjugate": lambda: imaginary().conj(),
+    "negative": lambda: imaginary().conj().imag,
+    "one negative element": lambda: imaginary().conj().imag[1, 1],
+    "transposed": lambda: numbers().t(),
+    "every second column": lambda: numbers()[:, ::2],
+    "expanded": lambda: numbers()[:1].expand(6, 8),
+    "one element, expanded": lambda: torch.ones(1).expand(4),
+    "overlapping windows": lambda: torch.arange(6.0).unfold(0, 3, 1),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_get_the_saved_values(tmp_path: Path, view: str) -> None:
+    saved, target = VIEWS[view](), VIEWS[view]()
+    base: Any = target._base
+    base.zero_()
+    save(tmp_path, {"x": saved})
+    assert load(tmp_path, {"x": target})["x"] is target
+    assert torch.equal(target.resolve_conj().resolve_neg(), saved.resolve_conj().resolve_neg())
+
+
+def test_different_values_for_elements_that_share_memory(tmp_path: Path) -> None:
+    save(tmp_path, {"x": numbers()})
+    with pytest.raises(CheckpointMismatch, match="elements of 'x' share their memory here"):
+        load(tmp_path, {"x": torch.zeros(1, 8).expand(6, 8)})
+
+
+@pytest.mark.parametrize("size", [64, 3_000_000])
+def test_tied_weights_are_filled_only_with_equal_values(tmp_path: Path, size: int) -> None:
+    one, other = torch.full((size,), 1.0), torch.full((size,), 2.0)
+    save(tmp_path / "untied", {"embed": one, "head": other})
+    save(tmp_path / "tied", {"embed": one, "head": one})
+    weight = torch.zeros(size)
+    for _ in range(3):
+        with pytest.raises(CheckpointMismatch, match="'embed' and 'head' share memory here"):
+            load(tmp_path / "untied", {"embed": weight, "head": weight})
+    load(tmp_path / "tied", {"embed": weight, "head": weight})
+    assert torch.equal(weight, one)
+
+
+def test_parts_of_one_tensor(tmp_path: Path) -> None:
+    whole = torch.arange(10.0)
+    save(tmp_path / "overlap", {"a": whole[:6].clone(), "b": whole[4:].clone()})
+    save(tmp_path / "between", {"a": whole[::2].clone(), "b": whole[1::2].clone()})
+    save(tmp_path / "differ", {"a": whole[:6].clone(), "b": whole[4:] + 1})
+    target = torch.zeros(10)
+    load(tmp_path / "overlap", {"a": target[:6], "b": target[4:]})
+    assert torch.equal(target, whole)
+    target = torch.zeros(10)
+    load(tmp_path / "between", {"a": target[::2], "b": target[1::2]})
+    assert torch.equal(target, whole)
+    with pytest.raises(CheckpointMismatch, match="'a' and 'b' share memory here"):
+        load(tmp_path / "differ", {"a": target[:6], "b": target[4:]})
+
+
+class Wrapper(torch.Tensor):
+    """A tensor without memory of its own, as quantized weights are."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+        made.inner = inner
+        return made  # type: ignore[no-any-return]
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], *_: Any) -> Wrapper:
+        return Wrapper(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        found = function(args[0].inner)
+        return Wrapper(found) if isinstance(found, torch.Tensor) else found
+
+
+def test_a_tensor_that_wraps_others_is_refused(tmp_path: Path) -> None:
+    with (
+        Checkpointer(tmp_path) as checkpointer,
+        pytest.raises(CheckpointUnsavable, match=r"'x\.w' is a Wrapper, .* save these, its inner"),
+    ):
+        checkpointer.save(1, {"x": {"w": Wrapper(torch.ones(4, 4))}})
+
+
+class Extra(nn.Module):
+    """Its extra state changes."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.weight, self.state = nn.Parameter(torch.ones(2)), state
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
+EXTRA: dict[str, tuple[Any, Any]] = {
+    "a longer tensor": (torch.arange(22), torch.empty(0, dtype=torch.int64)),
+    "another dtype": (torch.ones(3), torch.ones(3, dtype=torch.int32)),
+    "more tensors in a list": ({"h": [torch.ones(1), torch.zeros(2)]}, {"h": []}),
+    "a list for an empty one": ([torch.ones(1), 2], []),
+    "other keys": ({"a": 1, "b": torch.ones(2)}, {"c": 3}),
+    "a dict for a tensor": ({"a": torch.ones(2)}, torch.ones(1)),
+    "a value for a dict": (b"bytes", {"a": torch.ones(2)}),
+}
+
+
+@pytest.mark.parametrize("memory", [False, True])
+@pytest.mark.parametrize("kind", EXTRA)
+def test_an_extra_state_is_replaced(tmp_path: Path, kind: str, memory: bool) -> None:
+    saved, present = EXTRA[kind]
+    model, other = Extra(saved), Extra(present)
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, {"model": {"0": model.state_dict()}}).result()
+    if not memory:
+        checkpointer.close()
+        checkpointer = Checkpointer(tmp_path, linger=0)
+    with checkpointer:
+        state = {"model": {"0": other.state_dict()}}
+        checkpointer.restore(state)
+        other.load_state_dict(state["model"]["0"])
+    if isinstance(saved, dict):  # in another order
+        assert other.state.keys() == saved.keys()
+        other.state = {key: other.state[key] for key in saved}
+    assert repr(other.state) == repr(saved)
+
+
+def test_a_file_in_memory_comes_back_at_its_position(tmp_path: Path) -> None:
+    for content, at in ((b"some bytes", 4), (b"", 0)):
+        file = io.BytesIO(content)
+        file.seek(at)
+        save(tmp_path / str(at), {"file": file})
+        found = load(tmp_path / str(at), {"file": None})["file"]
+        assert (type(found), found.getvalue(), found.tell()) == (io.BytesIO, content, at)
+
+
+def test_an_empty_list_is_filled(tmp_path: Path) -> None:
+    save(tmp_path, {"history": [torch.ones(2), 3, {"a": 4}], "empty": []})
+    found = load(tmp_path, {"history": [], "empty": []})
+    assert found["history"][1:] == [3, {"a": 4}]
+    assert torch.equal(found["history"][0], torch.ones(2))
+    assert found["empty"] == []

@@ -1,0 +1,116 @@
+"""What no restore could load is not committed, and does not count as a checkpoint that is kept."""
+
+from __future__ import annotations
+
+import enum
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inprocess.mutations import mutate
+from outlast.async_checkpoint import Checkpointer, state_dict
+from outlast.errors import CheckpointError, CheckpointUnsavable
+
+
+class Text(str, enum.Enum):
+    A = "a"
+
+
+class Number(int, enum.Enum):
+    A = 1
+
+
+class Own(str):
+    def __str__(self) -> str:
+        return f"<{super().__str__()}>"
+
+
+class Plain(enum.IntEnum):
+    A = 1
+
+
+PLAIN = [Plain.A, "a", 3]
+
+
+def state(value: float = 0.0) -> dict[str, Any]:
+    return {"x": torch.full((10,), value)}
+
+
+@pytest.mark.parametrize("key", [Text.A, Number.A, Own("q")])
+def test_keys_whose_text_is_not_their_value(
+    tmp_path: Path, key: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = {"x": {key: torch.ones(2)}}
+    with Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(CheckpointUnsavable, match=r"'x' has the key .* whose text .* is not"):
+            checkpointer.save(1, bad)
+        checkpointer.save(2, state()).result()
+    # Whatever else a reader would refuse: its own check is made before the commit.
+    mutate(monkeypatch, state_dict._paths, "str(key) != plain", "False")
+    with Checkpointer(tmp_path / "unchecked") as checkpointer:
+        handle = checkpointer.save(1, bad)
+        with pytest.raises(CheckpointError, match=r"could not commit it: .*'x.* of another name"):
+            handle.result()
+        assert checkpointer.checkpoints() == []
+
+
+@pytest.mark.parametrize("key", PLAIN)
+def test_keys_whose_text_is_their_value(tmp_path: Path, key: Any) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"x": {key: torch.ones(2)}}).result()
+    target = {"x": {key: torch.zeros(2)}}
+    with Checkpointer(tmp_path, linger=0) as checkpointer:
+        assert checkpointer.restore(target) == 1
+    assert torch.equal(target["x"][key], torch.ones(2))
+
+
+def test_a_damaged_checkpoint_is_not_one_that_is_kept(tmp_path: Path) -> None:
+    """Step 2 lost a file: with `keep=2`, step 1 stays until two others can be restored."""
+    with Checkpointer(tmp_path, keep=2) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state(step)).result()
+        (tmp_path / "step-00000002" / "__0_0.distcp").unlink()
+        checkpointer.save(3, state(3)).result()
+    assert {path.name for path in tmp_path.glob("step-*")} >= {"step-00000001", "step-00000003"}
+    with Checkpointer(tmp_path, keep=2) as checkpointer:
+        for step in (4, 5):
+            checkpointer.save(step, state(step)).result()
+    found = {path.name for path in tmp_path.glob("step-*")}
+    assert found == {"step-00000004", "step-00000005"}
+
+
+@pytest.mark.parametrize("how", ["moved", "replaced", "removed"])
+def test_a_folder_that_is_not_the_locked_one(tmp_path: Path, how: str) -> None:
+    folder, away = tmp_path / "c", tmp_path / "away"
+    with Checkpointer(folder, linger=0) as checkpointer:
+        checkpointer.save(1, state(1)).result()
+        if how == "removed":
+            shutil.rmtree(folder)
+        else:
+            folder.rename(away)
+        if how == "replaced":  # as by another job
+            folder.mkdir()
+            (folder / ".lock").touch()
+        handle = checkpointer.save(2, state(2))
+        why = (
+            "is not the folder that this job has locked" if how == "replaced" else "is gone: it was"
+        )
+        with pytest.raises(CheckpointError, match=why):
+            handle.result()
+    assert not (folder / "step-00000002").exists()
+    if how != "removed":
+        assert (away / "step-00000001").exists()
+
+
+def test_the_lock_is_for_the_group_if_the_umask_says_so(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        with Checkpointer(tmp_path, linger=0) as checkpointer:
+            checkpointer.save(1, state()).result()
+    finally:
+        os.umask(before)
+    assert (tmp_path / ".lock").stat().st_mode & 0o777 == 0o664

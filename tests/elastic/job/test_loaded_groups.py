@@ -1,0 +1,115 @@
+"""The groups of an optimizer are loaded wherever torch loads them; moments go by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import outlast
+from outlast.errors import CheckpointMismatch
+
+Made = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def made(*, named: bool = False, lr: Any = 0.1, **options: Any) -> Made:
+    model = nn.Linear(4, 4)
+    parameters: Any = model.named_parameters() if named else model.parameters()
+    return model, torch.optim.AdamW(parameters, lr=lr, **options)
+
+
+def train(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> int:
+    with outlast.Job(path, model=model, optimizer=optimizer, every=1, signals=()) as job:
+        begun = job.restore()
+        for _ in range(steps):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            job.step()
+    return begun
+
+
+def older() -> Made:
+    """As of a torch whose AdamW lacks a key."""
+    model, optimizer = made()
+
+    def before(state: Any) -> None:
+        for group in state["param_groups"]:
+            group.pop("decoupled_weight_decay")
+
+    optimizer.register_state_dict_post_hook(lambda _, state: before(state))
+    return model, optimizer
+
+
+def extended() -> Made:
+    model, optimizer = made()
+    optimizer.param_groups[0]["lr_scale"] = 0.5
+    return model, optimizer
+
+
+CHANGES: dict[str, tuple[Callable[[], Made], Callable[[], Made]]] = {
+    "a key of a newer torch": (older, made),
+    "a key that the program has added": (extended, made),
+    "names at the save only": (lambda: made(named=True), made),
+    "names now only": (made, lambda: made(named=True)),
+    "a rate that was a number": (made, lambda: made(lr=torch.tensor(0.3))),
+    "a rate that was a tensor": (lambda: made(lr=torch.tensor(0.1)), lambda: made(lr=0.3)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_group_that_has_changed(tmp_path: Path, change: str) -> None:
+    save, load = CHANGES[change]
+    train(tmp_path, *save())
+    model, optimizer = load()
+    present = type(optimizer.param_groups[0]["lr"])
+    assert train(tmp_path, model, optimizer) == 2
+    (group,) = optimizer.param_groups
+    assert float(group["lr"]) == pytest.approx(0.1)
+    assert type(group["lr"]) is present
+    assert group["decoupled_weight_decay"] is True
+    assert [float(moments["step"]) for moments in optimizer.state.values()] == [4, 4]
+
+
+def test_a_group_that_was_not_saved(tmp_path: Path) -> None:
+    train(tmp_path, *made())
+    model, optimizer = made()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    with pytest.raises(CheckpointMismatch, match="has no parameter group 1 of the optimizer"):
+        train(tmp_path, model, optimizer)
+
+
+def layers(*names: str) -> Made:
+    model = nn.Sequential()
+    for name in names:
+        model.add_module(name, nn.Linear(4, 4))
+    return model, torch.optim.Adam(model.named_parameters(), lr=0.1)
+
+
+def test_moments_go_to_the_parameter_of_the_same_name(tmp_path: Path) -> None:
+    model, optimizer = layers("a", "b")
+    train(tmp_path, model, optimizer)
+    saved = {n: optimizer.state[p]["exp_avg"].clone() for n, p in model.named_parameters()}
+    model, optimizer = layers("b", "a")
+    assert train(tmp_path, model, optimizer, steps=0) == 2
+    for name, parameter in model.named_parameters():
+        assert torch.equal(optimizer.state[parameter]["exp_avg"], saved[name]), name
+    model, optimizer = layers("a", "b")  # also within a DDP or a compiled model
+    names = optimizer.param_groups[0]["param_names"]
+    optimizer.param_groups[0]["param_names"] = [f"_orig_mod.module.{name}" for name in names]
+    assert train(tmp_path, model, optimizer, steps=0) == 2
+
+
+def test_parameters_of_other_names_are_refused(tmp_path: Path) -> None:
+    train(tmp_path, *layers("a", "b"))
+    model, optimizer = layers("a", "b")
+    names = optimizer.param_groups[0]["param_names"]
+    optimizer.param_groups[0]["param_names"] = [name.replace("b.", "c.", 1) for name in names]
+    with pytest.raises(
+        CheckpointMismatch, match=r"\['c.bias', 'c.weight'\] are new, and \['b.bias'"
+    ):
+        train(tmp_path, model, optimizer)

@@ -1,0 +1,55 @@
+"""A job of one rank, with or without a process group: after an exception it goes on with the step
+that it had, as several ranks do, and what it was saving is committed.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import sys
+import torch, torch.distributed as dist, outlast
+from outlast import inprocess
+failed = []
+@inprocess.Wrapper()
+def main():
+    if sys.argv[2] == "group":
+        dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with outlast.Job(sys.argv[1], model=model, optimizer=optimizer, every=6) as job:
+        first = job.restore()
+        print("restored", first, job.restored_from or "nothing", flush=True)
+        for step in range(first, 12):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            job.step()
+            if step == 7 and not failed:
+                failed.append(1)
+                raise RuntimeError("an injected fault")
+        print("ended", [value.hex() for value in model.weight.flatten().tolist()], flush=True)
+    print([each.step for each in job.checkpointer.checkpoints()])
+main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", ["alone", pytest.param("group", marks=pytest.mark.slow)])
+def test_one_rank_keeps_its_step(tmp_path: Path, group: str) -> None:
+    def run(folder: str, script: str) -> list[str]:
+        env = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        command = [sys.executable, "-c", script, str(tmp_path / folder), group]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    began, *undisturbed = run("a", SCRIPT.replace("failed = []", "failed = [1]"))
+    assert run("b", SCRIPT) == [began, "restored 8 live", *undisturbed]
