@@ -216,10 +216,10 @@ def test_a_stop_has_what_the_whole_body_did(tmp_path: Path) -> None:
     with pytest.raises(SystemExit), job(tmp_path, states={"count": count}) as one:
         one.restore()
         for _ in one.epochs(1):
-            for _ in one.batches(range(50)):
+            for _ in one.batches(range(10**9)):
                 train(one)
                 if one.steps == 1:
-                    one.stop()
+                    one.stop()  # agreed on by a thread, some steps later
                 one.step()
                 count.value += 1
     found = restored(tmp_path)

@@ -19,6 +19,10 @@ import outlast
 SAMPLES, BATCH = 12, 3
 
 
+class Killed(BaseException):
+    pass
+
+
 class Own(Sampler[int]):
     """Shuffles by a generator of its own."""
 
@@ -59,16 +63,17 @@ def run(path: Path, kind: str, *, stop: int = -1, in_states: bool, workers: int)
     parts = {"model": model, "optimizer": optimizer, "states": states}
     found = []
     with (
-        contextlib.suppress(SystemExit),
-        outlast.Job(path, every=1, signals=(), exit_code=0, **parts) as job,
+        contextlib.suppress(Killed),
+        outlast.Job(path, every=1, signals=(), **parts) as job,
     ):
         job.restore()
         for epoch in job.epochs(2):
             for batch in job.batches(loader):
+                if job.steps == stop:
+                    job.checkpointer.wait()
+                    raise Killed
                 found.append((epoch, batch.flatten().int().tolist()))
                 optimizer.step()
-                if job.steps == stop:
-                    job.stop()
                 job.step()
     return found
 

@@ -39,7 +39,9 @@ def train(call: inprocess.CallWrapper):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with outlast.Job("checkpoints", model=ddp, optimizer=optimizer, every=2) as job:
         job.restore()
-        while job.steps < 10:
+        # A stop is agreed on by threads, some steps after the request.
+        last = 10 if how in ("raise", "SIGKILL") else 10**9
+        while job.steps < last:
             call.ping()
             step(call, job)
             loss = ddp(torch.ones(4, 2)).sum()
@@ -122,7 +124,7 @@ def test_a_rank_that_dies_in_the_last_save_of_a_stop(tmp_path: Path) -> None:
     """The other one saves the step that it has."""
     with run(tmp_path, 1, "die in the last save") as job:
         assert job.wait() == 128 + signal.SIGTERM
-    newest = r"step [5678], the newest one that the ranks ha(d|ve), is saved( now)? \("
+    newest = r"step ([5-9]|\d\d+), the newest one that the ranks ha(d|ve), is saved( now)? \("
     assert re.search(newest, job.err), job.err  # they agree on the stop beside the training
     assert "rank 1 (pid " in job.err
     assert job.words[-1].startswith("job stopped as told: saved, exit code 143, after ")
