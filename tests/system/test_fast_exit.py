@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -39,3 +41,39 @@ def test_no_search_and_no_loss(tmp_path: Path, how: str) -> None:
     assert "found by a search" not in done.stdout, done.stderr
     assert path.read_text() == "kept"
     assert Path(f"{path}.free").read_text() == "kept too"
+
+
+EXTENSION = """
+#include <nanobind/nanobind.h>
+struct Thing { Thing() {} };
+NB_MODULE(things, m) {
+    nanobind::class_<Thing>(m, "Thing", nanobind::dynamic_attr()).def(nanobind::init<>());
+}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_a_library_that_counts_what_the_search_has_freed(tmp_path: Path) -> None:
+    """nanobind, of which triton is made, prints some lines for each object that is left."""
+    nanobind = pytest.importorskip("nanobind")
+    folder = Path(nanobind.__file__).parent
+    (tmp_path / "things.cpp").write_text(EXTENSION)
+    headers = [
+        sysconfig.get_paths()["include"],
+        nanobind.include_dir(),
+        str(folder / "ext/robin_map/include"),
+    ]
+    sources = [str(tmp_path / "things.cpp"), str(folder / "src/nb_combined.cpp")]
+    library = tmp_path / f"things{sysconfig.get_config_var('EXT_SUFFIX')}"
+    options = ["-shared", "-fPIC", "-std=c++17", *(f"-I{each}" for each in headers)]
+    subprocess.run(["g++", *options, *sources, "-o", str(library)], check=True)
+    program = "import things\nthing = things.Thing()\nthing.itself = thing\n" + CALLS["directly"]
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout + done.stderr == ""

@@ -6,6 +6,8 @@ Neither this module nor the command modules import anything slow: a command impo
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Annotated
 
 import typer
@@ -53,5 +55,8 @@ def _outlast(
 
 def main() -> None:
     """Run the command line; exits with the command's exit code."""
+    if not os.path.isfile(__file__):
+        where = os.path.dirname(outlast.__file__)
+        sys.exit(f"outlast starts programs of its own, and cannot read them in {where}: install it")
     exit_fast()
     app()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+import outlast
 from outlast.launch.cli import app
 from outlast.launch.config.options import RunOptions
 
@@ -74,3 +77,19 @@ def test_the_command_itself_uses_the_width_of_the_terminal() -> None:
         check=True,
     )
     assert max(map(len, done.stdout.splitlines())) <= COLUMNS
+
+
+def test_a_package_in_an_archive_is_refused(tmp_path: Path) -> None:
+    """Launcher and standbys are files that a Python runs."""
+    folder = Path(outlast.__file__).parent
+    archive = shutil.make_archive(str(tmp_path / "o"), "zip", folder.parent, folder.name)
+    done = subprocess.run(
+        [sys.executable, "-m", "outlast.launch", "run", "script.py"],
+        env={**os.environ, "PYTHONPATH": archive},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        f"outlast starts programs of its own, and cannot read them in {archive}/outlast: install it"
+    ]
