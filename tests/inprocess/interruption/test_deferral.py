@@ -240,6 +240,24 @@ def test_a_loop_in_c_over_such_functions_ends_too(
     assert isinstance(run_interrupted(interrupter, endless), RankShouldRestart)
 
 
+def test_a_thread_that_gets_no_cpu_time_is_given_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(deferral.time, "monotonic", lambda: now)
+    one = deferral.Deferral()
+
+    def __exit__() -> bool:
+        return one.must_wait([sys._getframe()], in_handler=False)
+
+    one.begin()
+    assert __exit__()
+    now = 2.0
+    assert __exit__()
+    end = time.thread_time() + deferral._USED_S
+    while time.thread_time() < end:
+        pass
+    assert not __exit__()
+
+
 def test_the_users_code_that_a_library_calls_is_the_users(
     interrupter: Interrupter, monkeypatch: pytest.MonkeyPatch
 ) -> None:

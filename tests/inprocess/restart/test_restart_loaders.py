@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -27,6 +28,20 @@ def test_the_end_of_a_data_loader_is_not_interrupted(ranks: Ranks) -> None:
         assert views(job) == {k: full(2) for k in range(4)}
         for noise in ("Exception ignored", "swallowed", "resource_sharer", "child process"):
             assert noise not in errors(job), errors(job)
+
+
+@pytest.mark.slow
+def test_a_worker_that_waits_for_ever_is_a_hang(ranks: Ranks) -> None:
+    """A slow one, in the next iteration, is none."""
+    with ranks("loaders", "waits_for_a_worker", nprocs=2) as job:
+        job.start_all()
+        assert job.wait_all() == {0: 0, 1: 0}, errors(job)
+        assert views(job) == {0: full(2), 1: full(2)}
+        found = re.search(
+            r"no progress until the soft timeout; .* scripts/loaders.py:\d+ waits_for_a_worker;",
+            job.errors(0),
+        )
+        assert found, job.errors(0)
 
 
 def test_a_child_process_does_not_destroy_groups_of_its_parent(ranks: Ranks) -> None:

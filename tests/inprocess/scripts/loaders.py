@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import gc
 import os
 import threading
@@ -38,6 +39,36 @@ def loads(call: CallWrapper) -> int:
         if call.iteration < 3 and number == 5 + call.iteration and rank() == 1:
             raise OSError("a planned fault")
         collective()
+    return finish()
+
+
+class Stuck(Slow):
+    """Its third batch waits for a lock that nobody releases, or takes its time."""
+
+    def __init__(self, iteration: int) -> None:
+        self.iteration = iteration
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 8:
+            lock = threading.Lock()
+            lock.acquire()
+            if self.iteration == 0:
+                lock.acquire()
+            for _ in range(120):
+                time.sleep(0.1)
+        return super().__getitem__(index)
+
+
+@scenario
+@wrapped(soft_timeout=datetime.timedelta(seconds=8), hard_timeout=datetime.timedelta(seconds=60))
+def waits_for_a_worker(call: CallWrapper) -> int:
+    """A wait for a worker outlasts the interval in which torch asks whether the worker lives."""
+    join_group()
+    if rank() == 0:
+        loader = DataLoader(Stuck(call.iteration), batch_size=4, num_workers=2)
+        for _, _ in zip(range(4), loader, strict=False):
+            pass
+    collective()
     return finish()
 
 

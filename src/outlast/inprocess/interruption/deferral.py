@@ -18,7 +18,8 @@ coroutine was made and is awaited next, the interrupt waits until the thread has
   one. So the thread is blocked if requests, and nothing else, have met it in one place for
   `_BLOCKED_S`. A call that returns between a request and its signal, a few microseconds, would be
   taken for a blocked one. In `Condition.wait`, where nearly all threads wait, that does no harm.
-* *Neither within `_PATIENCE_S`*: a loop in C over such functions. The interrupt comes anyway.
+* *Neither within `_PATIENCE_S`*: a loop in C over such functions. The interrupt comes anyway. If
+  the thread got less than `_USED_S` of CPU time meanwhile, its machine is busy: ten times as late.
 
 An asynchronous exception is raised after the blocked call, so it waits for the code to move on.
 """
@@ -28,6 +29,7 @@ from __future__ import annotations
 import ctypes
 import dis
 import inspect
+import threading
 import time
 from collections.abc import Sequence
 from types import FrameType
@@ -45,7 +47,7 @@ FINALIZER = "__del__"
 _AWAITS, _CACHE = dis.opmap["GET_AWAITABLE"], dis.opmap.get("CACHE", -1)
 _BLOCKED_S = 0.01
 _DENSE_S = 0.1
-_PATIENCE_S = 1.0
+_PATIENCE_S, _USED_S = 1.0, 0.3
 
 
 # `ask_again(SET_SIGNAL, number)` has Python call the handler of the signal once more. After a call,
@@ -59,12 +61,13 @@ SET_SIGNAL = ctypes.cast(ctypes.pythonapi.PyErr_SetInterruptEx, ctypes.c_void_p)
 
 
 class Deferral:
-    """Decides whether an interrupt must wait. One thread requests, and one is interrupted.
+    """Decides whether an interrupt must wait. One thread requests, and this one is interrupted.
     `waiting`: the last request has found the thread in critical code.
     """
 
     def __init__(self) -> None:
         self.waiting = False
+        self._clock, self._used = time.pthread_getcpuclockid(threading.get_ident()), 0.0
         self._begun = self._arrived = 0.0
         self._requests = self._answered = 0
         self._place = (0, 0)
@@ -72,6 +75,7 @@ class Deferral:
     def begin(self) -> None:
         """Call at the first request, and when an interrupt has been raised."""
         self._begun, self._place, self.waiting = time.monotonic(), (0, 0), False
+        self._used = time.clock_gettime(self._clock)
 
     def requested(self) -> None:
         """Call before each signal."""
@@ -79,7 +83,8 @@ class Deferral:
 
     def must_wait(self, frames: Sequence[FrameType], *, in_handler: bool) -> bool:
         """Whether the interrupt must wait, with the thread in these frames, innermost first."""
-        patient = time.monotonic() - self._begun < _PATIENCE_S
+        waited, used = time.monotonic() - self._begun, time.clock_gettime(self._clock) - self._used
+        patient = waited < _PATIENCE_S * (1 if used >= _USED_S else 10)
         # An import left half-way has no second chance: Python removes the module, but not its
         # submodules, and many packages, such as torch, cannot be imported twice. It has no limit.
         if any(each.f_code.co_filename == _IMPORT for each in frames):
@@ -87,7 +92,7 @@ class Deferral:
         # Python drops what a finalizer raises, such as that of a data loader, which ends its
         # workers. One that does not end in time is interrupted: it may block.
         elif any(each.f_code.co_name == FINALIZER for each in frames):
-            self.waiting = patient
+            self.waiting = waited < _PATIENCE_S
         elif patient and _is_critical(frames):
             self.waiting = not (in_handler and self._is_blocked(frames[0]))
         else:

@@ -45,7 +45,13 @@ from outlast.inprocess.interruption.error_kinds import USER_REGION, ending_in, u
 from outlast.inprocess.interruption.release import QuietHooks
 from outlast.inprocess.monitor.shared_page import Blocked
 from outlast.system import devices
-from outlast.system.user_frames import in_own_code, in_standard_library, is_own, user_place_of
+from outlast.system.user_frames import (
+    in_own_code,
+    in_standard_library,
+    is_installed,
+    is_own,
+    user_place_of,
+)
 
 INTERRUPT_SIGNAL = signal.SIGURG
 
@@ -275,13 +281,16 @@ def waits(frame: FrameType | None) -> bool:
 
 
 def places_of(stack: Iterable[tuple[FrameType, int]]) -> str:
-    """The first frames of a stack, and their lines, as `Interrupter.where` has them."""
+    """The first frames of a stack and the user's first one, as `Interrupter.where` has them."""
     places: list[str] = []
+    found = False
     for frame, line in stack:
-        if not is_own(frame):
+        is_users = not is_installed(frame)
+        if not is_own(frame) and (len(places) < 4 or (is_users and not found)):
             file = "/".join(frame.f_code.co_filename.split("/")[-2:])
             places.append(f"{file}:{line} {frame.f_code.co_name}")
-    return " < ".join(places[:4])
+            found = found or is_users
+    return " < ".join(places)
 
 
 _OF_USERS = ("chaos", "campaign")

@@ -1,10 +1,10 @@
 """The heartbeat thread: takes progress timestamps, and detects the end of the monitor process.
 
-Progress means that the interpreter executes bytecode. In the main thread,
-a pending call (`Py_AddPendingCall`), which runs between two bytecodes, writes the timestamp. A
-thread that hangs in C, with or without the GIL, runs no pending calls. For any other thread, the
-stack is examined: the same frame at the same instruction means no progress. Where a thread without
-progress is blocked, is noted too (`Blocked`).
+Progress means that the interpreter executes bytecode, other than to ask whether the workers of a
+`DataLoader` live (`LoaderWorkers`). In the main thread, a pending call (`Py_AddPendingCall`), which
+runs between two bytecodes, writes the timestamp. A thread that hangs in C, with or without the GIL,
+runs no pending calls. For any other thread, the stack is examined: the same frame at the same
+instruction means no progress. Where a thread without progress is blocked, is noted too (`Blocked`).
 
 The end of the monitor process is an event: the kernel closes its end of a socket.
 """
@@ -21,6 +21,7 @@ from collections.abc import Callable
 
 from outlast.clock import Clock
 from outlast.coordination.training_step import loop
+from outlast.inprocess.monitor.loader_workers import LoaderWorkers
 from outlast.inprocess.monitor.shared_page import Activity, Blocked, SharedPage
 
 _PendingCall = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
@@ -59,6 +60,7 @@ class HeartbeatThread:
         self._is_main = threading.current_thread() is threading.main_thread()
         self._outstanding = False
         self._position: tuple[int, int] = (0, 0)
+        self._loader = LoaderWorkers()
         # The interpreter keeps only the address: the object must live as long as the thread.
         self._pending = _PendingCall(self._in_main_thread)
         page.heartbeat = clock.now()
@@ -122,7 +124,11 @@ class HeartbeatThread:
 
     def _in_main_thread(self, argument: int | None) -> int:
         self._outstanding = False
-        if self._page.activity in _TIMED:
+        if self._page.activity not in _TIMED:
+            return 0
+        if self._loader.are_quiet(sys._getframe(1)):
+            self._page.blocked = Blocked.ELSEWHERE
+        else:
             self._note_progress()
         return 0
 
