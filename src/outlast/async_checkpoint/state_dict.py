@@ -21,10 +21,10 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItemType
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from outlast.async_checkpoint.storage.entries import ITEM_BYTES, is_covered, tree_path
+from outlast.async_checkpoint.subclasses import SUBCLASS, inner, wraps
 from outlast.errors import CheckpointError, CheckpointUnsavable
 
 V = TypeVar("V")
@@ -55,7 +55,9 @@ class Last(Generic[V]):
 
 def is_leaf(value: Any) -> bool:
     """Whether a walk does not go into `value`."""
-    return isinstance(value, torch.Tensor) or not isinstance(value, Mapping | list)
+    if isinstance(value, torch.Tensor):
+        return not wraps(value)
+    return not isinstance(value, Mapping | list)
 
 
 def nodes(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -64,17 +66,24 @@ def nodes(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     if is_leaf(value):
         return
     if isinstance(value, list):
-        for index, inner in enumerate(value):
-            yield from nodes(inner, (*path, (index,)))
+        for index, each in enumerate(value):
+            yield from nodes(each, (*path, (index,)))
     else:
-        for key, inner in value.items():
-            yield from nodes(inner, (*path, key))
+        for key, each in _items(value):
+            yield from nodes(each, (*path, key))
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    return (inner(value) if isinstance(value, torch.Tensor) else value).items()
 
 
 def look_up(state: Any, path: Path) -> Any:
     """The value at `path`."""
     for key in path:
-        state = state[key[0] if isinstance(key, tuple) else key]
+        if isinstance(state, torch.Tensor):
+            state = inner(state)[SUBCLASS] if key == SUBCLASS else getattr(state, key)
+        else:
+            state = state[key[0] if isinstance(key, tuple) else key]
     return state
 
 
@@ -123,10 +132,12 @@ def too_deep(state: Any) -> CheckpointUnsavable:
 
 
 def _inner(value: Any) -> Iterator[tuple[Any, Any]]:
-    return iter(list(enumerate(value)) if isinstance(value, list) else list(value.items()))
+    return iter(list(enumerate(value)) if isinstance(value, list) else list(_items(value)))
 
 
 def _walk(value: Any, signature: list[Any], leaves: list[Any]) -> None:
+    if wraps(value):
+        value = inner(value)
     if isinstance(value, torch.Tensor):
         leaves.append(value)
         spec = getattr(value, "_spec", None)  # of a DTensor: its mesh and placements
@@ -141,12 +152,12 @@ def _walk(value: Any, signature: list[Any], leaves: list[Any]) -> None:
             signature.append((value.shape, value.dtype, value.layout))
     elif isinstance(value, Mapping):
         signature.append((tuple(value), tuple(map(type, value))))  # True == 1
-        for inner in value.values():
-            _walk(inner, signature, leaves)
+        for each in value.values():
+            _walk(each, signature, leaves)
     elif isinstance(value, list):
         signature.append(len(value))
-        for inner in value:
-            _walk(inner, signature, leaves)
+        for each in value:
+            _walk(each, signature, leaves)
     else:
         signature.append(None)
         leaves.append(value)
@@ -194,7 +205,7 @@ def describe(state_dict: Mapping[str, Any]) -> list[Item]:
     """
     planner = DefaultSavePlanner()
     try:
-        planner.set_up_planner(dict(state_dict), is_coordinator=True)
+        planner.set_up_planner(_unwrapped(state_dict), is_coordinator=True)
     except RecursionError:
         raise too_deep(state_dict) from None
     paths = _paths(state_dict)
@@ -207,12 +218,7 @@ def describe(state_dict: Mapping[str, Any]) -> list[Item]:
             items.append(Item(name, path, "value"))
             continue
         leaf = look_up(state_dict, path)
-        if is_traceable_wrapper_subclass(leaf) and not isinstance(leaf, DTensor):
-            inner = ", ".join(leaf.__tensor_flatten__()[0])
-            raise CheckpointUnsavable(
-                f"{name!r} is a {type(leaf).__name__}, which has no data of its own, but wraps "
-                f"tensors: save these, its {inner}"
-            )
+        _check_has_data(name, leaf)
         dtype = str(data.properties.dtype).removeprefix("torch.")
         if dtype not in ITEM_BYTES:
             raise CheckpointUnsavable(
@@ -230,6 +236,34 @@ def describe(state_dict: Mapping[str, Any]) -> list[Item]:
             )
         )
     return items
+
+
+def _unwrapped(value: Any) -> Any:
+    """The same state with dicts in place of tensors that wrap others."""
+    if is_leaf(value):
+        return value
+    if isinstance(value, list):
+        return [_unwrapped(each) for each in value]
+    return {key: _unwrapped(each) for key, each in _items(value)}
+
+
+def _check_has_data(name: str, leaf: Any) -> None:
+    own = getattr(leaf, "_local_tensor", leaf)
+    if hasattr(leaf, "local_shards") or type(own) in (torch.Tensor, torch.nn.Parameter):
+        return
+    kind = type(own).__name__ if own is leaf else f"DTensor of {type(own).__name__}"
+    if is_traceable_wrapper_subclass(own):
+        if own is leaf or wraps(own):
+            inside = ", ".join(own.__tensor_flatten__()[0])
+            raise CheckpointUnsavable(
+                f"{name!r} is a {kind}, which has no data of its own, but wraps tensors: save "
+                f"these, its {inside}"
+            )
+    elif own.numel() and not own.is_meta and own.data_ptr() == 0:
+        raise CheckpointUnsavable(
+            f"{name!r} is a {kind}, which has no data of its own, and no __tensor_flatten__ to "
+            "name the tensors that have it"
+        )
 
 
 def _paths(state_dict: Mapping[str, Any]) -> dict[Path, Path]:

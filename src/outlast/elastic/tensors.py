@@ -11,6 +11,8 @@ import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from outlast.async_checkpoint.subclasses import parts, wraps
+
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 _count = operator.attrgetter("_version")
 
@@ -28,7 +30,10 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def digest(tensor: torch.Tensor) -> str:
     """Of the local tensor's contents."""
-    return xxhash.xxh3_64_hexdigest(bytes_of(tensor).cpu().numpy().data)
+    found = xxhash.xxh3_64()
+    for _, each in parts(tensor):
+        found.update(bytes_of(each).cpu().numpy().data)
+    return found.hexdigest()
 
 
 def shard_of(tensor: torch.Tensor) -> str | None:
@@ -76,4 +81,6 @@ def version(tensor: torch.Tensor) -> Any:
     """How many writes to the tensor torch has counted."""
     if isinstance(tensor, DTensor):  # torch counts on the one or on the other
         return tensor._version, tensor._local_tensor._version
+    if wraps(tensor):  # likewise
+        return tensor._version, [version(each) for _, each in parts(tensor)]
     return 0 if tensor.is_inference() else tensor._version

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from outlast.async_checkpoint import Checkpointer
-from outlast.errors import CheckpointMismatch, CheckpointUnsavable
+from outlast.errors import CheckpointMismatch
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
@@ -88,40 +88,6 @@ def test_parts_of_one_tensor(tmp_path: Path) -> None:
     assert torch.equal(target, whole)
     with pytest.raises(CheckpointMismatch, match="'a' and 'b' share memory here"):
         load(tmp_path / "differ", {"a": target[:6], "b": target[4:]})
-
-
-class Wrapper(torch.Tensor):
-    """A tensor without memory of its own, as quantized weights are."""
-
-    inner: torch.Tensor
-
-    @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Wrapper:
-        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)  # type: ignore[attr-defined]
-        made.inner = inner
-        return made  # type: ignore[no-any-return]
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["inner"], None
-
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, torch.Tensor], *_: Any) -> Wrapper:
-        return Wrapper(inner["inner"])
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        found = function(args[0].inner)
-        return Wrapper(found) if isinstance(found, torch.Tensor) else found
-
-
-def test_a_tensor_that_wraps_others_is_refused(tmp_path: Path) -> None:
-    with (
-        Checkpointer(tmp_path) as checkpointer,
-        pytest.raises(CheckpointUnsavable, match=r"'x\.w' is a Wrapper, .* save these, its inner"),
-    ):
-        checkpointer.save(1, {"x": {"w": Wrapper(torch.ones(4, 4))}})
 
 
 class Extra(nn.Module):

@@ -18,9 +18,11 @@ from torch.distributed.tensor import DTensor
 from outlast.async_checkpoint.restore.verified_read import Source
 from outlast.async_checkpoint.state_dict import Item, look_up, nodes
 from outlast.async_checkpoint.storage.entries import Contents, TensorEntry, tree_path
+from outlast.async_checkpoint.subclasses import SUBCLASS, wraps
 from outlast.errors import CheckpointMismatch
 
 _SHOWN = 10  # of each kind of difference
+_SUBCLASS = f".{SUBCLASS}"
 _EXTRA = "_extra_state"  # torch's suffix of the names of extra states
 
 
@@ -88,6 +90,8 @@ def blank_extra_states(state_dict: dict[str, Any], contents: Contents) -> None:
         for key in names:
             if not isinstance(key, str) or not key.endswith(_EXTRA):
                 continue
+            if wraps(value[key]):
+                continue
             at = (*path, key)
             found = {whole[len(at) :]: each for whole, each in saved if whole[: len(at)] == at}
             if isinstance(entry := found.get(()), TensorEntry):
@@ -148,6 +152,10 @@ def fit(
             wrong.append(f"{item.name!r} is a tensor, a value was saved")
         elif item.kind == "value" and entry is not None:
             wrong.append(f"{item.name!r} is a value, a tensor was saved")
+        elif (whole := item.name.removesuffix(_SUBCLASS)) != item.name and whole in tensors:
+            wrong.append(f"{whole!r} wraps tensors here, and is a plain tensor in the checkpoint")
+        elif item.kind == "tensor" and item.name + _SUBCLASS in values:
+            wrong.append(f"{item.name!r} is a plain tensor, a subclass that wraps some was saved")
     differences = _few("only in the state dict", required(names - saved) if strict else [])
     differences += _few("different", wrong)
     if differences:

@@ -19,6 +19,7 @@ from outlast.async_checkpoint.restore.verified_read import Piece, Source, check_
 from outlast.async_checkpoint.snapshot.structure import local_view
 from outlast.async_checkpoint.state_dict import Item, look_up
 from outlast.async_checkpoint.storage.entries import Shard
+from outlast.async_checkpoint.subclasses import SUBCLASS, check_same, inner
 from outlast.errors import CheckpointMismatch
 from outlast.system.error_text import first_line
 from outlast.system.shared_memory import memory_at
@@ -36,6 +37,12 @@ def load(
     values: list[tuple[Item, Any]] = []
     for source in content.sources:
         values += _load_values(source, state_dict, items, weights_only)
+    wrapped = {item.name: look_up(state_dict, item.path[:-1]) for item, _ in values}
+    wrapped = {name: each for name, each in wrapped.items() if isinstance(each, torch.Tensor)}
+    for item, value in values:
+        if item.name in wrapped:
+            name = item.name.removesuffix(f".{SUBCLASS}")
+            check_same(name, value, inner(wrapped[item.name])[SUBCLASS])
     parts = [
         (item, local_view(look_up(state_dict, item.path), item))
         for item in items
@@ -48,7 +55,8 @@ def load(
     for first, second in shared:
         _load_shared(content, first, second)
     for item, value in values:
-        put(state_dict, item.path, value)
+        if item.name not in wrapped:
+            put(state_dict, item.path, value)
 
 
 def _sharing(parts: Sequence[Part]) -> list[tuple[Part, Part]]:

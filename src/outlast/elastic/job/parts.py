@@ -13,8 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import _init_optim_state
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from outlast.async_checkpoint.subclasses import has_wrapped, rewrap
 from outlast.elastic import random_generators as generators
 from outlast.elastic.job.encoding import (
     KEY,
@@ -236,6 +239,10 @@ class AttachedState(Part):
         if isinstance(state, Mapping) and KEY not in state and isinstance(state.get("0"), tuple):
             raise CheckpointMismatch("each rank has saved its own: pass outlast.per_rank(...)")
         found = unpack(state)
+        if has_wrapped(found):
+            if isinstance(self._source, Optimizer):
+                create_moments(self._source)
+            rewrap(found, self.shared(), "state")
         if found is not None and isinstance(self._source, nn.Module):
             load_module(self._source, found)
         elif found is not None:
@@ -252,6 +259,13 @@ class AttachedState(Part):
     @staticmethod
     def saved(shared: Any, own: Mapping[int, Any]) -> Any:
         return pack(shared)
+
+
+def create_moments(optimizer: Optimizer) -> None:
+    """Creates the moments of an optimizer that has made no step. torch does this with a step at a
+    learning rate of 0, which counts as a step.
+    """
+    _init_optim_state(optimizer)
 
 
 class ConsistentParts(Part):

@@ -33,6 +33,7 @@ from torch.optim.optimizer import (
 )
 
 from outlast.async_checkpoint.kept_state import KeptState
+from outlast.async_checkpoint.subclasses import wraps
 from outlast.elastic.job.epochs import place_of
 from outlast.elastic.job.live.frozen import Frozen, Point, signature
 from outlast.elastic.job.live.gradients import Gradients
@@ -71,6 +72,7 @@ class Recorder:
         entries = plain_state_dict(training.module, keep_vars=True)
         self._training: TrainingState | None = training
         self._entries: dict[str, Any] = entries
+        _check_buffers(entries)
         self._buffers = Buffers(entries, training.module)
         _check_supported(training, entries, self._buffers)
         optimizers = list(training.optimizers.values())
@@ -235,7 +237,8 @@ class Recorder:
 
     def _build(self, training: TrainingState, point: Point) -> Frozen:
         shared = point.shared.read()
-        model = {name: entry.detach() for name, entry in self._entries.items()}
+        entries = self._entries.items()
+        model = {name: each if wraps(each) else each.detach() for name, each in entries}
         parts = {name: training.parts[name].frozen(each) for name, each in shared["parts"].items()}
         state = {"model": model | self._buffers.initial | shared["buffers"], **parts}
         savers = {name: part.saver() for name, part in training.parts.items()}
@@ -338,6 +341,14 @@ def _without_files(noted: tuple[int, dict[str, Any]]) -> tuple[int, dict[str, An
 
 class NotSupported(Exception):
     """This state cannot be kept; says why."""
+
+
+def _check_buffers(entries: dict[str, Any]) -> None:
+    for name, entry in entries.items():
+        if wraps(entry) and not isinstance(entry, nn.Parameter):
+            raise NotSupported(
+                f"the buffer {name!r} is a {type(entry).__name__}, which wraps others"
+            )
 
 
 def _check_supported(training: TrainingState, entries: dict[str, Any], buffers: Buffers) -> None:
