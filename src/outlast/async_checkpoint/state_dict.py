@@ -106,6 +106,9 @@ def signature_and_leaves(state: Any) -> tuple[list[Any], list[Any]]:
         _walk(state, signature, leaves)
     except RecursionError:
         raise too_deep(state) from None
+    except RuntimeError:
+        _paths(state)  # names a tensor that has no shape
+        raise
     return signature, leaves
 
 
@@ -247,22 +250,27 @@ def _unwrapped(value: Any) -> Any:
     return {key: _unwrapped(each) for key, each in _items(value)}
 
 
+def _why_unsavable(tensor: torch.Tensor) -> str:
+    if tensor.is_meta:
+        return "a meta tensor, which has no data"
+    is_nested = tensor.is_nested and tensor.layout == torch.strided
+    kind = "nested" if is_nested else "oneDNN" if tensor.is_mkldnn else ""
+    return f"a {kind} tensor, which cannot be saved" if kind else ""
+
+
 def _check_has_data(name: str, leaf: Any) -> None:
     own = getattr(leaf, "_local_tensor", leaf)
     if hasattr(leaf, "local_shards") or type(own) in (torch.Tensor, torch.nn.Parameter):
         return
-    kind = type(own).__name__ if own is leaf else f"DTensor of {type(own).__name__}"
     if is_traceable_wrapper_subclass(own):
-        if own is leaf or wraps(own):
-            inside = ", ".join(own.__tensor_flatten__()[0])
-            raise CheckpointUnsavable(
-                f"{name!r} is a {kind}, which has no data of its own, but wraps tensors: save "
-                f"these, its {inside}"
-            )
-    elif own.numel() and not own.is_meta and own.data_ptr() == 0:
+        lacks = own is leaf or wraps(own)  # the part of a DTensor may be a tensor to wait for
+    else:
+        lacks = own.numel() and not own.is_meta and own.data_ptr() == 0
+    if lacks:
+        kind = type(own).__name__ if own is leaf else f"DTensor of {type(own).__name__}"
         raise CheckpointUnsavable(
-            f"{name!r} is a {kind}, which has no data of its own, and no __tensor_flatten__ to "
-            "name the tensors that have it"
+            f"{name!r} is a {kind}, which has no data of its own, and no __tensor_flatten__ that "
+            "can be used: save the tensors that it wraps"
         )
 
 
@@ -270,9 +278,9 @@ def _paths(state_dict: Mapping[str, Any]) -> dict[Path, Path]:
     """Maps torch's paths, in which every dict key is text, to ours, which keep the types."""
     found: dict[Path, Path] = {}
     for path, value in nodes(state_dict):
-        if isinstance(value, torch.Tensor) and value.is_meta:
+        if isinstance(value, torch.Tensor) and (why := _why_unsavable(value)):
             name = ".".join(map(str, torch_path(path)))
-            raise CheckpointUnsavable(f"{name!r} is a meta tensor, which has no data")
+            raise CheckpointUnsavable(f"{name!r} is {why}")
         for key in value if isinstance(value, Mapping) else ():
             if not isinstance(key, str | int) or isinstance(key, bool):
                 where = "".join(f"[{k[0] if isinstance(k, tuple) else k!r}]" for k in path)

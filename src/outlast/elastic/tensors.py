@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from outlast.async_checkpoint.subclasses import parts, wraps
+from outlast.async_checkpoint.state_dict import look_up, nodes, torch_path
+from outlast.async_checkpoint.subclasses import SUBCLASS, check_same, inner, parts, wraps
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 _count = operator.attrgetter("_version")
@@ -49,6 +50,32 @@ def shard_of(tensor: torch.Tensor) -> str | None:
         if not placement.is_replicate()
     ]
     return ",".join(places) or "-"
+
+
+def rewrap(loaded: Any, present: Callable[[], Any], where: str) -> None:
+    """Fills the subclasses that wrap tensors from the dicts that a `loaded` state has in their
+    places, and puts them there; `where` is its name. They are in `present()`, called if needed.
+
+    Raises:
+        CheckpointMismatch: if another tensor is there now, or none; names it.
+    """
+    found = [(p, v) for p, v in nodes(loaded) if isinstance(v, dict) and SUBCLASS in v]
+    state = present() if found else None
+    for path, saved in found:
+        try:
+            tensor = look_up(state, path)
+        except (LookupError, TypeError, AttributeError):
+            tensor = None
+        now = inner(tensor) if wraps(tensor) else {SUBCLASS: f"a {type(tensor).__name__}"}
+        name = ".".join([where, *map(str, torch_path(path))])
+        check_same(name, saved[SUBCLASS], now[SUBCLASS])
+        with torch.no_grad():
+            for key, each in saved.items():
+                if isinstance(into := now[key], torch.Tensor) and isinstance(each, torch.Tensor):
+                    into.copy_(each)
+        parent, key = look_up(loaded, path[:-1]), path[-1]
+        if not isinstance(parent, torch.Tensor):  # which is in place
+            parent[key[0] if isinstance(key, tuple) else key] = tensor
 
 
 class Versions:

@@ -88,9 +88,7 @@ def blank_extra_states(state_dict: dict[str, Any], contents: Contents) -> None:
     for path, value in list(nodes(state_dict)) if saved else ():
         names = list(value) if isinstance(value, dict) else []
         for key in names:
-            if not isinstance(key, str) or not key.endswith(_EXTRA):
-                continue
-            if wraps(value[key]):
+            if not isinstance(key, str) or not key.endswith(_EXTRA) or wraps(value[key]):
                 continue
             at = (*path, key)
             found = {whole[len(at) :]: each for whole, each in saved if whole[: len(at)] == at}
@@ -105,6 +103,8 @@ def blank_extra_states(state_dict: dict[str, Any], contents: Contents) -> None:
 def put(root: Any, path: tuple[Any, ...], value: Any) -> None:
     """Sets the value at `path`; creates the dicts and lists on the way."""
     for key, following in zip(path, (*path[1:], None), strict=True):
+        if isinstance(root, torch.Tensor):
+            return  # what it wraps is filled in place
         place = key[0] if isinstance(key, tuple) else key
         if isinstance(root, list):
             root.extend([None] * (place + 1 - len(root)))

@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import io
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -146,7 +146,7 @@ class Structure:
 
     def sources(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
         """This rank's part of each of `tensors`; `leaves` are those of `signature_and_leaves`."""
-        return [
+        found = [
             # A plain tensor has the planned shape, which is in the signature.
             leaf
             if type(leaf := leaves[number]) is torch.Tensor
@@ -156,6 +156,8 @@ class Structure:
             else local_part(leaf, item)
             for item, number in zip(self.tensors, self._leaves, strict=True)
         ]
+        check_not_freed(zip(self.tensors, found, strict=True))
+        return found
 
     def pickle_values(self, state_dict: Mapping[str, Any]) -> tuple[bytes, list[list[int]]]:
         """The values, serialized by torch one after another; and the offset and size of each."""
@@ -235,6 +237,14 @@ def _pickle(item: Item, value: Any) -> bytes:
         kind = type(value).__name__
         raise CheckpointUnsavable(f"{item.name!r} ({kind}) cannot be saved: {e}") from e
     return file.getvalue()
+
+
+def check_not_freed(parts: Iterable[tuple[Item, torch.Tensor]]) -> None:
+    """Names a tensor whose storage was freed: to copy it would end the process."""
+    for item, tensor in parts:
+        start = tensor.storage_offset() * tensor.itemsize
+        if type(tensor) is torch.Tensor and tensor.nbytes and tensor.data_ptr() == start:
+            raise CheckpointUnsavable(f"{item.name!r} has no data: its storage was freed")
 
 
 def local_part(leaf: Any, item: Item) -> torch.Tensor:

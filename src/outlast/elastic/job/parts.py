@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from outlast.async_checkpoint.subclasses import has_wrapped, rewrap
 from outlast.elastic import random_generators as generators
 from outlast.elastic.job.encoding import (
     KEY,
@@ -29,6 +28,7 @@ from outlast.elastic.job.encoding import (
     unpacked,
 )
 from outlast.elastic.numerics.consistent_ddp import ConsistentDDP
+from outlast.elastic.tensors import rewrap
 from outlast.elastic.wrapped_modules import load_plain as load_module
 from outlast.elastic.wrapped_modules import plain_state_dict, unwrapped
 from outlast.errors import CheckpointError, CheckpointMismatch
@@ -59,6 +59,12 @@ class Part:
     def save(self) -> Any:
         """The state for a checkpoint; may be a collective. Nothing is saved if it is empty."""
         return self._source.state_dict()
+
+    def with_moments(self) -> Any:
+        """What `save` returns, of an optimizer after a first step, at a learning rate of 0."""
+        if isinstance(self._source, Optimizer):
+            _init_optim_state(self._source)
+        return self.save()
 
     def target(self, saved: Any) -> Any:
         """What a checkpoint is loaded into, made from the result of `save`."""
@@ -239,10 +245,7 @@ class AttachedState(Part):
         if isinstance(state, Mapping) and KEY not in state and isinstance(state.get("0"), tuple):
             raise CheckpointMismatch("each rank has saved its own: pass outlast.per_rank(...)")
         found = unpack(state)
-        if has_wrapped(found):
-            if isinstance(self._source, Optimizer):
-                create_moments(self._source)
-            rewrap(found, self.shared(), "state")
+        rewrap(found, self.with_moments, "state")
         if found is not None and isinstance(self._source, nn.Module):
             load_module(self._source, found)
         elif found is not None:
@@ -259,13 +262,6 @@ class AttachedState(Part):
     @staticmethod
     def saved(shared: Any, own: Mapping[int, Any]) -> Any:
         return pack(shared)
-
-
-def create_moments(optimizer: Optimizer) -> None:
-    """Creates the moments of an optimizer that has made no step. torch does this with a step at a
-    learning rate of 0, which counts as a step.
-    """
-    _init_optim_state(optimizer)
 
 
 class ConsistentParts(Part):

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from outlast.async_checkpoint.beside import Beside
 from outlast.async_checkpoint.plain_values import Unsavable, encode
 from outlast.async_checkpoint.state_dict import is_leaf, nodes
-from outlast.async_checkpoint.subclasses import has_wrapped, parts, rewrap, wraps
+from outlast.async_checkpoint.subclasses import parts
 from outlast.coordination.call_ledger import CallLedger
 from outlast.elastic.data.loader import ElasticLoader
 from outlast.elastic.data.stream import ShardedStream
@@ -42,10 +42,9 @@ from outlast.elastic.job.parts import (
     SamplerPart,
     StreamPart,
     ThirdPartyLoader,
-    create_moments,
 )
 from outlast.elastic.job.skipped import SkippedBatches
-from outlast.elastic.tensors import local
+from outlast.elastic.tensors import local, rewrap
 from outlast.elastic.wrapped_modules import consistent_ddp, load_plain, plain_state_dict
 
 _HAS_MOMENTS = "has_moments"  # part of the checkpoint's format
@@ -201,8 +200,7 @@ class ModelPart(Part):
         return plain_state_dict(self._source)
 
     def load(self, state: Any, steps: int) -> None:
-        if has_wrapped(state):
-            rewrap(state, plain_state_dict(self._source, keep_vars=True), "model")
+        rewrap(state, self.save, "model")
         load_plain(self._source, state)
 
 
@@ -238,9 +236,7 @@ class OptimizerPart(Part):
         state["param_groups"] = [
             loaded_group(number, group, loaded) for number, (group, loaded) in enumerate(pairs)
         ]
-        if has_wrapped(state["state"]):  # the classes are those that the optimizer makes
-            create_moments(self._source)
-            rewrap(state["state"], self._source.state_dict()["state"], "optimizer.state")
+        rewrap(state, self.with_moments, "optimizer")
         self._source.load_state_dict(state)
         if steps and has_moments:
             self._match_strides()
@@ -287,9 +283,7 @@ class OptimizerPart(Part):
             if isinstance(parameter, DTensor) or parameter.is_contiguous():
                 continue
             for name, value in moments.items():
-                if not isinstance(value, torch.Tensor) or wraps(value):
-                    continue
-                if value.shape != parameter.shape:
+                if type(value) is not torch.Tensor or value.shape != parameter.shape:
                     continue
                 if value.stride() != parameter.stride():
                     strided = torch.empty_like(parameter, dtype=value.dtype, device=value.device)

@@ -72,7 +72,6 @@ class Recorder:
         entries = plain_state_dict(training.module, keep_vars=True)
         self._training: TrainingState | None = training
         self._entries: dict[str, Any] = entries
-        _check_buffers(entries)
         self._buffers = Buffers(entries, training.module)
         _check_supported(training, entries, self._buffers)
         optimizers = list(training.optimizers.values())
@@ -343,14 +342,6 @@ class NotSupported(Exception):
     """This state cannot be kept; says why."""
 
 
-def _check_buffers(entries: dict[str, Any]) -> None:
-    for name, entry in entries.items():
-        if wraps(entry) and not isinstance(entry, nn.Parameter):
-            raise NotSupported(
-                f"the buffer {name!r} is a {type(entry).__name__}, which wraps others"
-            )
-
-
 def _check_supported(training: TrainingState, entries: dict[str, Any], buffers: Buffers) -> None:
     for optimizer in training.optimizers.values():
         if not isinstance(optimizer, Optimizer):
@@ -358,7 +349,7 @@ def _check_supported(training: TrainingState, entries: dict[str, Any], buffers: 
             raise NotSupported(f"{kind} is no torch.optim.Optimizer, so its steps cannot be marked")
     for name, entry in entries.items():
         if not isinstance(entry, nn.Parameter) and name not in buffers.initial:
-            raise NotSupported(f"{name!r} of the model's state is no parameter and no buffer")
+            raise NotSupported(f"{name!r} of the model's state is no parameter, nor a plain buffer")
         if entry.device.type != "cpu" and not on_accelerator(entry):
             raise NotSupported(f"{name!r} is on {entry.device}, which is no accelerator of torch's")
         if name in buffers.initial and isinstance(entry, DTensor):

@@ -148,8 +148,10 @@ class Snapshot:
             return False
         pairs = zip(self._tensors, other._tensors, strict=True)
         return all(
-            _places(a) == _places(b)  # a large one, whose writes are counted
-            or (not wraps(a) and (a.dtype, a.device) == (b.dtype, b.device) and torch.equal(a, b))
+            a is b  # its writes are counted, too
+            if wraps(a)
+            else a.data_ptr() == b.data_ptr()  # a large one, whose writes are counted
+            or ((a.dtype, a.device) == (b.dtype, b.device) and torch.equal(a, b))
             for a, b in pairs
         )
 
@@ -157,10 +159,6 @@ class Snapshot:
         if not self._pickled:
             return self._copied
         return _Unpickler(io.BytesIO(self._pickled), self._tensors).load()
-
-
-def _places(tensor: torch.Tensor) -> list[int]:
-    return [each.data_ptr() for _, each in parts(tensor)]
 
 
 class _Pickler(pickle.Pickler):
