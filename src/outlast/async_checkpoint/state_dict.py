@@ -55,9 +55,7 @@ class Last(Generic[V]):
 
 def is_leaf(value: Any) -> bool:
     """Whether a walk does not go into `value`."""
-    if isinstance(value, torch.Tensor):
-        return not wraps(value)
-    return not isinstance(value, Mapping | list)
+    return not (isinstance(value, Mapping | list) or wraps(value))
 
 
 def nodes(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -65,16 +63,8 @@ def nodes(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     yield path, value
     if is_leaf(value):
         return
-    if isinstance(value, list):
-        for index, each in enumerate(value):
-            yield from nodes(each, (*path, (index,)))
-    else:
-        for key, each in _items(value):
-            yield from nodes(each, (*path, key))
-
-
-def _items(value: Any) -> Iterable[tuple[Any, Any]]:
-    return (inner(value) if isinstance(value, torch.Tensor) else value).items()
+    for key, each in _inner(value):
+        yield from nodes(each, (*path, (key,) if isinstance(value, list) else key))
 
 
 def look_up(state: Any, path: Path) -> Any:
@@ -135,7 +125,9 @@ def too_deep(state: Any) -> CheckpointUnsavable:
 
 
 def _inner(value: Any) -> Iterator[tuple[Any, Any]]:
-    return iter(list(enumerate(value)) if isinstance(value, list) else list(_items(value)))
+    if isinstance(value, list):
+        return iter(list(enumerate(value)))
+    return iter(list((inner(value) if wraps(value) else value).items()))
 
 
 def _walk(value: Any, signature: list[Any], leaves: list[Any]) -> None:
@@ -247,7 +239,7 @@ def _unwrapped(value: Any) -> Any:
         return value
     if isinstance(value, list):
         return [_unwrapped(each) for each in value]
-    return {key: _unwrapped(each) for key, each in _items(value)}
+    return {key: _unwrapped(each) for key, each in _inner(value)}
 
 
 def _why_unsavable(tensor: torch.Tensor) -> str:
@@ -269,8 +261,7 @@ def _check_has_data(name: str, leaf: Any) -> None:
     if lacks:
         kind = type(own).__name__ if own is leaf else f"DTensor of {type(own).__name__}"
         raise CheckpointUnsavable(
-            f"{name!r} is a {kind}, which has no data of its own, and no __tensor_flatten__ that "
-            "can be used: save the tensors that it wraps"
+            f"{name!r} is a {kind}, which has no data of its own: save the tensors that it wraps"
         )
 
 

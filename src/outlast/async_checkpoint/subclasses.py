@@ -24,11 +24,9 @@ _OF_PROCESS = re.compile(r" at 0x[0-9a-f]+|device\([^)]*\)")
 
 def wraps(value: Any) -> bool:
     """Whether `value` is a tensor that wraps others, of no class of torch's own, as `DTensor`."""
-    return (
-        type(value) not in _PLAIN
-        and is_traceable_wrapper_subclass(value)
-        and not type(value).__module__.startswith("torch.")
-    )
+    if type(value) in _PLAIN or not is_traceable_wrapper_subclass(value):
+        return False
+    return not type(value).__module__.startswith("torch.")
 
 
 def inner(tensor: Any) -> dict[str, Any]:
@@ -55,6 +53,5 @@ def check_same(name: str, saved: str, now: str) -> None:
     """Raises a `CheckpointMismatch` if the texts differ that `inner` has of a tensor."""
     if saved != now:
         raise CheckpointMismatch(
-            f"{name!r} was saved as {saved}, and is {now} here: build the model and the optimizer "
-            "as they were saved"
+            f"{name!r} was saved as {saved}, and is {now} here: make it as it was saved"
         )

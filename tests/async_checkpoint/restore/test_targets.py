@@ -150,3 +150,14 @@ def test_an_empty_list_is_filled(tmp_path: Path) -> None:
     assert found["history"][1:] == [3, {"a": 4}]
     assert torch.equal(found["history"][0], torch.ones(2))
     assert found["empty"] == []
+
+
+def test_a_view_in_a_value_is_saved_without_the_rest_of_its_storage(tmp_path: Path) -> None:
+    whole = torch.arange(1_000_000)
+    small = torch.arange(6)
+    save(tmp_path, {"x": (whole[1:3], [small[:3], small[3:]])})
+    assert sum(each.stat().st_size for each in tmp_path.rglob("*") if each.is_file()) < 1 << 20
+    view, (first, second) = load(tmp_path, {"x": None})["x"]
+    assert view.tolist() == [1, 2]
+    assert torch.equal(torch.cat([first, second]), small)
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()

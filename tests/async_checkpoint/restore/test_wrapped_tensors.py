@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from outlast.async_checkpoint import Checkpointer
 from outlast.errors import CheckpointError, CheckpointMismatch, CheckpointUnsavable
@@ -162,9 +166,25 @@ class Opaque(torch.Tensor):
 def test_what_does_not_tell_its_tensors_is_refused(tmp_path: Path) -> None:
     with (
         Checkpointer(tmp_path) as checkpointer,
-        pytest.raises(CheckpointUnsavable, match=r"'x\.w' is a Opaque, .* no __tensor_flatten__"),
+        pytest.raises(CheckpointUnsavable, match=r"'x\.w' is a Opaque, which has no data"),
     ):
         checkpointer.save(1, {"x": {"w": Opaque(torch.ones(4, 4))}})
+
+
+def test_a_sharded_one_is_refused(tmp_path: Path) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        sharded = distribute_tensor(torch.ones(6, 8), init_device_mesh("cpu", (1,)), [Shard(0)])
+        sharded._local_tensor = weight()
+        with (
+            Checkpointer(tmp_path) as checkpointer,
+            pytest.raises(
+                CheckpointUnsavable, match=r"'x\.w' is a DTensor of Scaled, which has no"
+            ),
+        ):
+            checkpointer.save(1, {"x": {"w": sharded}})
+    finally:
+        dist.destroy_process_group()
 
 
 def freed(shape: int = 4) -> torch.Tensor:

@@ -171,7 +171,8 @@ def left_over(names: Sequence[str], where: str) -> CheckpointMismatch:
 def _mismatch(where: str, differences: Sequence[str], only_names: bool) -> CheckpointMismatch:
     advice = "Build the model and the optimizer as they were saved, or use another folder"
     if only_names:
-        advice += "; strict=False of Checkpointer.restore ignores names that only one side has"
+        advice += "; strict=False of Checkpointer.restore ignores names that only one side has. "
+        advice += "For a Job: restore the model with a Checkpointer, and give the job a new folder"
     return CheckpointMismatch(
         f"{where} does not fit the state dict: {'; '.join(differences)}. {advice}"
     )

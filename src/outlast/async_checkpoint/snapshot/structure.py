@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 from outlast.async_checkpoint.plain_values import Unsavable, encode
 from outlast.async_checkpoint.state_dict import Item, Key, Last, is_leaf, look_up, nodes
@@ -230,13 +231,25 @@ def _pickle(item: Item, value: Any) -> bytes:
         value = value.detach().cpu()
     file = io.BytesIO()
     try:
-        torch.save(encode(value), file)
+        torch.save(_without_rest(encode(value)), file)
     except Unsavable as e:
         raise CheckpointUnsavable(f"{item.name + e.where!r} cannot be saved: {e}") from e
     except Exception as e:
         kind = type(value).__name__
         raise CheckpointUnsavable(f"{item.name!r} ({kind}) cannot be saved: {e}") from e
     return file.getvalue()
+
+
+def _without_rest(value: Any) -> Any:
+    """The value with copies of the views of larger storages, which torch would save whole, unless
+    several tensors share one.
+    """
+    views = [t for t in tree_leaves(value) if type(t) is torch.Tensor and not t.requires_grad]
+    views = [t for t in views if t.layout is torch.strided and not t.is_nested]
+    users = collections.Counter(t.untyped_storage().data_ptr() for t in views)
+    larger = [t for t in views if t.untyped_storage().nbytes() > t.nbytes]
+    copies = {id(t): t.clone() for t in larger if users[t.untyped_storage().data_ptr()] == 1}
+    return tree_map(lambda each: copies.get(id(each), each), value) if copies else value
 
 
 def check_not_freed(parts: Iterable[tuple[Item, torch.Tensor]]) -> None:

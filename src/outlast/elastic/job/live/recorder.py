@@ -236,8 +236,7 @@ class Recorder:
 
     def _build(self, training: TrainingState, point: Point) -> Frozen:
         shared = point.shared.read()
-        entries = self._entries.items()
-        model = {name: each if wraps(each) else each.detach() for name, each in entries}
+        model = {n: e if wraps(e) else e.detach() for n, e in self._entries.items()}
         parts = {name: training.parts[name].frozen(each) for name, each in shared["parts"].items()}
         state = {"model": model | self._buffers.initial | shared["buffers"], **parts}
         savers = {name: part.saver() for name, part in training.parts.items()}
