@@ -125,9 +125,8 @@ def too_deep(state: Any) -> CheckpointUnsavable:
 
 
 def _inner(value: Any) -> Iterator[tuple[Any, Any]]:
-    if isinstance(value, list):
-        return iter(list(enumerate(value)))
-    return iter(list((inner(value) if wraps(value) else value).items()))
+    found = inner(value) if wraps(value) else value
+    return iter(list(enumerate(found) if isinstance(found, list) else found.items()))
 
 
 def _walk(value: Any, signature: list[Any], leaves: list[Any]) -> None:
@@ -245,6 +244,8 @@ def _unwrapped(value: Any) -> Any:
 def _why_unsavable(tensor: torch.Tensor) -> str:
     if tensor.is_meta:
         return "a meta tensor, which has no data"
+    if hasattr(tensor, "local_shards"):  # a ShardedTensor has few attributes of a tensor
+        return ""
     is_nested = tensor.is_nested and tensor.layout == torch.strided
     kind = "nested" if is_nested else "oneDNN" if tensor.is_mkldnn else ""
     return f"a {kind} tensor, which cannot be saved" if kind else ""

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from outlast.async_checkpoint.beside import Beside
 from outlast.async_checkpoint.plain_values import Unsavable, encode
 from outlast.async_checkpoint.state_dict import is_leaf, nodes
-from outlast.async_checkpoint.subclasses import parts
+from outlast.async_checkpoint.subclasses import parts, wraps
 from outlast.coordination.call_ledger import CallLedger
 from outlast.elastic.data.loader import ElasticLoader
 from outlast.elastic.data.stream import ShardedStream
@@ -172,7 +172,8 @@ class TrainingState:
         """Raises a `ValueError` that names an object and a value that would not load as saved."""
         for name, part in self._attached.items():
             try:
-                encode(part.save() if isinstance(part, PerRankState) else part.shared())
+                saved = part.save() if isinstance(part, PerRankState) else part.shared()
+                encode(tree_map(lambda each: [*parts(each)] if wraps(each) else each, saved))
             except Unsavable as e:
                 raise ValueError(f"{f'states.{name}{e.where}'!r} cannot be saved: {e}") from None
 
