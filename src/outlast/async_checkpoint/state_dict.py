@@ -246,9 +246,9 @@ def _why_unsavable(tensor: torch.Tensor) -> str:
         return "a meta tensor, which has no data"
     if hasattr(tensor, "local_shards"):  # a ShardedTensor has few attributes of a tensor
         return ""
-    is_nested = tensor.is_nested and tensor.layout == torch.strided
-    kind = "nested" if is_nested else "oneDNN" if tensor.is_mkldnn else ""
-    return f"a {kind} tensor, which cannot be saved" if kind else ""
+    kind = "oneDNN" if tensor.is_mkldnn else "nested" if tensor.is_nested else ""
+    is_value = tensor.layout == torch.jagged  # it is pickled
+    return f"a {kind} tensor, which cannot be saved" if kind and not is_value else ""
 
 
 def _check_has_data(name: str, leaf: Any) -> None:

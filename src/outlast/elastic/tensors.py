@@ -55,9 +55,7 @@ def shard_of(tensor: torch.Tensor) -> str | None:
 def rewrap(loaded: Any, present: Callable[[], Any], where: str) -> None:
     """Fills the subclasses that wrap tensors from the dicts that a `loaded` state has in their
     places, and puts them there; `where` is its name. They are in `present()`, called if needed.
-
-    Raises:
-        CheckpointMismatch: if another tensor is there now, or none; names it.
+    A `CheckpointMismatch` if another tensor is there now, or none; names it.
     """
     found = [(p, v) for p, v in nodes(loaded) if isinstance(v, dict) and SUBCLASS in v]
     state = present() if found else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -173,7 +174,9 @@ class TrainingState:
         for name, part in self._attached.items():
             try:
                 saved = part.save() if isinstance(part, PerRankState) else part.shared()
-                encode(tree_map(lambda each: [*parts(each)] if wraps(each) else each, saved))
+                with contextlib.suppress(RecursionError):  # `encode` says why
+                    saved = tree_map(lambda each: [*parts(each)] if wraps(each) else each, saved)
+                encode(saved)
             except Unsavable as e:
                 raise ValueError(f"{f'states.{name}{e.where}'!r} cannot be saved: {e}") from None
 

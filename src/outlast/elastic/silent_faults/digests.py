@@ -133,8 +133,7 @@ class Buffers:
             name: (id(each), each._version)
             for name, each in module.named_buffers()
             if not each.is_inference()
-            and not isinstance(each, DTensor)
-            and not wraps(each)
+            and not (isinstance(each, DTensor) or wraps(each))
             and each.layout == torch.strided
             and each.numel()
         }

@@ -100,8 +100,7 @@ class Frozen:
     def _leaf(self, tensor: torch.Tensor) -> Any:
         if wraps(tensor):
             self._wrapped.append(tensor)
-            found = inner(tensor)
-            return {SUBCLASS: found.pop(SUBCLASS)} | {n: self._leaf(t) for n, t in found.items()}
+            return {n: t if n == SUBCLASS else self._leaf(t) for n, t in inner(tensor).items()}
         self._tensors.append(tensor)
         self.leaves.append(local(tensor))
         return Leaf(len(self.leaves) - 1, isinstance(tensor, DTensor))
