@@ -21,10 +21,10 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItemType
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from outlast.async_checkpoint.storage.entries import ITEM_BYTES, is_covered, tree_path
+from outlast.async_checkpoint.subclasses import SUBCLASS, inner, wraps
 from outlast.errors import CheckpointError, CheckpointUnsavable
 
 V = TypeVar("V")
@@ -55,7 +55,7 @@ class Last(Generic[V]):
 
 def is_leaf(value: Any) -> bool:
     """Whether a walk does not go into `value`."""
-    return isinstance(value, torch.Tensor) or not isinstance(value, Mapping | list)
+    return not (isinstance(value, Mapping | list) or wraps(value))
 
 
 def nodes(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -63,18 +63,17 @@ def nodes(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     yield path, value
     if is_leaf(value):
         return
-    if isinstance(value, list):
-        for index, inner in enumerate(value):
-            yield from nodes(inner, (*path, (index,)))
-    else:
-        for key, inner in value.items():
-            yield from nodes(inner, (*path, key))
+    for key, each in _inner(value):
+        yield from nodes(each, (*path, (key,) if isinstance(value, list) else key))
 
 
 def look_up(state: Any, path: Path) -> Any:
     """The value at `path`."""
     for key in path:
-        state = state[key[0] if isinstance(key, tuple) else key]
+        if isinstance(state, torch.Tensor):
+            state = inner(state)[SUBCLASS] if key == SUBCLASS else getattr(state, key)
+        else:
+            state = state[key[0] if isinstance(key, tuple) else key]
     return state
 
 
@@ -97,6 +96,9 @@ def signature_and_leaves(state: Any) -> tuple[list[Any], list[Any]]:
         _walk(state, signature, leaves)
     except RecursionError:
         raise too_deep(state) from None
+    except RuntimeError:
+        _paths(state)  # names a tensor that has no shape
+        raise
     return signature, leaves
 
 
@@ -123,10 +125,13 @@ def too_deep(state: Any) -> CheckpointUnsavable:
 
 
 def _inner(value: Any) -> Iterator[tuple[Any, Any]]:
-    return iter(list(enumerate(value)) if isinstance(value, list) else list(value.items()))
+    found = inner(value) if wraps(value) else value
+    return iter(list(enumerate(found) if isinstance(found, list) else found.items()))
 
 
 def _walk(value: Any, signature: list[Any], leaves: list[Any]) -> None:
+    if wraps(value):
+        value = inner(value)
     if isinstance(value, torch.Tensor):
         leaves.append(value)
         spec = getattr(value, "_spec", None)  # of a DTensor: its mesh and placements
@@ -141,12 +146,12 @@ def _walk(value: Any, signature: list[Any], leaves: list[Any]) -> None:
             signature.append((value.shape, value.dtype, value.layout))
     elif isinstance(value, Mapping):
         signature.append((tuple(value), tuple(map(type, value))))  # True == 1
-        for inner in value.values():
-            _walk(inner, signature, leaves)
+        for each in value.values():
+            _walk(each, signature, leaves)
     elif isinstance(value, list):
         signature.append(len(value))
-        for inner in value:
-            _walk(inner, signature, leaves)
+        for each in value:
+            _walk(each, signature, leaves)
     else:
         signature.append(None)
         leaves.append(value)
@@ -194,7 +199,7 @@ def describe(state_dict: Mapping[str, Any]) -> list[Item]:
     """
     planner = DefaultSavePlanner()
     try:
-        planner.set_up_planner(dict(state_dict), is_coordinator=True)
+        planner.set_up_planner(_unwrapped(state_dict), is_coordinator=True)
     except RecursionError:
         raise too_deep(state_dict) from None
     paths = _paths(state_dict)
@@ -207,12 +212,7 @@ def describe(state_dict: Mapping[str, Any]) -> list[Item]:
             items.append(Item(name, path, "value"))
             continue
         leaf = look_up(state_dict, path)
-        if is_traceable_wrapper_subclass(leaf) and not isinstance(leaf, DTensor):
-            inner = ", ".join(leaf.__tensor_flatten__()[0])
-            raise CheckpointUnsavable(
-                f"{name!r} is a {type(leaf).__name__}, which has no data of its own, but wraps "
-                f"tensors: save these, its {inner}"
-            )
+        _check_has_data(name, leaf)
         dtype = str(data.properties.dtype).removeprefix("torch.")
         if dtype not in ITEM_BYTES:
             raise CheckpointUnsavable(
@@ -232,13 +232,47 @@ def describe(state_dict: Mapping[str, Any]) -> list[Item]:
     return items
 
 
+def _unwrapped(value: Any) -> Any:
+    """The same state with dicts in place of tensors that wrap others."""
+    if is_leaf(value):
+        return value
+    if isinstance(value, list):
+        return [_unwrapped(each) for each in value]
+    return {key: _unwrapped(each) for key, each in _inner(value)}
+
+
+def _why_unsavable(tensor: torch.Tensor) -> str:
+    if tensor.is_meta:
+        return "a meta tensor, which has no data"
+    if hasattr(tensor, "local_shards"):  # a ShardedTensor has few attributes of a tensor
+        return ""
+    kind = "oneDNN" if tensor.is_mkldnn else "nested" if tensor.is_nested else ""
+    is_value = tensor.layout == torch.jagged  # it is pickled
+    return f"a {kind} tensor, which cannot be saved" if kind and not is_value else ""
+
+
+def _check_has_data(name: str, leaf: Any) -> None:
+    own = getattr(leaf, "_local_tensor", leaf)
+    if hasattr(leaf, "local_shards") or type(own) in (torch.Tensor, torch.nn.Parameter):
+        return
+    if is_traceable_wrapper_subclass(own):
+        lacks = own is leaf or wraps(own)  # the part of a DTensor may be a tensor to wait for
+    else:
+        lacks = own.numel() and not own.is_meta and own.data_ptr() == 0
+    if lacks:
+        kind = type(own).__name__ if own is leaf else f"DTensor of {type(own).__name__}"
+        raise CheckpointUnsavable(
+            f"{name!r} is a {kind}, which has no data of its own: save the tensors that it wraps"
+        )
+
+
 def _paths(state_dict: Mapping[str, Any]) -> dict[Path, Path]:
     """Maps torch's paths, in which every dict key is text, to ours, which keep the types."""
     found: dict[Path, Path] = {}
     for path, value in nodes(state_dict):
-        if isinstance(value, torch.Tensor) and value.is_meta:
+        if isinstance(value, torch.Tensor) and (why := _why_unsavable(value)):
             name = ".".join(map(str, torch_path(path)))
-            raise CheckpointUnsavable(f"{name!r} is a meta tensor, which has no data")
+            raise CheckpointUnsavable(f"{name!r} is {why}")
         for key in value if isinstance(value, Mapping) else ():
             if not isinstance(key, str | int) or isinstance(key, bool):
                 where = "".join(f"[{k[0] if isinstance(k, tuple) else k!r}]" for k in path)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+from outlast.async_checkpoint.state_dict import look_up, nodes, torch_path
+from outlast.async_checkpoint.subclasses import SUBCLASS, check_same, inner, parts, wraps
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 _count = operator.attrgetter("_version")
@@ -28,7 +31,10 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def digest(tensor: torch.Tensor) -> str:
     """Of the local tensor's contents."""
-    return xxhash.xxh3_64_hexdigest(bytes_of(tensor).cpu().numpy().data)
+    found = xxhash.xxh3_64()
+    for _, each in parts(tensor):
+        found.update(bytes_of(each).cpu().numpy().data)
+    return found.hexdigest()
 
 
 def shard_of(tensor: torch.Tensor) -> str | None:
@@ -44,6 +50,30 @@ def shard_of(tensor: torch.Tensor) -> str | None:
         if not placement.is_replicate()
     ]
     return ",".join(places) or "-"
+
+
+def rewrap(loaded: Any, present: Callable[[], Any], where: str) -> None:
+    """Fills the subclasses that wrap tensors from the dicts that a `loaded` state has in their
+    places, and puts them there; `where` is its name. They are in `present()`, called if needed.
+    A `CheckpointMismatch` if another tensor is there now, or none; names it.
+    """
+    found = [(p, v) for p, v in nodes(loaded) if isinstance(v, dict) and SUBCLASS in v]
+    state = present() if found else None
+    for path, saved in found:
+        try:
+            tensor = look_up(state, path)
+        except (LookupError, TypeError, AttributeError):
+            tensor = None
+        now = inner(tensor) if wraps(tensor) else {SUBCLASS: f"a {type(tensor).__name__}"}
+        name = ".".join([where, *map(str, torch_path(path))])
+        check_same(name, saved[SUBCLASS], now[SUBCLASS])
+        with torch.no_grad():
+            for key, each in saved.items():
+                if isinstance(into := now[key], torch.Tensor) and isinstance(each, torch.Tensor):
+                    into.copy_(each)
+        parent, key = look_up(loaded, path[:-1]), path[-1]
+        if not isinstance(parent, torch.Tensor):  # which is in place
+            parent[key[0] if isinstance(key, tuple) else key] = tensor
 
 
 class Versions:
@@ -76,4 +106,6 @@ def version(tensor: torch.Tensor) -> Any:
     """How many writes to the tensor torch has counted."""
     if isinstance(tensor, DTensor):  # torch counts on the one or on the other
         return tensor._version, tensor._local_tensor._version
+    if wraps(tensor):  # likewise
+        return tensor._version, [version(each) for _, each in parts(tensor)]
     return 0 if tensor.is_inference() else tensor._version

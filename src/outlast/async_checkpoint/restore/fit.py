@@ -18,9 +18,11 @@ from torch.distributed.tensor import DTensor
 from outlast.async_checkpoint.restore.verified_read import Source
 from outlast.async_checkpoint.state_dict import Item, look_up, nodes
 from outlast.async_checkpoint.storage.entries import Contents, TensorEntry, tree_path
+from outlast.async_checkpoint.subclasses import SUBCLASS, wraps
 from outlast.errors import CheckpointMismatch
 
 _SHOWN = 10  # of each kind of difference
+_SUBCLASS = f".{SUBCLASS}"
 _EXTRA = "_extra_state"  # torch's suffix of the names of extra states
 
 
@@ -86,7 +88,7 @@ def blank_extra_states(state_dict: dict[str, Any], contents: Contents) -> None:
     for path, value in list(nodes(state_dict)) if saved else ():
         names = list(value) if isinstance(value, dict) else []
         for key in names:
-            if not isinstance(key, str) or not key.endswith(_EXTRA):
+            if not isinstance(key, str) or not key.endswith(_EXTRA) or wraps(value[key]):
                 continue
             at = (*path, key)
             found = {whole[len(at) :]: each for whole, each in saved if whole[: len(at)] == at}
@@ -101,6 +103,8 @@ def blank_extra_states(state_dict: dict[str, Any], contents: Contents) -> None:
 def put(root: Any, path: tuple[Any, ...], value: Any) -> None:
     """Sets the value at `path`; creates the dicts and lists on the way."""
     for key, following in zip(path, (*path[1:], None), strict=True):
+        if isinstance(root, torch.Tensor):
+            return  # what it wraps is filled in place
         place = key[0] if isinstance(key, tuple) else key
         if isinstance(root, list):
             root.extend([None] * (place + 1 - len(root)))
@@ -148,6 +152,10 @@ def fit(
             wrong.append(f"{item.name!r} is a tensor, a value was saved")
         elif item.kind == "value" and entry is not None:
             wrong.append(f"{item.name!r} is a value, a tensor was saved")
+        elif (whole := item.name.removesuffix(_SUBCLASS)) != item.name and whole in tensors:
+            wrong.append(f"{whole!r} wraps tensors here, and is a plain tensor in the checkpoint")
+        elif item.kind == "tensor" and item.name + _SUBCLASS in values:
+            wrong.append(f"{item.name!r} is a plain tensor, a subclass that wraps some was saved")
     differences = _few("only in the state dict", required(names - saved) if strict else [])
     differences += _few("different", wrong)
     if differences:
@@ -163,7 +171,8 @@ def left_over(names: Sequence[str], where: str) -> CheckpointMismatch:
 def _mismatch(where: str, differences: Sequence[str], only_names: bool) -> CheckpointMismatch:
     advice = "Build the model and the optimizer as they were saved, or use another folder"
     if only_names:
-        advice += "; strict=False of Checkpointer.restore ignores names that only one side has"
+        advice += "; strict=False of Checkpointer.restore ignores names that only one side has. "
+        advice += "For a Job: restore the model with a Checkpointer, and give the job a new folder"
     return CheckpointMismatch(
         f"{where} does not fit the state dict: {'; '.join(differences)}. {advice}"
     )

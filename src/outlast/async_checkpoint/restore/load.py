@@ -16,9 +16,10 @@ import torch
 from outlast.async_checkpoint.plain_values import decode
 from outlast.async_checkpoint.restore.fit import Content, put
 from outlast.async_checkpoint.restore.verified_read import Piece, Source, check_sizes, read_verified
-from outlast.async_checkpoint.snapshot.structure import local_view
+from outlast.async_checkpoint.snapshot.structure import check_not_freed, local_view
 from outlast.async_checkpoint.state_dict import Item, look_up
 from outlast.async_checkpoint.storage.entries import Shard
+from outlast.async_checkpoint.subclasses import SUBCLASS, check_same
 from outlast.errors import CheckpointMismatch
 from outlast.system.error_text import first_line
 from outlast.system.shared_memory import memory_at
@@ -41,6 +42,7 @@ def load(
         for item in items
         if item.kind == "tensor"
     ]
+    check_not_freed(parts)
     shared = _sharing(parts)
     later = {id(second[1]) for _, second in shared}
     for source in content.sources:
@@ -203,13 +205,16 @@ def _load_values(
     found = []
     for (item, _), buffer in zip(wanted, buffers, strict=True):
         data = bytes(memory_at(buffer.data_ptr(), buffer.nbytes))
+        present = look_up(state_dict, item.path)
         try:
             plain = torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
-            value = decode(plain, like=look_up(state_dict, item.path))
+            value = decode(plain, like=present)
         except Exception as e:
             raise CheckpointMismatch(
                 f"the value {item.name!r} of {source.where} cannot be loaded: {first_line(e)}. If "
                 "you trust the checkpoint, weights_only=False loads any Python object"
             ) from e
+        if item.path[-1] == SUBCLASS and present is not None:
+            check_same(item.name.removesuffix(f".{SUBCLASS}"), value, present)
         found.append((item, value))
     return found

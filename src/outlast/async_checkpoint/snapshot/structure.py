@@ -17,10 +17,11 @@ import dataclasses
 import functools
 import io
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 from outlast.async_checkpoint.plain_values import Unsavable, encode
 from outlast.async_checkpoint.state_dict import Item, Key, Last, is_leaf, look_up, nodes
@@ -146,7 +147,7 @@ class Structure:
 
     def sources(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
         """This rank's part of each of `tensors`; `leaves` are those of `signature_and_leaves`."""
-        return [
+        found = [
             # A plain tensor has the planned shape, which is in the signature.
             leaf
             if type(leaf := leaves[number]) is torch.Tensor
@@ -156,6 +157,8 @@ class Structure:
             else local_part(leaf, item)
             for item, number in zip(self.tensors, self._leaves, strict=True)
         ]
+        check_not_freed(zip(self.tensors, found, strict=True))
+        return found
 
     def pickle_values(self, state_dict: Mapping[str, Any]) -> tuple[bytes, list[list[int]]]:
         """The values, serialized by torch one after another; and the offset and size of each."""
@@ -228,13 +231,33 @@ def _pickle(item: Item, value: Any) -> bytes:
         value = value.detach().cpu()
     file = io.BytesIO()
     try:
-        torch.save(encode(value), file)
+        torch.save(_without_rest(encode(value)), file)
     except Unsavable as e:
         raise CheckpointUnsavable(f"{item.name + e.where!r} cannot be saved: {e}") from e
     except Exception as e:
         kind = type(value).__name__
         raise CheckpointUnsavable(f"{item.name!r} ({kind}) cannot be saved: {e}") from e
     return file.getvalue()
+
+
+def _without_rest(value: Any) -> Any:
+    """The value with copies of the views of larger storages, which torch would save whole, unless
+    several tensors share one.
+    """
+    views = [t for t in tree_leaves(value) if type(t) is torch.Tensor and not t.requires_grad]
+    views = [t for t in views if t.layout is torch.strided and not t.is_nested]
+    users = collections.Counter(t.untyped_storage().data_ptr() for t in views)
+    larger = [t for t in views if t.untyped_storage().nbytes() > t.nbytes]
+    copies = {id(t): t.clone() for t in larger if users[t.untyped_storage().data_ptr()] == 1}
+    return tree_map(lambda each: copies.get(id(each), each), value) if copies else value
+
+
+def check_not_freed(parts: Iterable[tuple[Item, torch.Tensor]]) -> None:
+    """Names a tensor whose storage was freed: to copy it would end the process."""
+    for item, tensor in parts:
+        start = tensor.storage_offset() * tensor.itemsize
+        if type(tensor) is torch.Tensor and tensor.nbytes and tensor.data_ptr() == start:
+            raise CheckpointUnsavable(f"{item.name!r} has no data: its storage was freed")
 
 
 def local_part(leaf: Any, item: Item) -> torch.Tensor:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import _init_optim_state
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from outlast.elastic import random_generators as generators
@@ -26,6 +28,7 @@ from outlast.elastic.job.encoding import (
     unpacked,
 )
 from outlast.elastic.numerics.consistent_ddp import ConsistentDDP
+from outlast.elastic.tensors import rewrap
 from outlast.elastic.wrapped_modules import load_plain as load_module
 from outlast.elastic.wrapped_modules import plain_state_dict, unwrapped
 from outlast.errors import CheckpointError, CheckpointMismatch
@@ -56,6 +59,12 @@ class Part:
     def save(self) -> Any:
         """The state for a checkpoint; may be a collective. Nothing is saved if it is empty."""
         return self._source.state_dict()
+
+    def with_moments(self) -> Any:
+        """What `save` returns, of an optimizer after a first step, at a learning rate of 0."""
+        if isinstance(self._source, Optimizer):
+            _init_optim_state(self._source)
+        return self.save()
 
     def target(self, saved: Any) -> Any:
         """What a checkpoint is loaded into, made from the result of `save`."""
@@ -236,6 +245,7 @@ class AttachedState(Part):
         if isinstance(state, Mapping) and KEY not in state and isinstance(state.get("0"), tuple):
             raise CheckpointMismatch("each rank has saved its own: pass outlast.per_rank(...)")
         found = unpack(state)
+        rewrap(found, self.with_moments, "state")
         if found is not None and isinstance(self._source, nn.Module):
             load_module(self._source, found)
         elif found is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,11 +14,13 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 from outlast.async_checkpoint.beside import Beside
 from outlast.async_checkpoint.plain_values import Unsavable, encode
+from outlast.async_checkpoint.state_dict import is_leaf, nodes
+from outlast.async_checkpoint.subclasses import parts, wraps
 from outlast.coordination.call_ledger import CallLedger
 from outlast.elastic.data.loader import ElasticLoader
 from outlast.elastic.data.stream import ShardedStream
@@ -42,7 +45,7 @@ from outlast.elastic.job.parts import (
     ThirdPartyLoader,
 )
 from outlast.elastic.job.skipped import SkippedBatches
-from outlast.elastic.tensors import local
+from outlast.elastic.tensors import local, rewrap
 from outlast.elastic.wrapped_modules import consistent_ddp, load_plain, plain_state_dict
 
 _HAS_MOMENTS = "has_moments"  # part of the checkpoint's format
@@ -157,7 +160,7 @@ class TrainingState:
             at = ("optimizer", "state") if name == ONLY else ("optimizer", name, "state")
             absent = Counter(path[len(at)] for path in lacking if path[: len(at)] == at)
             for key, count in absent.items():
-                if count == len(tree_leaves(moments[key])):
+                if count == sum(is_leaf(each) for _, each in nodes(moments[key])):
                     del moments[key]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -170,7 +173,10 @@ class TrainingState:
         """Raises a `ValueError` that names an object and a value that would not load as saved."""
         for name, part in self._attached.items():
             try:
-                encode(part.save() if isinstance(part, PerRankState) else part.shared())
+                saved = part.save() if isinstance(part, PerRankState) else part.shared()
+                with contextlib.suppress(RecursionError):  # `encode` says why
+                    saved = tree_map(lambda each: [*parts(each)] if wraps(each) else each, saved)
+                encode(saved)
             except Unsavable as e:
                 raise ValueError(f"{f'states.{name}{e.where}'!r} cannot be saved: {e}") from None
 
@@ -198,6 +204,7 @@ class ModelPart(Part):
         return plain_state_dict(self._source)
 
     def load(self, state: Any, steps: int) -> None:
+        rewrap(state, self.save, "model")
         load_plain(self._source, state)
 
 
@@ -233,6 +240,7 @@ class OptimizerPart(Part):
         state["param_groups"] = [
             loaded_group(number, group, loaded) for number, (group, loaded) in enumerate(pairs)
         ]
+        rewrap(state, self.with_moments, "optimizer")
         self._source.load_state_dict(state)
         if steps and has_moments:
             self._match_strides()
@@ -279,7 +287,7 @@ class OptimizerPart(Part):
             if isinstance(parameter, DTensor) or parameter.is_contiguous():
                 continue
             for name, value in moments.items():
-                if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+                if type(value) is not torch.Tensor or value.shape != parameter.shape:
                     continue
                 if value.stride() != parameter.stride():
                     strided = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
@@ -300,8 +308,9 @@ class Backup:
                 return value
             if not isinstance(value, torch.Tensor):
                 return copy.deepcopy(value)
-            tensor = _each_once(local(value))
-            self._tensors.append((tensor, tensor.to("cpu", copy=True)))
+            for _, each in parts(value):
+                tensor = _each_once(local(each))
+                self._tensors.append((tensor, tensor.to("cpu", copy=True)))
             return value
 
         self._state = tree_map(copied, state, is_leaf=is_kept)

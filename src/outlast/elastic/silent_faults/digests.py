@@ -16,6 +16,7 @@ import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from outlast.async_checkpoint.subclasses import wraps
 from outlast.elastic.silent_faults.layout import Part, Piece
 from outlast.elastic.tensors import local
 from outlast.system.streams import current_stream, on_stream
@@ -132,7 +133,7 @@ class Buffers:
             name: (id(each), each._version)
             for name, each in module.named_buffers()
             if not each.is_inference()
-            and not isinstance(each, DTensor)
+            and not (isinstance(each, DTensor) or wraps(each))
             and each.layout == torch.strided
             and each.numel()
         }

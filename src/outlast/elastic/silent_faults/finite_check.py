@@ -32,6 +32,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from outlast.async_checkpoint.finite import is_finite, total
+from outlast.async_checkpoint.subclasses import parts
 from outlast.coordination.call_ledger import CallLedger
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.elastic.silent_faults.digests import flat_bytes
@@ -94,11 +95,12 @@ class FiniteCheck(Startable["RunningFiniteCheck"]):
         return RunningFiniteCheck(self, parameters_to_check(module), ledger, emitter, step)
 
 
-def parameters_to_check(module: nn.Module) -> dict[str, nn.Parameter]:
+def parameters_to_check(module: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters that must be finite, by name: not a mask (no gradient, not finite now)."""
     return {
         name: parameter
-        for name, parameter in module.named_parameters()
+        for whole, wrapper in module.named_parameters()
+        for name, parameter in parts(wrapper, whole)
         if not parameter.is_meta
         and (parameter.is_floating_point() or parameter.is_complex())
         and (parameter.requires_grad or is_finite(local(parameter)))
@@ -125,7 +127,7 @@ class RunningFiniteCheck(Running):
     def __init__(
         self,
         check: FiniteCheck,
-        parameters: dict[str, nn.Parameter],
+        parameters: dict[str, torch.Tensor],
         ledger: CallLedger,
         emitter: Emitter,
         step: int,

@@ -55,7 +55,7 @@ class JobChecks:
         self._running: list[_Running] = []
         self._replicas: RunningReplicaCheck | None = None
         self._finite: RunningFiniteCheck | None = None
-        self._must_be_finite: dict[str, nn.Parameter] | None = None
+        self._must_be_finite: dict[str, torch.Tensor] | None = None
         self._starts = 0
 
     def retention(self, keep: Retention | int) -> Retention:
@@ -140,7 +140,7 @@ class JobChecks:
         for check in running:
             check.close()
 
-    def _finite_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
+    def _finite_parameters(self, module: nn.Module) -> dict[str, torch.Tensor]:
         """Those of the first call: a frozen parameter that is not finite then need not be."""
         if self._must_be_finite is None:
             ignored = self._finite_check.on_non_finite == "ignore"

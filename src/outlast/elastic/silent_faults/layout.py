@@ -15,9 +15,11 @@ import dataclasses
 from collections.abc import Sequence
 from itertools import chain
 
+import torch
 import xxhash
 from torch import nn
 
+from outlast.async_checkpoint.subclasses import parts
 from outlast.elastic.tensors import local, shard_of
 
 _MOST_PIECES = 512
@@ -48,7 +50,7 @@ class Piece:
 class Layout:
     """The parameters of this rank."""
 
-    parameters: tuple[nn.Parameter, ...]  # those that this rank holds a part of
+    parameters: tuple[torch.Tensor, ...]  # those that this rank holds a part of
     slices: tuple[tuple[Piece, ...], ...]  # by the step of a cycle after which they are hashed
     signature: str  # equal on ranks that hold the same
     size_bytes: int  # of this rank's parts
@@ -56,16 +58,17 @@ class Layout:
     @classmethod
     def of(cls, module: nn.Module, every: int) -> Layout:
         """Divides `module` into at most `every` slices; a `ValueError` if a wrapper prevents it."""
-        held: list[tuple[str, nn.Parameter, int]] = []
+        held: list[tuple[str, torch.Tensor, int]] = []
         described: list[str] = []
         for name, parameter in module.named_parameters():
             _check_comparable(name, parameter)
             where = shard_of(parameter)
             if where is None:
                 continue
-            own = local(parameter)
-            held.append((name, parameter, own.nbytes))
-            described.append(f"{name} {own.dtype} {tuple(own.shape)} {own.device.type} {where}")
+            for of, each in parts(parameter, name):
+                own = local(each)
+                held.append((of, each, own.nbytes))
+                described.append(f"{of} {own.dtype} {tuple(own.shape)} {own.device.type} {where}")
         sizes = [(name, nbytes) for name, _, nbytes in held]
         total = sum(nbytes for _, nbytes in sizes)
         return cls(
@@ -82,13 +85,13 @@ class Layout:
 
 
 def element_slices(
-    parameters: list[nn.Parameter], every: int
-) -> list[list[tuple[nn.Parameter, int, int]]]:
+    parameters: list[torch.Tensor], every: int
+) -> list[list[tuple[torch.Tensor, int, int]]]:
     """At most `every` slices, each a list of a parameter, its first and its last element."""
     tensors = [local(p) for p in parameters]
     limit = max(_SLICE_BYTES, -(-sum(t.nbytes for t in tensors) // every))
     most = max(_SLICE_TENSORS, -(-len(tensors) // every))
-    found: list[list[tuple[nn.Parameter, int, int]]] = [[]]
+    found: list[list[tuple[torch.Tensor, int, int]]] = [[]]
     room = limit
     for parameter, tensor in zip(parameters, tensors, strict=True):
         begin, count = 0, tensor.numel()

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from outlast.async_checkpoint.beside import Beside
 from outlast.async_checkpoint.plain_values import Unsavable, encode
+from outlast.async_checkpoint.subclasses import wraps
 from outlast.coordination.call_ledger import CallLedger
 from outlast.elastic.tensors import digest
 from outlast.elastic.wrapped_modules import plain_name, unwrapped
@@ -207,6 +208,6 @@ def _text(value: Any) -> str:
 
 
 def _of_tensor(tensor: torch.Tensor) -> str:
-    if tensor.nbytes > _WHOLE_BYTES:
+    if tensor.nbytes > _WHOLE_BYTES and not wraps(tensor):
         tensor = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _ELEMENTS)]
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} {digest(tensor)}"

@@ -11,6 +11,7 @@ import xxhash
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten_with_path, tree_map, tree_map_only, tree_map_with_path
 
+from outlast.async_checkpoint.subclasses import SUBCLASS, inner, wraps
 from outlast.elastic.job.encoding import dump_header
 from outlast.elastic.job.live.own_state import Record
 from outlast.elastic.job.live.writes import Marks, Snapshot
@@ -75,9 +76,10 @@ class Frozen:
     ) -> None:
         self.leaves: list[torch.Tensor] = []
         self._tensors: list[torch.Tensor] = []
+        self._wrapped: list[torch.Tensor] = []
         self.own, self.savers = point.own, savers
         self.skeleton = tree_map_only(torch.Tensor, self._leaf, state)
-        self.versions = Versions(self.leaves)
+        self.versions = Versions([*self.leaves, *self._wrapped])
         layout = _hash_of([(t.dtype, tuple(t.shape)) for t in self.leaves])
         stands_for = _same_shards(self._tensors)
         noted = point.record, point.settled, point.passes
@@ -95,7 +97,10 @@ class Frozen:
             lambda each: tensors[each.number] if isinstance(each, Leaf) else each, self.skeleton
         )
 
-    def _leaf(self, tensor: torch.Tensor) -> Leaf:
+    def _leaf(self, tensor: torch.Tensor) -> Any:
+        if wraps(tensor):
+            self._wrapped.append(tensor)
+            return {n: t if n == SUBCLASS else self._leaf(t) for n, t in inner(tensor).items()}
         self._tensors.append(tensor)
         self.leaves.append(local(tensor))
         return Leaf(len(self.leaves) - 1, isinstance(tensor, DTensor))

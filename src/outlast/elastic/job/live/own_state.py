@@ -21,6 +21,7 @@ import xxhash
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from outlast.async_checkpoint.subclasses import wraps
 from outlast.elastic.job.encoding import load_plain, packed
 from outlast.elastic.tensors import digest
 from outlast.system.shared_memory import SharedMemory
@@ -72,7 +73,7 @@ class Buffers:
         self._owners = {
             name: owners[id(entry)]
             for name, entry in entries.items()
-            if not isinstance(entry, nn.Parameter) and id(entry) in owners
+            if not (isinstance(entry, nn.Parameter) or wraps(entry)) and id(entry) in owners
         }
         self.initial = {name: self._present(name).detach().clone() for name in self._owners}
         self._shared = {

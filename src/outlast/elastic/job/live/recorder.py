@@ -33,6 +33,7 @@ from torch.optim.optimizer import (
 )
 
 from outlast.async_checkpoint.kept_state import KeptState
+from outlast.async_checkpoint.subclasses import wraps
 from outlast.elastic.job.epochs import place_of
 from outlast.elastic.job.live.frozen import Frozen, Point, signature
 from outlast.elastic.job.live.gradients import Gradients
@@ -235,7 +236,7 @@ class Recorder:
 
     def _build(self, training: TrainingState, point: Point) -> Frozen:
         shared = point.shared.read()
-        model = {name: entry.detach() for name, entry in self._entries.items()}
+        model = {n: e if wraps(e) else e.detach() for n, e in self._entries.items()}
         parts = {name: training.parts[name].frozen(each) for name, each in shared["parts"].items()}
         state = {"model": model | self._buffers.initial | shared["buffers"], **parts}
         savers = {name: part.saver() for name, part in training.parts.items()}
@@ -347,7 +348,7 @@ def _check_supported(training: TrainingState, entries: dict[str, Any], buffers: 
             raise NotSupported(f"{kind} is no torch.optim.Optimizer, so its steps cannot be marked")
     for name, entry in entries.items():
         if not isinstance(entry, nn.Parameter) and name not in buffers.initial:
-            raise NotSupported(f"{name!r} of the model's state is no parameter and no buffer")
+            raise NotSupported(f"{name!r} of the model's state is no parameter, nor a plain buffer")
         if entry.device.type != "cpu" and not on_accelerator(entry):
             raise NotSupported(f"{name!r} is on {entry.device}, which is no accelerator of torch's")
         if name in buffers.initial and isinstance(entry, DTensor):

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from outlast.async_checkpoint.subclasses import parts, wraps
 from outlast.elastic.tensors import Versions, digest, versions
 
 _ELEMENTS = 16  # of each parameter
@@ -54,6 +55,7 @@ class Writes:
         self._parameters, self._optimizers = parameters, optimizers
         self._sampled = [each for each in parameters if each.layout == torch.strided]
         self._sharded = any(isinstance(each, DTensor) for each in parameters)
+        self._wrapped = any(map(wraps, parameters))
         self._places: list[int] = []
         self._views: list[Any] = []
         self._on_devices: list[list[torch.Tensor]] = []
@@ -62,6 +64,8 @@ class Writes:
         tensors: Sequence[torch.Tensor] = self._sampled
         if self._sharded:
             tensors = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
+        if self._wrapped:
+            tensors = [part for each in tensors for _, part in parts(each)]
         places = list(map(torch.Tensor.data_ptr, tensors))
         if places != self._places:
             views = [view for each in tensors for view in _view_of_some(each.detach())]
@@ -144,7 +148,9 @@ class Snapshot:
             return False
         pairs = zip(self._tensors, other._tensors, strict=True)
         return all(
-            a.data_ptr() == b.data_ptr()  # a large one, whose writes are counted
+            a is b  # its writes are counted, too
+            if wraps(a)
+            else a.data_ptr() == b.data_ptr()  # a large one, whose writes are counted
             or ((a.dtype, a.device) == (b.dtype, b.device) and torch.equal(a, b))
             for a, b in pairs
         )
@@ -165,11 +171,11 @@ class _Pickler(pickle.Pickler):
         """Called for what is not a plain value or container."""
         if not isinstance(value, torch.Tensor):
             return NotImplemented
-        if not isinstance(value, DTensor) and value.nbytes <= _COPIED_BYTES:
+        if not isinstance(value, DTensor) and not wraps(value) and value.nbytes <= _COPIED_BYTES:
             self.tensors.append(value.detach().clone())
         else:
             self._watched.add(value)
-            self.tensors.append(value.detach())
+            self.tensors.append(value if wraps(value) else value.detach())
         return _tensor, (len(self.tensors) - 1,)
 
 
