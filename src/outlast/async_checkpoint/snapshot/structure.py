@@ -151,6 +151,7 @@ class Structure:
             leaf
             if type(leaf := leaves[number]) is torch.Tensor
             and not leaf.is_meta
+            and leaf.data_ptr()
             and not leaf.is_conj()
             and not leaf.is_neg()
             else local_part(leaf, item)
@@ -165,9 +166,10 @@ class Structure:
         for item in self.values:
             value = look_up(state_dict, item.path)
             if type(value) in _SIMPLE:
-                # By `repr`, because 0.0 == -0.0 and nan != nan.
+                # Floats by `repr`, because 0.0 == -0.0 and nan != nan; long integers have none.
+                key = repr(value) if type(value) is float else (type(value), value)
                 pickled = functools.partial(_pickle, item, value)
-                data = self._pickled[item.name].of(repr(value), pickled)
+                data = self._pickled[item.name].of(key, pickled)
             else:
                 data = _pickle(item, value)
             places.append([at, len(data)])
@@ -260,6 +262,10 @@ def local_view(leaf: Any, item: Item) -> torch.Tensor:
     part = cast(torch.Tensor, part).detach()
     if part.is_meta:
         raise CheckpointUnsavable(f"{item.name!r} is a meta tensor, which has no data")
+    if part.numel() and not part.data_ptr():
+        raise CheckpointUnsavable(
+            f"{item.name!r} has no memory: its storage was freed, as FSDP frees that of a parameter"
+        )
     if tuple(part.shape) != item.sizes:
         raise CheckpointError(
             f"{item.name!r} has shape {tuple(part.shape)} on this rank, {item.sizes} was planned"
