@@ -1,5 +1,5 @@
-"""Crash states, failing calls, histories of hosts and generated programs, until the time is over,
-and a table.
+"""Crash states, failing calls, histories of hosts, generated programs and states, until the time is
+over, and a table.
 
 python -m torture --seconds 3600 --seed 0
 python -m torture --only crash:checkpointer --seed 17 --once

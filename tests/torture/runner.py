@@ -29,7 +29,7 @@ from .failing_calls import Subject as FailingSubject
 
 TESTS = Path(__file__).parents[1]
 _HOSTS = "hosts:"
-_JOBS = (_HOSTS, "programs")
+_JOBS = (_HOSTS, "programs", "states")
 _SLICE_S = 25.0
 _NET_S = 600.0
 """How long a trial may take beyond its slice, before it counts as a hang."""
@@ -91,12 +91,14 @@ def trials_of_jobs() -> dict[str, Trial]:
     from .hosts.jobs import try_jobs
     from .hosts.store import try_liveness, try_safety
     from .programs.trial import try_programs
+    from .states.trial import try_states
 
     return {
         "hosts:safety": try_safety,
         "hosts:liveness": try_liveness,
         "hosts:jobs": try_jobs,
         "programs": try_programs,
+        "states": try_states,
     }
 
 

@@ -65,6 +65,8 @@ def _encode(value: Any, above: set[int]) -> Any:
     if isinstance(value, torch.Tensor):
         if value.is_meta:
             raise Unsavable("a meta tensor has no data")
+        if value.layout is torch.strided and value.numel() and not value.data_ptr():
+            raise Unsavable("a tensor whose storage was freed has no data")
         if kind not in (torch.Tensor, torch.nn.Parameter) or vars(value):
             _check_loads(value)
         return value

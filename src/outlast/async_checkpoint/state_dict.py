@@ -194,15 +194,21 @@ def describe(state_dict: Mapping[str, Any]) -> list[Item]:
     """The parts of `state_dict` that this rank holds.
 
     Raises:
-        ValueError: for keys that are neither text nor numbers, and for duplicate names.
-        CheckpointUnsavable: for meta tensors, and other tensors that cannot be saved.
+        CheckpointUnsavable: for keys that are neither text nor numbers, duplicate names, meta
+            tensors, and other tensors that cannot be saved.
     """
     planner = DefaultSavePlanner()
     try:
+        paths = _paths(state_dict)
         planner.set_up_planner(_unwrapped(state_dict), is_coordinator=True)
     except RecursionError:
         raise too_deep(state_dict) from None
-    paths = _paths(state_dict)
+    except ValueError as e:
+        name = str(e).removeprefix("duplicated flatten key ")
+        raise CheckpointUnsavable(
+            f"{name!r} is the name of two entries: rename a key (1 and '1' are the same in a name, "
+            "and so are 'a.b' and 'b' in 'a')"
+        ) from None
     items = []
     for item in planner.create_local_plan().items:
         name = item.index.fqn
@@ -276,7 +282,9 @@ def _paths(state_dict: Mapping[str, Any]) -> dict[Path, Path]:
         for key in value if isinstance(value, Mapping) else ():
             if not isinstance(key, str | int) or isinstance(key, bool):
                 where = "".join(f"[{k[0] if isinstance(k, tuple) else k!r}]" for k in path)
-                raise ValueError(f"state_dict{where} has the key {key!r}; keys are text or numbers")
+                raise CheckpointUnsavable(
+                    f"state_dict{where} has the key {key!r}; keys are text or numbers"
+                )
             plain = str.__str__(key) if isinstance(key, str) else int.__repr__(key)
             if str(key) != plain:  # a restore would find neither the one nor the other
                 where = ".".join(map(str, torch_path(path)))

@@ -26,6 +26,7 @@ from outlast.errors import (
     CheckpointError,
     CheckpointMismatch,
     CheckpointReadError,
+    CheckpointUnsavable,
     FolderInUse,
     FolderUnusable,
     OutlastError,
@@ -98,7 +99,11 @@ class Agreement:
             try:
                 result = work()
             except (CheckpointError, OSError) as e:
-                kinds = {CheckpointMismatch: MISFIT, CheckpointReadError: UNREAD}
+                kinds = {
+                    CheckpointMismatch: MISFIT,
+                    CheckpointUnsavable: MISFIT,  # the state to fill
+                    CheckpointReadError: UNREAD,
+                }
                 name = next((kinds[kind] for kind in kinds if isinstance(e, kind)), "")
                 ledger.fail(index, CallFailure.here(index, name, self.rank, str(e)))
             else:

@@ -75,6 +75,14 @@ def test_tied_weights_are_filled_only_with_equal_values(tmp_path: Path, size: in
     assert torch.equal(weight, one)
 
 
+@pytest.mark.parametrize("one", [torch.ones(()), torch.ones(4)[1::4]])
+def test_one_element_that_is_tied(tmp_path: Path, one: torch.Tensor) -> None:
+    save(tmp_path, {"a": one, "b": one})
+    target = torch.zeros_like(one).as_strided(one.shape, one.stride())
+    load(tmp_path, {"a": target, "b": target})
+    assert torch.equal(target, one)
+
+
 def test_parts_of_one_tensor(tmp_path: Path) -> None:
     whole = torch.arange(10.0)
     save(tmp_path / "overlap", {"a": whole[:6].clone(), "b": whole[4:].clone()})

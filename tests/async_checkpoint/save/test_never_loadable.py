@@ -13,7 +13,7 @@ import torch
 
 from inprocess.mutations import mutate
 from outlast.async_checkpoint import Checkpointer, state_dict
-from outlast.errors import CheckpointError, CheckpointUnsavable
+from outlast.errors import CheckpointError, CheckpointMismatch, CheckpointUnsavable
 
 
 class Text(str, enum.Enum):
@@ -114,3 +114,49 @@ def test_the_lock_is_for_the_group_if_the_umask_says_so(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert (tmp_path / ".lock").stat().st_mode & 0o777 == 0o664
+
+
+def freed() -> torch.Tensor:
+    tensor = torch.ones(8)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+REFUSED: dict[str, tuple[dict[Any, Any], str]] = {
+    "no text and no number": ({2.5: torch.ones(1)}, r"state_dict\['x'\] has the key 2.5"),
+    "a flag": ({True: torch.ones(1)}, r"state_dict\['x'\] has the key True"),
+    "one name": ({1: torch.ones(1), "1": torch.ones(1)}, r"'x\.1' is the name of two entries"),
+    "three bits": ({"w": torch.ones(4).byte().view(torch.uint3)}, r"'x\.w' is uint3, which"),
+    "freed": ({"w": freed()}, r"'x\.w' has no memory: its storage was freed"),
+    "freed, in a tuple": ({"w": (1, [freed()])}, r"'x\.w\[1\]\[0\]' cannot be saved: a tensor wh"),
+    "many digits": ({"w": 2**20_000}, r"'x\.w' cannot be saved: an integer of 20001 bits"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_saved_is_named(tmp_path: Path, what: str) -> None:
+    bad, message = REFUSED[what]
+    with Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(CheckpointUnsavable, match=message):
+            checkpointer.save(1, {"x": bad})
+        checkpointer.save(2, state()).result()
+
+
+def test_memory_that_is_freed_between_two_saves(tmp_path: Path) -> None:
+    saved = {"x": torch.ones(8)}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, saved).result()
+        saved["x"].untyped_storage().resize_(0)
+        with pytest.raises(CheckpointUnsavable, match="'x' has no memory"):
+            checkpointer.save(2, saved)
+
+
+@pytest.mark.parametrize("what", ["a key", "freed", "meta"])
+def test_a_target_that_cannot_be_filled_is_named(tmp_path: Path, what: str) -> None:
+    """Not as damage of the checkpoint."""
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"x": torch.ones(8)}).result()
+        target: dict[Any, Any] = {"x": freed() if what == "freed" else torch.ones(8, device="meta")}
+        target = {"x": {2.5: torch.ones(8)}} if what == "a key" else target
+        with pytest.raises(CheckpointMismatch, match="'x'"):
+            checkpointer.restore(target)

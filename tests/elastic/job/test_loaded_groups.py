@@ -113,3 +113,12 @@ def test_parameters_of_other_names_are_refused(tmp_path: Path) -> None:
         CheckpointMismatch, match=r"\['c.bias', 'c.weight'\] are new, and \['b.bias'"
     ):
         train(tmp_path, model, optimizer)
+
+
+def test_a_group_with_fewer_parameters_is_refused_by_its_number(tmp_path: Path) -> None:
+    """Before the first step, there are no moments that would not fit."""
+    model, optimizer = made()
+    train(tmp_path, model, optimizer, steps=0)
+    with_bias_only = torch.optim.AdamW([model.bias])
+    with pytest.raises(CheckpointMismatch, match=r"group 0 of the optimizer has 1 .* 2 were saved"):
+        train(tmp_path, model, with_bias_only, steps=0)

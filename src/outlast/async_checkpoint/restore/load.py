@@ -154,9 +154,10 @@ def _write(to: torch.Tensor, loaded: torch.Tensor, item: Item) -> None:
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(
-        *(each.resolve_conj().resolve_neg().contiguous().view(torch.uint8) for each in (a, b))
-    )
+    # Not `contiguous`, which leaves the strides of a single element.
+    packed = (torch.clone(t, memory_format=torch.contiguous_format) for t in (a, b))
+    flat = (t.resolve_conj().resolve_neg().view(-1).view(torch.uint8) for t in packed)
+    return torch.equal(*flat)
 
 
 def _overlaps(shard: Shard, item: Item) -> bool:

@@ -168,9 +168,10 @@ class Structure:
         for item in self.values:
             value = look_up(state_dict, item.path)
             if type(value) in _SIMPLE:
-                # By `repr`, because 0.0 == -0.0 and nan != nan.
+                # Floats by `repr`, because 0.0 == -0.0 and nan != nan; long integers have none.
+                key = repr(value) if type(value) is float else (type(value), value)
                 pickled = functools.partial(_pickle, item, value)
-                data = self._pickled[item.name].of(repr(value), pickled)
+                data = self._pickled[item.name].of(key, pickled)
             else:
                 data = _pickle(item, value)
             places.append([at, len(data)])

@@ -23,7 +23,6 @@ ITEM_BYTES = {
     **dict.fromkeys(("bool", "int8", "uint8", "bits8", "bits4x2", "bits2x4", "bits1x8"), 1),
     **dict.fromkeys(("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"), 1),
     **dict.fromkeys(("float8_e8m0fnu", "float4_e2m1fn_x2"), 1),
-    **{f"{kind}{bits}": 1 for kind in ("int", "uint") for bits in range(1, 8)},
     "complex128": 16,
 }
 """The size of an element of each dtype (without `torch.`) that can be saved, in bytes."""

@@ -26,6 +26,10 @@ def loaded_group(number: int, group: dict[str, Any], loaded: dict[str, Any]) -> 
     if not loaded:
         raise CheckpointMismatch(f"the checkpoint has no {where}")
     found = {**loaded, "params": _in_order(where, group, loaded)}
+    if len(found["params"]) != len(group["params"]):
+        raise CheckpointMismatch(
+            f"{where} has {len(group['params'])} parameters, and {len(found['params'])} were saved"
+        )
     for key, present in group.items():
         if key == "params":
             continue
