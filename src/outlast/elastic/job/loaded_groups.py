@@ -2,7 +2,8 @@
 
 The values of a group are replaced, whatever they are; where torch resumes, so does a job. A key
 that only the present group has, as of a newer torch, stays. With names of the parameters on both
-sides, the moments go to the parameter of the same name; torch goes by the order alone.
+sides, the moments go to the parameter of the same name; torch goes by the order alone. A group that
+was added in training is saved with the names of its parameters, and added again.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 from typing import Any
 
 import torch
+from torch import nn
 
 from outlast.elastic.wrapped_modules import plain_name
 from outlast.errors import CheckpointMismatch
@@ -18,6 +20,48 @@ from outlast.errors import CheckpointMismatch
 log = logging.getLogger("outlast.elastic")
 
 _NAMES = "param_names"
+_ADDED = "outlast_parameters"
+
+
+class AddedGroups:
+    """The groups of an optimizer that were added after a `Job` was made, as when layers are
+    unfrozen.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+        self._optimizer, self._module = optimizer, module
+        self._before = len(getattr(optimizer, "param_groups", ()))
+
+    def note(self, state: dict[str, Any]) -> None:
+        """Names the parameters of these groups in the optimizer's state dict."""
+        added = list(zip(self._optimizer.param_groups, state["param_groups"], strict=True))
+        added = added[self._before :]
+        names = {each: name for name, each in self._parameters().items()} if added else {}
+        for group, saved in added:
+            saved[_ADDED] = [names.get(each, "") for each in group["params"]]
+
+    def add(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Adds those of the saved groups that the optimizer lacks; returns all without the names. A
+        `CheckpointMismatch` if the module has no parameter of such a name.
+        """
+        present, parameters = len(self._optimizer.param_groups), self._parameters()
+        for number, group in enumerate(groups[present:], present):
+            names = group.get(_ADDED, ())
+            if not names or not all(name in parameters for name in names):
+                raise CheckpointMismatch(
+                    f"the checkpoint has {len(groups)} parameter groups of the optimizer, and there "
+                    f"are {present} now: the parameters of group {number} are not known"
+                )
+            added: list[Any] = [parameters[name] for name in names]
+            if _NAMES in group:
+                added = list(zip(group[_NAMES], added, strict=True))
+            options = {k: v for k, v in group.items() if k not in ("params", _NAMES, _ADDED)}
+            self._optimizer.add_param_group({"params": added, **options})
+        return [{k: v for k, v in group.items() if k != _ADDED} for group in groups]
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return {plain_name(name): each for name, each in self._module.named_parameters()}
+
 
 
 def loaded_group(number: int, group: dict[str, Any], loaded: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from outlast.elastic.job.encoding import is_plain_tensor
 from outlast.elastic.job.epochs import Epochs
 from outlast.elastic.job.gradient_buckets import GradientBuckets
 from outlast.elastic.job.iteration import Iteration
-from outlast.elastic.job.loaded_groups import loaded_group
+from outlast.elastic.job.loaded_groups import AddedGroups, loaded_group
 from outlast.elastic.job.models import ONLY, Models, Optimizers, by_name, joined, parameters_of
 from outlast.elastic.job.parts import (
     AttachedState,
@@ -213,23 +214,26 @@ class OptimizerPart(Part):
     def __init__(self, optimizer: Optimizer, module: nn.Module, *, is_named: bool) -> None:
         super().__init__(optimizer)
         self._module, self._is_named = module, is_named
+        self._groups = AddedGroups(optimizer, module)
 
     def save(self) -> dict[str, Any]:
         state = self._source.state_dict()
+        self._groups.note(state)
         return {**state, _HAS_MOMENTS: bool(state["state"])} if self._is_named else state
 
     def target(self, saved: Any) -> Any:
         """The moments, two thirds of the state, are loaded into new memory, which the optimizer
-        adopts: the current moments then need no backup. Each group is filled with what was saved:
-        its keys and their types may have changed since.
+        adopts: the current moments then need no backup. The groups are filled with what was saved:
+        their number, keys and types may have changed since.
         """
-        saved = {**saved, "param_groups": [{} for _ in saved["param_groups"]]}
+        saved = {**saved, "param_groups": []}
         return {**saved, "state": {}} if self.replaces_moments else saved
 
     def load(self, state: Any, steps: int) -> None:
         state = dict(state)
         has_moments = state.pop(_HAS_MOMENTS, True)
-        pairs = zip(self._source.param_groups, state["param_groups"], strict=False)
+        saved = self._groups.add(state["param_groups"])
+        pairs = zip_longest(self._source.param_groups, saved, fillvalue={})
         state["param_groups"] = [
             loaded_group(number, group, loaded) for number, (group, loaded) in enumerate(pairs)
         ]
@@ -248,9 +252,14 @@ class OptimizerPart(Part):
 
     def frozen(self, shared: Any) -> dict[str, Any]:
         state = self.save()
-        numbers = [group["params"] for group in state["param_groups"]]
-        groups = [{**each, "params": n} for each, n in zip(shared, numbers, strict=True)]
+        # A group that was added since the step is not in its state.
+        pairs = zip(shared, state["param_groups"], strict=False)
+        groups = [{**group, **each} for each, group in pairs]
         return {**state, "param_groups": groups}
+
+    def roll_back(self, name: str, state: Any, steps: int) -> None:
+        del self._source.param_groups[len(state["param_groups"]) :]
+        super().roll_back(name, state, steps)
 
     def create_sharded_moments(self) -> None:
         """Creates the moments, since a DTensor can only be loaded into an existing one. torch does

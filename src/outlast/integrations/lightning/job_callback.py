@@ -14,8 +14,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 import outlast
 from outlast.elastic.loader_position import LoaderPosition, has_no_state
 from outlast.inprocess import CallWrapper
+from outlast.integrations.lightning.callback_states import CallbackStates
 from outlast.integrations.lightning.csv_logs import CsvLogs
 from outlast.integrations.lightning.states import LoopStates, states_of
+from outlast.integrations.lightning.unchanged import OptimizerStates
 
 log = logging.getLogger("outlast.integrations")
 
@@ -58,12 +60,17 @@ class JobCallback(Callback):
         self._handlers: dict[int, Any] = {}  # the job's, by signal
         self._global_step = 0
         self._logs: CsvLogs | None = None
+        self._optimizers: OptimizerStates | None = None
 
     # ------------------------------------------------------------------------- begin and end
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Continues the logs of an earlier fit: before `ModelCheckpoint` asks for their folder."""
+        """Continues the logs of an earlier fit: before `ModelCheckpoint` asks for their folder.
+        Becomes the first callback: others use in `on_fit_start` what was restored.
+        """
         if stage == "fit":
+            others = [each for each in trainer.callbacks if each is not self]
+            trainer.callbacks = [self, *others]  # another list: the present one is iterated
             self._logs = CsvLogs(trainer, self._path)
             self._logs.continue_versions()
 
@@ -76,20 +83,25 @@ class JobCallback(Callback):
             )
         if not trainer.optimizers:
             raise ValueError("JobCallback needs an optimizer: configure_optimizers returned none")
-        loops = LoopStates(trainer, lambda: self._count_step(trainer))
+        callbacks = CallbackStates(trainer)
+        loops = LoopStates(trainer, callbacks, lambda: self._count_step(trainer))
         self.job = outlast.Job(
             self._path,
             model=trainer.strategy.model,  # in DDP
             optimizer=trainer.optimizers[0],
             loader=_position_of(trainer) if self._loader is None else self._loader,
-            states={**states_of(trainer, self, loops), **self._states},
+            states={**states_of(trainer, loops, callbacks), **self._states},
             **self._options,
         )
         self.job.leave_epochs_to_framework()
         step = self.job.restore()
         if self._logs is not None:
             self._logs.begin(step)
-        loops.resume()
+        self._optimizers = OptimizerStates(trainer) if self.job.restored_from else None
+        if self._optimizers is not None:
+            callbacks.apply()
+        if not loops.resume():
+            callbacks.release()
         self._global_step = trainer.global_step
         self._handlers = {each: signal.getsignal(each) for each in signal.valid_signals()}
 
@@ -118,8 +130,13 @@ class JobCallback(Callback):
         self._put_handlers_back()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Checks that the loader that trains is the one saved."""
+        """Checks that the loader that trains is the one saved. Restores the optimizers again, as
+        Lightning does it after `on_fit_start`, where `BaseFinetuning` replaces their groups.
+        """
         self._put_handlers_back()
+        if self._optimizers is not None:
+            self._optimizers.put_back()
+            self._optimizers = None
         loaders = trainer.fit_loop._combined_loader
         used = [] if loaders is None else loaders.flattened
         if self._loader is not None and all(each is not self._loader for each in used):

@@ -6,9 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer import call
 
 from outlast.elastic import random_generators
+from outlast.integrations.lightning.callback_states import CallbackStates
+from outlast.integrations.lightning.unchanged import unchanged
 
 
 class LoopStates:
@@ -23,8 +26,10 @@ class LoopStates:
 
     may_differ = True  # a callback keeps what it wants
 
-    def __init__(self, trainer: Trainer, close: Callable[[], None]) -> None:
-        self._trainer, self._loop = trainer, trainer.fit_loop
+    def __init__(
+        self, trainer: Trainer, callbacks: CallbackStates, close: Callable[[], None]
+    ) -> None:
+        self._trainer, self._loop, self._callbacks = trainer, trainer.fit_loop, callbacks
         self._batches = trainer.fit_loop.epoch_loop
         self._close, self._closing = close, False
         self._advance, self._on_advance_end = self._batches.advance, self._batches.on_advance_end
@@ -53,14 +58,31 @@ class LoopStates:
         if state.get("closed"):
             self._resumed = state
 
-    def resume(self) -> None:
-        """Call it when all states are restored. After the last step, the fit still has to end the
-        batch and the epoch, so the reasons to stop apply only when that has begun.
+    def resume(self) -> bool:
+        """Call it when all states are restored; says whether there is an epoch to resume. After the
+        last step, the fit still has to end the batch and the epoch, so the reasons to stop apply
+        only when that has begun.
         """
         if self._resumed:
             self._generators = random_generators.capture()
             self._max_steps, self._batches.max_steps = self._batches.max_steps, -1
             self._batches.advance = self._resume_batch
+            self._begin_epoch = self._loop.on_advance_start
+            self._loop.on_advance_start = self._resume_epoch
+        return bool(self._resumed)
+
+    def _resume_epoch(self) -> None:
+        """Calls the hooks at the begin of an epoch again: no state has what they set besides, such
+        as `accumulate_grad_batches`. What they do to the restored state was done before the fault.
+        """
+        self._loop.on_advance_start = self._begin_epoch
+        self._begin_epoch()
+        with unchanged(self._trainer):
+            if self._loop.restarted_mid_epoch:
+                call._call_callback_hooks(self._trainer, "on_train_epoch_start")
+                call._call_lightning_module_hook(self._trainer, "on_train_epoch_start")
+        self._callbacks.apply()
+        self._callbacks.release()
 
     def _resume_batch(self, *_: Any) -> None:
         """Instead of training the batch that was trained before the fault."""
@@ -116,32 +138,11 @@ def _logged(results: Any) -> dict[str, Any]:
     return found
 
 
-class CallbackStates:
-    """The states of the trainer's other callbacks, by their `state_key`, as one state."""
-
-    may_differ = True  # a callback keeps what it wants
-
-    def __init__(self, trainer: Trainer, without: Callback) -> None:
-        self._trainer, self._without = trainer, without
-
-    def state_dict(self) -> dict[str, Any]:
-        return {each.state_key: state for each in self._callbacks() if (state := each.state_dict())}
-
-    def load_state_dict(self, states: dict[str, Any]) -> None:
-        """Loads the states of the callbacks that are there; the others are ignored."""
-        for each in self._callbacks():
-            if each.state_key in states:
-                each.load_state_dict(states[each.state_key])
-
-    def _callbacks(self) -> list[Callback]:
-        return [each for each in self._trainer.callbacks if each is not self._without]
-
-
-def states_of(trainer: Trainer, callback: Callback, loops: LoopStates) -> dict[str, Any]:
+def states_of(trainer: Trainer, loops: LoopStates, callbacks: CallbackStates) -> dict[str, Any]:
     """The objects that a `Job` of this fit saves, by name."""
     states: dict[str, Any] = {
         "loops": loops,
-        "callbacks": CallbackStates(trainer, callback),
+        "callbacks": callbacks,
         "precision": trainer.precision_plugin,  # the gradient scaler of 16-bit precision
     }
     for i, config in enumerate(trainer.lr_scheduler_configs):
