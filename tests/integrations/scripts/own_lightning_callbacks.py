@@ -72,7 +72,9 @@ class Classifier(pl.LightningModule):
             self.mean[name] = self.mean[name].lerp(parameter.detach(), 0.1)
 
     def on_train_epoch_end(self) -> None:
-        computed(f"epoch {self.current_epoch}", self.trainer.callback_metrics["epochs begun"].item())
+        computed(
+            f"epoch {self.current_epoch}", self.trainer.callback_metrics["epochs begun"].item()
+        )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if KIND != "hooks":
@@ -152,7 +154,7 @@ def main(call: inprocess.CallWrapper) -> None:
     x = torch.randn(256, 20)
     y = (x[:, :4].sum(1) > 0).long()
     loader = ElasticLoader(TensorDataset(x, y), global_batch_size=32)
-    job = JobCallback(f"{PLAN['path']}", loader=loader, call=call, every=100)
+    job = JobCallback(f"{PLAN['path']}", loader=loader, call=call, every=8)
 
     class Restored(pl.Callback):
         def on_train_start(self, *_: Any) -> None:

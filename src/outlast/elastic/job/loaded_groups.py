@@ -23,45 +23,36 @@ _NAMES = "param_names"
 _ADDED = "outlast_parameters"
 
 
-class AddedGroups:
-    """The groups of an optimizer that were added after a `Job` was made, as when layers are
-    unfrozen.
+def named_groups(
+    optimizer: torch.optim.Optimizer, module: nn.Module, state: dict[str, Any], first: int
+) -> dict[str, Any]:
+    """The optimizer's state dict, with the parameters' names in the groups from `first` on."""
+    names = {each: plain_name(name) for name, each in module.named_parameters()}
+    pairs = zip(optimizer.param_groups[first:], state["param_groups"][first:], strict=True)
+    named = [
+        {**saved, _ADDED: [names.get(p, "") for p in group["params"]]} for group, saved in pairs
+    ]
+    return {**state, "param_groups": [*state["param_groups"][:first], *named]}
+
+
+def add_groups(
+    optimizer: torch.optim.Optimizer, module: nn.Module, saved: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Adds the groups that the optimizer lacks; returns the saved ones without those names. A
+    `CheckpointMismatch` if the module lacks such a parameter.
     """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
-        self._optimizer, self._module = optimizer, module
-        self._before = len(getattr(optimizer, "param_groups", ()))
-
-    def note(self, state: dict[str, Any]) -> None:
-        """Names the parameters of these groups in the optimizer's state dict."""
-        added = list(zip(self._optimizer.param_groups, state["param_groups"], strict=True))
-        added = added[self._before :]
-        names = {each: name for name, each in self._parameters().items()} if added else {}
-        for group, saved in added:
-            saved[_ADDED] = [names.get(each, "") for each in group["params"]]
-
-    def add(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Adds those of the saved groups that the optimizer lacks; returns all without the names. A
-        `CheckpointMismatch` if the module has no parameter of such a name.
-        """
-        present, parameters = len(self._optimizer.param_groups), self._parameters()
-        for number, group in enumerate(groups[present:], present):
-            names = group.get(_ADDED, ())
-            if not names or not all(name in parameters for name in names):
-                raise CheckpointMismatch(
-                    f"the checkpoint has {len(groups)} parameter groups of the optimizer, and there "
-                    f"are {present} now: the parameters of group {number} are not known"
-                )
-            added: list[Any] = [parameters[name] for name in names]
-            if _NAMES in group:
-                added = list(zip(group[_NAMES], added, strict=True))
-            options = {k: v for k, v in group.items() if k not in ("params", _NAMES, _ADDED)}
-            self._optimizer.add_param_group({"params": added, **options})
-        return [{k: v for k, v in group.items() if k != _ADDED} for group in groups]
-
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        return {plain_name(name): each for name, each in self._module.named_parameters()}
-
+    parameters = {plain_name(name): each for name, each in module.named_parameters()}
+    for number, group in list(enumerate(saved))[len(optimizer.param_groups) :]:
+        if not set(group.get(_ADDED, [""])) <= parameters.keys():
+            raise CheckpointMismatch(
+                f"{len(saved)} parameter groups of the optimizer were saved, and there are "
+                f"{number} now: the parameters of group {number} are not known"
+            )
+        added: list[Any] = [parameters[name] for name in group[_ADDED]]
+        if _NAMES in group:
+            added = list(zip(group[_NAMES], added, strict=True))
+        optimizer.add_param_group({"params": added})
+    return [{key: value for key, value in g.items() if key != _ADDED} for g in saved]
 
 
 def loaded_group(number: int, group: dict[str, Any], loaded: dict[str, Any]) -> dict[str, Any]:

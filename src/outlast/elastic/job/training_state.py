@@ -30,7 +30,7 @@ from outlast.elastic.job.encoding import is_plain_tensor
 from outlast.elastic.job.epochs import Epochs
 from outlast.elastic.job.gradient_buckets import GradientBuckets
 from outlast.elastic.job.iteration import Iteration
-from outlast.elastic.job.loaded_groups import AddedGroups, loaded_group
+from outlast.elastic.job.loaded_groups import add_groups, loaded_group, named_groups
 from outlast.elastic.job.models import ONLY, Models, Optimizers, by_name, joined, parameters_of
 from outlast.elastic.job.parts import (
     AttachedState,
@@ -214,11 +214,12 @@ class OptimizerPart(Part):
     def __init__(self, optimizer: Optimizer, module: nn.Module, *, is_named: bool) -> None:
         super().__init__(optimizer)
         self._module, self._is_named = module, is_named
-        self._groups = AddedGroups(optimizer, module)
+        self._first_added = len(getattr(optimizer, "param_groups", ()))
 
     def save(self) -> dict[str, Any]:
         state = self._source.state_dict()
-        self._groups.note(state)
+        if len(getattr(self._source, "param_groups", ())) > self._first_added:  # in training
+            state = named_groups(self._source, self._module, state, self._first_added)
         return {**state, _HAS_MOMENTS: bool(state["state"])} if self._is_named else state
 
     def target(self, saved: Any) -> Any:
@@ -232,7 +233,7 @@ class OptimizerPart(Part):
     def load(self, state: Any, steps: int) -> None:
         state = dict(state)
         has_moments = state.pop(_HAS_MOMENTS, True)
-        saved = self._groups.add(state["param_groups"])
+        saved = add_groups(self._source, self._module, state["param_groups"])
         pairs = zip_longest(self._source.param_groups, saved, fillvalue={})
         state["param_groups"] = [
             loaded_group(number, group, loaded) for number, (group, loaded) in enumerate(pairs)

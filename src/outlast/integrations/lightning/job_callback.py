@@ -17,7 +17,6 @@ from outlast.inprocess import CallWrapper
 from outlast.integrations.lightning.callback_states import CallbackStates
 from outlast.integrations.lightning.csv_logs import CsvLogs
 from outlast.integrations.lightning.states import LoopStates, states_of
-from outlast.integrations.lightning.unchanged import OptimizerStates
 
 log = logging.getLogger("outlast.integrations")
 
@@ -60,7 +59,6 @@ class JobCallback(Callback):
         self._handlers: dict[int, Any] = {}  # the job's, by signal
         self._global_step = 0
         self._logs: CsvLogs | None = None
-        self._optimizers: OptimizerStates | None = None
 
     # ------------------------------------------------------------------------- begin and end
 
@@ -69,8 +67,7 @@ class JobCallback(Callback):
         Becomes the first callback: others use in `on_fit_start` what was restored.
         """
         if stage == "fit":
-            others = [each for each in trainer.callbacks if each is not self]
-            trainer.callbacks = [self, *others]  # another list: the present one is iterated
+            trainer.callbacks = [self, *(each for each in trainer.callbacks if each is not self)]
             self._logs = CsvLogs(trainer, self._path)
             self._logs.continue_versions()
 
@@ -97,16 +94,13 @@ class JobCallback(Callback):
         step = self.job.restore()
         if self._logs is not None:
             self._logs.begin(step)
-        self._optimizers = OptimizerStates(trainer) if self.job.restored_from else None
-        if self._optimizers is not None:
-            callbacks.apply()
-        if not loops.resume():
-            callbacks.release()
+        loops.resume(bool(self.job.restored_from))
         self._global_step = trainer.global_step
         self._handlers = {each: signal.getsignal(each) for each in signal.valid_signals()}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._close(None)
+        """Ends the job after this hook of the others, which may put averages into the module."""
+        trainer.strategy.on_train_end = lambda: self._close(None)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Closes the job of a fit that had nothing left to train."""
@@ -130,13 +124,8 @@ class JobCallback(Callback):
         self._put_handlers_back()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Checks that the loader that trains is the one saved. Restores the optimizers again, as
-        Lightning does it after `on_fit_start`, where `BaseFinetuning` replaces their groups.
-        """
+        """Checks that the loader that trains is the one saved."""
         self._put_handlers_back()
-        if self._optimizers is not None:
-            self._optimizers.put_back()
-            self._optimizers = None
         loaders = trainer.fit_loop._combined_loader
         used = [] if loaders is None else loaders.flattened
         if self._loader is not None and all(each is not self._loader for each in used):
@@ -166,6 +155,12 @@ class JobCallback(Callback):
         leave this out, because its checkpoints need not have the metrics.
         """
         trainer.fit_loop.restarting = False
+        self.on_validation_start()
+
+    def on_validation_start(self, *_: Any) -> None:
+        """Ends the copy of a save: from here on, callbacks such as `WeightAveraging` may write."""
+        if self.job is not None:
+            self.job.end_copy()
 
     def _count_step(self, trainer: Trainer) -> None:
         """Counts a step of the optimizer, not each batch: a checkpoint has no half gradients."""
@@ -181,7 +176,15 @@ class JobCallback(Callback):
         if self._call is not None:
             self._call.ping()
 
-    on_train_batch_start = on_train_batch_end = on_validation_batch_start = _ping
+    on_train_batch_end = on_validation_batch_start = _ping
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Also removes the last gradients of the training, with which `StochasticWeightAveraging`
+        would make a step in its epoch for batch norms: after a restart, there are none.
+        """
+        self._ping()
+        if trainer.fit_loop._skip_backward:
+            pl_module.zero_grad()
 
 
 def _position_of(trainer: Trainer) -> LoaderPosition:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer import call
 
 from outlast.elastic import random_generators
+from outlast.elastic.job.training_state import Backup
 from outlast.integrations.lightning.callback_states import CallbackStates
-from outlast.integrations.lightning.unchanged import unchanged
 
 
 class LoopStates:
@@ -58,29 +60,36 @@ class LoopStates:
         if state.get("closed"):
             self._resumed = state
 
-    def resume(self) -> bool:
-        """Call it when all states are restored; says whether there is an epoch to resume. After the
-        last step, the fit still has to end the batch and the epoch, so the reasons to stop apply
-        only when that has begun.
+    def resume(self, is_restored: bool) -> None:
+        """Call it when all states are restored. After the last step, the fit still has to end the
+        batch and the epoch, so the reasons to stop apply only when that has begun.
         """
-        if self._resumed:
-            self._generators = random_generators.capture()
-            self._max_steps, self._batches.max_steps = self._batches.max_steps, -1
-            self._batches.advance = self._resume_batch
-            self._begin_epoch = self._loop.on_advance_start
-            self._loop.on_advance_start = self._resume_epoch
-        return bool(self._resumed)
+        if is_restored:
+            self._callbacks.apply()
+        if not self._resumed:
+            self._callbacks.release()
+            return
+        self._generators = random_generators.capture()
+        self._max_steps, self._batches.max_steps = self._batches.max_steps, -1
+        self._batches.advance = self._resume_batch
+        begin, optimizers = self._loop.on_advance_start, _OptimizerStates(self._trainer)
+        self._loop.on_advance_start = lambda: self._resume_epoch(begin, optimizers)
 
-    def _resume_epoch(self) -> None:
-        """Calls the hooks at the begin of an epoch again: no state has what they set besides, such
-        as `accumulate_grad_batches`. What they do to the restored state was done before the fault.
+    def _resume_epoch(self, begin: Callable[[], None], optimizers: _OptimizerStates) -> None:
+        """Calls the hooks of the epoch's begin again: nothing has saved what they set, such as
+        `accumulate_grad_batches`. What was saved stays, whatever these hooks and `on_fit_start`
+        have done to it since, and nothing is logged twice.
         """
-        self._loop.on_advance_start = self._begin_epoch
-        self._begin_epoch()
-        with unchanged(self._trainer):
-            if self._loop.restarted_mid_epoch:
-                call._call_callback_hooks(self._trainer, "on_train_epoch_start")
-                call._call_lightning_module_hook(self._trainer, "on_train_epoch_start")
+        trainer, module = self._trainer, self._trainer.lightning_module
+        self._loop.on_advance_start = begin
+        begin()
+        weights, loggers = Backup(module.state_dict(), ()), trainer.loggers
+        trainer.loggers = [DummyLogger() for _ in loggers]
+        call._call_callback_hooks(trainer, "on_train_epoch_start")
+        call._call_lightning_module_hook(trainer, "on_train_epoch_start")
+        trainer.loggers = loggers
+        module.load_state_dict(weights.roll_back())
+        optimizers.put_back()
         self._callbacks.apply()
         self._callbacks.release()
 
@@ -109,6 +118,32 @@ class LoopStates:
         finally:
             self._closing = False
         self._on_advance_end(*arguments)
+
+
+class _OptimizerStates:
+    """The present groups and moments of the optimizers, and the states of the schedulers."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._optimizers = [
+            (
+                o,
+                o.param_groups,
+                [*map(dict, o.param_groups)],
+                {p: dict(m) for p, m in o.state.items()},
+            )
+            for o in trainer.optimizers
+        ]
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        self._schedulers = [(each, copy.deepcopy(each.state_dict())) for each in schedulers]
+
+    def put_back(self) -> None:
+        for scheduler, state in self._schedulers:
+            scheduler.load_state_dict(state)
+        for optimizer, groups, contents, moments in self._optimizers:
+            groups[:] = contents
+            optimizer.param_groups = groups
+            optimizer.state.clear()
+            optimizer.state.update(moments)
 
 
 def _logged(results: Any) -> dict[str, Any]:
