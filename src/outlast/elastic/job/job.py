@@ -325,9 +325,7 @@ class Job(JobProgress):
         self._training.epochs.by_framework = True
 
     def end_copy(self) -> None:
-        """For adapters: waits for the copy of a save, before the framework writes to the weights
-        outside of an optimizer's step.
-        """
+        """For adapters: ends the copy of a save, before others than an optimizer may write."""
         self._saves.seal()
 
     def watch_ddp(self, model: nn.Module) -> None:

@@ -20,39 +20,22 @@ from outlast.errors import CheckpointMismatch
 log = logging.getLogger("outlast.elastic")
 
 _NAMES = "param_names"
-_ADDED = "outlast_parameters"
+ADDED = "outlast_parameters"
 
 
-def named_groups(
-    optimizer: torch.optim.Optimizer, module: nn.Module, state: dict[str, Any], first: int
-) -> dict[str, Any]:
-    """The optimizer's state dict, with the parameters' names in the groups from `first` on."""
-    names = {each: plain_name(name) for name, each in module.named_parameters()}
-    pairs = zip(optimizer.param_groups[first:], state["param_groups"][first:], strict=True)
-    named = [
-        {**saved, _ADDED: [names.get(p, "") for p in group["params"]]} for group, saved in pairs
-    ]
-    return {**state, "param_groups": [*state["param_groups"][:first], *named]}
-
-
-def add_groups(
-    optimizer: torch.optim.Optimizer, module: nn.Module, saved: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Adds the groups that the optimizer lacks; returns the saved ones without those names. A
-    `CheckpointMismatch` if the module lacks such a parameter.
-    """
-    parameters = {plain_name(name): each for name, each in module.named_parameters()}
-    for number, group in list(enumerate(saved))[len(optimizer.param_groups) :]:
-        if not set(group.get(_ADDED, [""])) <= parameters.keys():
+def add_groups(optimizer: torch.optim.Optimizer, module: nn.Module, saved: list[Any]) -> None:
+    """Adds the groups that were added in training; `CheckpointMismatch` if a parameter lacks."""
+    parameters = dict(module.named_parameters())
+    for number, group in [*enumerate(saved)][len(optimizer.param_groups) :]:
+        names = group.get(ADDED, [""])
+        if not parameters.keys() >= {*names}:
             raise CheckpointMismatch(
-                f"{len(saved)} parameter groups of the optimizer were saved, and there are "
-                f"{number} now: the parameters of group {number} are not known"
+                f"the optimizer has {number} parameter groups, {len(saved)} were saved, and the "
+                f"model does not have all parameters of group {number}: {names[:10]}"
             )
-        added: list[Any] = [parameters[name] for name in group[_ADDED]]
-        if _NAMES in group:
-            added = list(zip(group[_NAMES], added, strict=True))
-        optimizer.add_param_group({"params": added})
-    return [{key: value for key, value in g.items() if key != _ADDED} for g in saved]
+        added = [parameters[name] for name in names]
+        named = zip(group[_NAMES], added, strict=True) if _NAMES in group else added
+        optimizer.add_param_group({"params": [*named]})
 
 
 def loaded_group(number: int, group: dict[str, Any], loaded: dict[str, Any]) -> dict[str, Any]:
@@ -61,6 +44,7 @@ def loaded_group(number: int, group: dict[str, Any], loaded: dict[str, Any]) -> 
     if not loaded:
         raise CheckpointMismatch(f"the checkpoint has no {where}")
     found = {**loaded, "params": _in_order(where, group, loaded)}
+    found.pop(ADDED, None)
     for key, present in group.items():
         if key == "params":
             continue

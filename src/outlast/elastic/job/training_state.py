@@ -6,7 +6,6 @@ import copy
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from outlast.elastic.job.encoding import is_plain_tensor
 from outlast.elastic.job.epochs import Epochs
 from outlast.elastic.job.gradient_buckets import GradientBuckets
 from outlast.elastic.job.iteration import Iteration
-from outlast.elastic.job.loaded_groups import add_groups, loaded_group, named_groups
+from outlast.elastic.job.loaded_groups import ADDED, add_groups, loaded_group
 from outlast.elastic.job.models import ONLY, Models, Optimizers, by_name, joined, parameters_of
 from outlast.elastic.job.parts import (
     AttachedState,
@@ -218,8 +217,11 @@ class OptimizerPart(Part):
 
     def save(self) -> dict[str, Any]:
         state = self._source.state_dict()
-        if len(getattr(self._source, "param_groups", ())) > self._first_added:  # in training
-            state = named_groups(self._source, self._module, state, self._first_added)
+        pairs = zip(getattr(self._source, "param_groups", ()), state["param_groups"], strict=False)
+        if added := [*pairs][self._first_added :]:  # in training
+            names = {each: name for name, each in self._module.named_parameters()}
+            for group, saved in added:
+                saved[ADDED] = [names.get(each, "") for each in group["params"]]
         return {**state, _HAS_MOMENTS: bool(state["state"])} if self._is_named else state
 
     def target(self, saved: Any) -> Any:
@@ -233,8 +235,9 @@ class OptimizerPart(Part):
     def load(self, state: Any, steps: int) -> None:
         state = dict(state)
         has_moments = state.pop(_HAS_MOMENTS, True)
-        saved = add_groups(self._source, self._module, state["param_groups"])
-        pairs = zip_longest(self._source.param_groups, saved, fillvalue={})
+        del self._source.param_groups[max(self._first_added, len(state["param_groups"])) :]
+        add_groups(self._source, self._module, state["param_groups"])
+        pairs = zip(self._source.param_groups, [*state["param_groups"], {}], strict=False)
         state["param_groups"] = [
             loaded_group(number, group, loaded) for number, (group, loaded) in enumerate(pairs)
         ]
@@ -253,14 +256,9 @@ class OptimizerPart(Part):
 
     def frozen(self, shared: Any) -> dict[str, Any]:
         state = self.save()
-        # A group that was added since the step is not in its state.
-        pairs = zip(shared, state["param_groups"], strict=False)
+        pairs = zip(shared, state["param_groups"], strict=False)  # more may have been added since
         groups = [{**group, **each} for each, group in pairs]
         return {**state, "param_groups": groups}
-
-    def roll_back(self, name: str, state: Any, steps: int) -> None:
-        del self._source.param_groups[len(state["param_groups"]) :]
-        super().roll_back(name, state, steps)
 
     def create_sharded_moments(self) -> None:
         """Creates the moments, since a DTensor can only be loaded into an existing one. torch does

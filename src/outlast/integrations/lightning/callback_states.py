@@ -20,25 +20,22 @@ _MADE = {"pytorch-lightning_version", "hyper_parameters", "hparams_name", "hpara
 
 
 class CallbackStates:
-    """The states of the trainer's callbacks, what the hooks `on_save_checkpoint` add to Lightning's
-    checkpoint, and what `BaseFinetuning` has frozen. A weight of the module in that checkpoint is
-    noted by its name: the job saves it. `apply` loads, and may be called again until `release`.
+    """The states of the trainer's callbacks. A weight of the module that a hook adds is noted by
+    its name: the job saves it. `apply` gives them what was `loaded`, which stays until it is reset.
     """
 
     may_differ = True  # a callback keeps what it wants
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._module = trainer, trainer.lightning_module
-        self._loaded: dict[str, Any] | None = None
-        self._has_hooks = any(
-            is_overridden(hook, each)
-            for each in (self._module, *trainer.callbacks)
-            for hook in ("on_save_checkpoint", "on_load_checkpoint")
-        )
+        self.loaded: dict[str, Any] | None = None
+        have = (self._module, *trainer.callbacks)
+        hooks = ("on_save_checkpoint", "on_load_checkpoint")
+        self._has_hooks = any(is_overridden(hook, each) for each in have for hook in hooks)
 
     def state_dict(self) -> dict[str, Any]:
-        if self._loaded is not None:  # nothing has happened since
-            return self._loaded
+        if self.loaded is not None:  # nothing has happened since
+            return self.loaded
         if self._has_hooks:
             checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(False)
             states = {**checkpoint["callbacks"], _HOOKS: self._added(checkpoint)}
@@ -48,32 +45,32 @@ class CallbackStates:
         return {**states, _FROZEN: frozen}
 
     def load_state_dict(self, states: dict[str, Any]) -> None:
-        self._loaded = states
+        self.loaded = states
 
     def apply(self) -> None:
         """Loads the states of the callbacks that are there; the others are ignored."""
-        states = dict(self._loaded or {})
+        states = dict(self.loaded or {})
         added, frozen = states.pop(_HOOKS, None), states.pop(_FROZEN, None)
         checkpoint = {"callbacks": states}
         if added is not None:
-            present = self._trainer._checkpoint_connector.dump_checkpoint(False)
-            checkpoint = {**present, **self._given(copy.deepcopy(added)), **checkpoint}
+            checkpoint |= self._given(copy.deepcopy(added))
+            checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(False) | checkpoint
             call._call_lightning_module_hook(self._trainer, "on_load_checkpoint", checkpoint)
             call._call_callbacks_on_load_checkpoint(self._trainer, checkpoint)
         call._call_callbacks_load_state_dict(self._trainer, checkpoint)
         for name, each, flag in self._flags() if frozen is not None else ():
             setattr(each, flag, name not in frozen)
 
-    def release(self) -> None:
-        self._loaded = None
-
     def _added(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        def place(t: torch.Tensor) -> tuple[Any, ...]:
+            return t.data_ptr(), t.dtype, t.device, tuple(t.shape), t.stride()
+
         weights = self._module.state_dict().items()
-        names = {_place(t): name for name, t in weights if isinstance(t, torch.Tensor)}
+        names = {place(t): name for name, t in weights if isinstance(t, torch.Tensor)}
 
         def named(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
-                name = names.get(_place(value)) if value.numel() else None
+                name = names.get(place(value)) if value.numel() else None
                 return value.detach() if name is None else (_WEIGHT, name)
             return mapped(value, named)
 
@@ -93,7 +90,3 @@ class CallbackStates:
         for name, module in self._module.named_modules():
             if hasattr(module, "track_running_stats"):
                 yield name, module, "track_running_stats"
-
-
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.dtype, tensor.device, tuple(tensor.shape), tensor.stride()

@@ -12,7 +12,7 @@ import io
 import json
 import logging
 import pickle
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -189,6 +189,5 @@ def _put_tensors(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
 def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     """`value`; a container with `function` applied to what it holds."""
     if isinstance(value, dict):
-        kind = OrderedDict if type(value) is OrderedDict else dict
-        return kind((key, function(inner)) for key, inner in value.items())
+        return {key: function(inner) for key, inner in value.items()}
     return type(value)(map(function, value)) if type(value) in (list, tuple) else value

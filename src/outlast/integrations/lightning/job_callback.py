@@ -81,7 +81,7 @@ class JobCallback(Callback):
         if not trainer.optimizers:
             raise ValueError("JobCallback needs an optimizer: configure_optimizers returned none")
         callbacks = CallbackStates(trainer)
-        loops = LoopStates(trainer, callbacks, lambda: self._count_step(trainer))
+        loops = LoopStates(trainer, lambda: self._count_step(trainer))
         self.job = outlast.Job(
             self._path,
             model=trainer.strategy.model,  # in DDP
@@ -94,7 +94,7 @@ class JobCallback(Callback):
         step = self.job.restore()
         if self._logs is not None:
             self._logs.begin(step)
-        loops.resume(bool(self.job.restored_from))
+        loops.resume(callbacks, bool(self.job.restored_from))
         self._global_step = trainer.global_step
         self._handlers = {each: signal.getsignal(each) for each in signal.valid_signals()}
 
@@ -179,11 +179,8 @@ class JobCallback(Callback):
     on_train_batch_end = on_validation_batch_start = _ping
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Also removes the last gradients of the training, with which `StochasticWeightAveraging`
-        would make a step in its epoch for batch norms: after a restart, there are none.
-        """
         self._ping()
-        if trainer.fit_loop._skip_backward:
+        if trainer.fit_loop._skip_backward:  # an SWA would use gradients from before a restart
             pl_module.zero_grad()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -28,10 +27,8 @@ class LoopStates:
 
     may_differ = True  # a callback keeps what it wants
 
-    def __init__(
-        self, trainer: Trainer, callbacks: CallbackStates, close: Callable[[], None]
-    ) -> None:
-        self._trainer, self._loop, self._callbacks = trainer, trainer.fit_loop, callbacks
+    def __init__(self, trainer: Trainer, close: Callable[[], None]) -> None:
+        self._trainer, self._loop = trainer, trainer.fit_loop
         self._batches = trainer.fit_loop.epoch_loop
         self._close, self._closing = close, False
         self._advance, self._on_advance_end = self._batches.advance, self._batches.on_advance_end
@@ -60,38 +57,42 @@ class LoopStates:
         if state.get("closed"):
             self._resumed = state
 
-    def resume(self, is_restored: bool) -> None:
+    def resume(self, callbacks: CallbackStates, is_restored: bool) -> None:
         """Call it when all states are restored. After the last step, the fit still has to end the
         batch and the epoch, so the reasons to stop apply only when that has begun.
         """
         if is_restored:
-            self._callbacks.apply()
+            callbacks.apply()
         if not self._resumed:
-            self._callbacks.release()
+            callbacks.loaded = None
             return
         self._generators = random_generators.capture()
         self._max_steps, self._batches.max_steps = self._batches.max_steps, -1
         self._batches.advance = self._resume_batch
-        begin, optimizers = self._loop.on_advance_start, _OptimizerStates(self._trainer)
-        self._loop.on_advance_start = lambda: self._resume_epoch(begin, optimizers)
+        begin, optimizers = self._loop.on_advance_start, self._trainer.optimizers
+        groups = [(each.param_groups, [*map(dict, each.param_groups)]) for each in optimizers]
+        self._loop.on_advance_start = lambda: self._resume_epoch(begin, callbacks, groups)
 
-    def _resume_epoch(self, begin: Callable[[], None], optimizers: _OptimizerStates) -> None:
-        """Calls the hooks of the epoch's begin again: nothing has saved what they set, such as
-        `accumulate_grad_batches`. What was saved stays, whatever these hooks and `on_fit_start`
-        have done to it since, and nothing is logged twice.
+    def _resume_epoch(self, begin: Callable[[], None], callbacks: Any, groups: Any) -> None:
+        """Calls the hooks of the epoch's begin again: what they set, as `accumulate_grad_batches`,
+        is saved nowhere. What was saved stays as it was, and nothing is logged twice.
         """
         trainer, module = self._trainer, self._trainer.lightning_module
         self._loop.on_advance_start = begin
         begin()
-        weights, loggers = Backup(module.state_dict(), ()), trainer.loggers
+        saved = [module, *(config.scheduler for config in trainer.lr_scheduler_configs)]
+        backup, loggers = Backup([each.state_dict() for each in saved], ()), trainer.loggers
         trainer.loggers = [DummyLogger() for _ in loggers]
         call._call_callback_hooks(trainer, "on_train_epoch_start")
         call._call_lightning_module_hook(trainer, "on_train_epoch_start")
         trainer.loggers = loggers
-        module.load_state_dict(weights.roll_back())
-        optimizers.put_back()
-        self._callbacks.apply()
-        self._callbacks.release()
+        for each, state in zip(saved, backup.roll_back(), strict=True):
+            each.load_state_dict(state)
+        for optimizer, (present, contents) in zip(trainer.optimizers, groups, strict=True):
+            present[:] = contents
+            optimizer.param_groups = present
+        callbacks.apply()
+        callbacks.loaded = None
 
     def _resume_batch(self, *_: Any) -> None:
         """Instead of training the batch that was trained before the fault."""
@@ -118,32 +119,6 @@ class LoopStates:
         finally:
             self._closing = False
         self._on_advance_end(*arguments)
-
-
-class _OptimizerStates:
-    """The present groups and moments of the optimizers, and the states of the schedulers."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._optimizers = [
-            (
-                o,
-                o.param_groups,
-                [*map(dict, o.param_groups)],
-                {p: dict(m) for p, m in o.state.items()},
-            )
-            for o in trainer.optimizers
-        ]
-        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        self._schedulers = [(each, copy.deepcopy(each.state_dict())) for each in schedulers]
-
-    def put_back(self) -> None:
-        for scheduler, state in self._schedulers:
-            scheduler.load_state_dict(state)
-        for optimizer, groups, contents, moments in self._optimizers:
-            groups[:] = contents
-            optimizer.param_groups = groups
-            optimizer.state.clear()
-            optimizer.state.update(moments)
 
 
 def _logged(results: Any) -> dict[str, Any]:
