@@ -34,6 +34,29 @@ def test_lightning(tmp_path: Path, zygote: Zygote) -> None:
     check_same(faulty, undisturbed)
 
 
+@pytest.mark.parametrize(
+    "kind",
+    ["averaging", "swa", "hooks", "finetuning", "finetuning a backbone", "epochs"],
+)
+def test_lightning_callbacks(tmp_path: Path, zygote: Zygote, kind: str) -> None:
+    """What callbacks and hooks save comes back, and so does what they do at an epoch's begin."""
+    pytest.importorskip("lightning", reason="make test-ports")
+    faults = [
+        *waiting(1, "batch 6", "raise", for_other="batch 6"),
+        *waiting(1, "batch 15", "SIGKILL", for_other="batch 15"),
+        *waiting(0, "batch 21", "SIGKILL", for_other="batch 21"),
+        {"rank": 0, "at": "batch 28", "do": "SIGTERM, known"},
+        *waiting(1, "batch 36", "raise another", for_other="batch 36"),
+    ]
+    if kind == "swa":  # in the additional epoch for batch norms
+        faults += waiting(0, "batch 45", "raise", for_other="batch 45")
+    undisturbed = run(tmp_path / "u", "own_lightning_callbacks", kind=kind)
+    faulty = run(tmp_path / "f", "own_lightning_callbacks", faults, kind=kind)
+    assert faulty.codes == [143, 0]
+    assert len(faulty.restored()) == 6 + (kind == "swa"), faulty.restored()
+    check_same(faulty, undisturbed)
+
+
 @pytest.mark.exhaustive
 def test_lightning_files(tmp_path: Path, zygote: Zygote) -> None:
     """One version of the logs, with each row once; the best checkpoints, and no others; each sample

@@ -122,3 +122,52 @@ def test_a_group_with_fewer_parameters_is_refused_by_its_number(tmp_path: Path) 
     with_bias_only = torch.optim.AdamW([model.bias])
     with pytest.raises(CheckpointMismatch, match=r"group 0 of the optimizer has 1 .* 2 were saved"):
         train(tmp_path, model, with_bias_only, steps=0)
+
+
+def unfreezing(path: Path, *, named: bool) -> tuple[int, Made]:
+    """Two steps; from the second one on, the last layer is trained, too."""
+    model = nn.Sequential()
+    model.add_module("first", nn.Linear(4, 4))
+    model.add_module("last", nn.Linear(4, 4))
+    first, more = (
+        list(layer.named_parameters(prefix=name) if named else layer.parameters())
+        for name, layer in model.named_children()
+    )
+    optimizer = torch.optim.AdamW(first, lr=0.1)
+    with outlast.Job(path, model=model, optimizer=optimizer, every=1, signals=()) as job:
+        begun = job.restore()
+        for step in range(begun, 2):
+            if step == 1:
+                optimizer.add_param_group({"params": more, "lr": 0.02})
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            job.step()
+    return begun, (model, optimizer)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_group_that_was_added_in_training_is_added_again(tmp_path: Path, named: bool) -> None:
+    _, (model, optimizer) = unfreezing(tmp_path, named=named)
+    begun, (found, restored) = unfreezing(tmp_path, named=named)
+    assert begun == 2
+    assert [group["lr"] for group in restored.param_groups] == [0.1, 0.02]
+    for one, other in zip(model.parameters(), found.parameters(), strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(optimizer.state[one]["exp_avg"], restored.state[other]["exp_avg"])
+    assert optimizer.state_dict()["param_groups"] == restored.state_dict()["param_groups"]
+
+
+def test_a_group_with_a_parameter_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW([model.weight], lr=0.1)
+    with outlast.Job(tmp_path, model=model, optimizer=optimizer, signals=()) as job:
+        job.restore()
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+        job.step()
+    optimizer = torch.optim.AdamW([model.weight], lr=0.1)
+    job = outlast.Job(tmp_path, model=model, optimizer=optimizer, signals=())
+    with pytest.raises(CheckpointMismatch, match="does not have all parameters of group 1"):
+        job.restore()
+    assert len(optimizer.param_groups) == 1
+    job.close()

@@ -324,6 +324,10 @@ class Job(JobProgress):
         """
         self._training.epochs.by_framework = True
 
+    def end_copy(self) -> None:
+        """For adapters: ends the copy of a save, before others than an optimizer may write."""
+        self._saves.seal()
+
     def watch_ddp(self, model: nn.Module) -> None:
         """For a model that is wrapped in DDP after `restore`, of which the job was given the module
         inside: gradients are summed as before a restart, also by three ranks or more. Call it on

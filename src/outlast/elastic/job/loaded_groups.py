@@ -2,7 +2,8 @@
 
 The values of a group are replaced, whatever they are; where torch resumes, so does a job. A key
 that only the present group has, as of a newer torch, stays. With names of the parameters on both
-sides, the moments go to the parameter of the same name; torch goes by the order alone.
+sides, the moments go to the parameter of the same name; torch goes by the order alone. A group that
+was added in training is saved with the names of its parameters, and added again.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 from typing import Any
 
 import torch
+from torch import nn
 
 from outlast.elastic.wrapped_modules import plain_name
 from outlast.errors import CheckpointMismatch
@@ -18,6 +20,22 @@ from outlast.errors import CheckpointMismatch
 log = logging.getLogger("outlast.elastic")
 
 _NAMES = "param_names"
+ADDED = "outlast_parameters"
+
+
+def add_groups(optimizer: torch.optim.Optimizer, module: nn.Module, saved: list[Any]) -> None:
+    """Adds the groups that were added in training; `CheckpointMismatch` if a parameter lacks."""
+    parameters = dict(module.named_parameters())
+    for number, group in [*enumerate(saved)][len(optimizer.param_groups) :]:
+        names = group.get(ADDED, [""])
+        if not parameters.keys() >= {*names}:
+            raise CheckpointMismatch(
+                f"the optimizer has {number} parameter groups, {len(saved)} were saved, and the "
+                f"model does not have all parameters of group {number}: {names[:10]}"
+            )
+        added = [parameters[name] for name in names]
+        named = zip(group[_NAMES], added, strict=True) if _NAMES in group else added
+        optimizer.add_param_group({"params": [*named]})
 
 
 def loaded_group(number: int, group: dict[str, Any], loaded: dict[str, Any]) -> dict[str, Any]:
@@ -30,6 +48,7 @@ def loaded_group(number: int, group: dict[str, Any], loaded: dict[str, Any]) -> 
         raise CheckpointMismatch(
             f"{where} has {len(group['params'])} parameters, and {len(found['params'])} were saved"
         )
+    found.pop(ADDED, None)
     for key, present in group.items():
         if key == "params":
             continue

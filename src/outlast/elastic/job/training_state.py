@@ -32,7 +32,7 @@ from outlast.elastic.job.encoding import is_plain_tensor
 from outlast.elastic.job.epochs import Epochs
 from outlast.elastic.job.gradient_buckets import GradientBuckets
 from outlast.elastic.job.iteration import Iteration
-from outlast.elastic.job.loaded_groups import loaded_group
+from outlast.elastic.job.loaded_groups import ADDED, add_groups, loaded_group
 from outlast.elastic.job.models import ONLY, Models, Optimizers, by_name, joined, parameters_of
 from outlast.elastic.job.parts import (
     AttachedState,
@@ -220,23 +220,31 @@ class OptimizerPart(Part):
     def __init__(self, optimizer: Optimizer, module: nn.Module, *, is_named: bool) -> None:
         super().__init__(optimizer)
         self._module, self._is_named = module, is_named
+        self._first_added = len(getattr(optimizer, "param_groups", ()))
 
     def save(self) -> dict[str, Any]:
         state = self._source.state_dict()
+        pairs = zip(getattr(self._source, "param_groups", ()), state["param_groups"], strict=False)
+        if added := [*pairs][self._first_added :]:  # in training
+            names = {each: name for name, each in self._module.named_parameters()}
+            for group, saved in added:
+                saved[ADDED] = [names.get(each, "") for each in group["params"]]
         return {**state, _HAS_MOMENTS: bool(state["state"])} if self._is_named else state
 
     def target(self, saved: Any) -> Any:
         """The moments, two thirds of the state, are loaded into new memory, which the optimizer
-        adopts: the current moments then need no backup. Each group is filled with what was saved:
-        its keys and their types may have changed since.
+        adopts: the current moments then need no backup. The groups are filled with what was saved:
+        their number, keys and types may have changed since.
         """
-        saved = {**saved, "param_groups": [{} for _ in saved["param_groups"]]}
+        saved = {**saved, "param_groups": []}
         return {**saved, "state": {}} if self.replaces_moments else saved
 
     def load(self, state: Any, steps: int) -> None:
         state = dict(state)
         has_moments = state.pop(_HAS_MOMENTS, True)
-        pairs = zip(self._source.param_groups, state["param_groups"], strict=False)
+        del self._source.param_groups[max(self._first_added, len(state["param_groups"])) :]
+        add_groups(self._source, self._module, state["param_groups"])
+        pairs = zip(self._source.param_groups, [*state["param_groups"], {}], strict=False)
         state["param_groups"] = [
             loaded_group(number, group, loaded) for number, (group, loaded) in enumerate(pairs)
         ]
@@ -256,8 +264,8 @@ class OptimizerPart(Part):
 
     def frozen(self, shared: Any) -> dict[str, Any]:
         state = self.save()
-        numbers = [group["params"] for group in state["param_groups"]]
-        groups = [{**each, "params": n} for each, n in zip(shared, numbers, strict=True)]
+        pairs = zip(shared, state["param_groups"], strict=False)  # more may have been added since
+        groups = [{**group, **each} for each, group in pairs]
         return {**state, "param_groups": groups}
 
     def create_sharded_moments(self) -> None:

@@ -177,16 +177,16 @@ def _take_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         tensors.append(value.detach())
         return (_TENSOR, len(tensors) - 1)
-    return _mapped(value, lambda inner: _take_tensors(inner, tensors))
+    return mapped(value, lambda inner: _take_tensors(inner, tensors))
 
 
 def _put_tensors(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if type(value) is tuple and len(value) == 2 and value[0] == _TENSOR:
         return tensors[str(value[1])]
-    return _mapped(value, lambda inner: _put_tensors(inner, tensors))
+    return mapped(value, lambda inner: _put_tensors(inner, tensors))
 
 
-def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     """`value`; a container with `function` applied to what it holds."""
     if isinstance(value, dict):
         return {key: function(inner) for key, inner in value.items()}

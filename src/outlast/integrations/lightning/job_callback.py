@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 import outlast
 from outlast.elastic.loader_position import LoaderPosition, has_no_state
 from outlast.inprocess import CallWrapper
+from outlast.integrations.lightning.callback_states import CallbackStates
 from outlast.integrations.lightning.csv_logs import CsvLogs
 from outlast.integrations.lightning.states import LoopStates, states_of
 
@@ -62,8 +63,11 @@ class JobCallback(Callback):
     # ------------------------------------------------------------------------- begin and end
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Continues the logs of an earlier fit: before `ModelCheckpoint` asks for their folder."""
+        """Continues the logs of an earlier fit: before `ModelCheckpoint` asks for their folder.
+        Becomes the first callback: others use in `on_fit_start` what was restored.
+        """
         if stage == "fit":
+            trainer.callbacks = [self, *(each for each in trainer.callbacks if each is not self)]
             self._logs = CsvLogs(trainer, self._path)
             self._logs.continue_versions()
 
@@ -76,25 +80,27 @@ class JobCallback(Callback):
             )
         if not trainer.optimizers:
             raise ValueError("JobCallback needs an optimizer: configure_optimizers returned none")
+        callbacks = CallbackStates(trainer)
         loops = LoopStates(trainer, lambda: self._count_step(trainer))
         self.job = outlast.Job(
             self._path,
             model=trainer.strategy.model,  # in DDP
             optimizer=trainer.optimizers[0],
             loader=_position_of(trainer) if self._loader is None else self._loader,
-            states={**states_of(trainer, self, loops), **self._states},
+            states={**states_of(trainer, loops, callbacks), **self._states},
             **self._options,
         )
         self.job.leave_epochs_to_framework()
         step = self.job.restore()
         if self._logs is not None:
             self._logs.begin(step)
-        loops.resume()
+        loops.resume(callbacks, bool(self.job.restored_from))
         self._global_step = trainer.global_step
         self._handlers = {each: signal.getsignal(each) for each in signal.valid_signals()}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._close(None)
+        """Ends the job after this hook of the others, which may put averages into the module."""
+        trainer.strategy.on_train_end = lambda: self._close(None)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Closes the job of a fit that had nothing left to train."""
@@ -149,6 +155,12 @@ class JobCallback(Callback):
         leave this out, because its checkpoints need not have the metrics.
         """
         trainer.fit_loop.restarting = False
+        self.on_validation_start()
+
+    def on_validation_start(self, *_: Any) -> None:
+        """Ends the copy of a save: from here on, callbacks such as `WeightAveraging` may write."""
+        if self.job is not None:
+            self.job.end_copy()
 
     def _count_step(self, trainer: Trainer) -> None:
         """Counts a step of the optimizer, not each batch: a checkpoint has no half gradients."""
@@ -164,7 +176,12 @@ class JobCallback(Callback):
         if self._call is not None:
             self._call.ping()
 
-    on_train_batch_start = on_train_batch_end = on_validation_batch_start = _ping
+    on_train_batch_end = on_validation_batch_start = _ping
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self._ping()
+        if trainer.fit_loop._skip_backward:  # an SWA would use gradients from before a restart
+            pl_module.zero_grad()
 
 
 def _position_of(trainer: Trainer) -> LoaderPosition:

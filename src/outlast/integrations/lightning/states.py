@@ -6,9 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.trainer import call
 
 from outlast.elastic import random_generators
+from outlast.elastic.job.training_state import Backup
+from outlast.integrations.lightning.callback_states import CallbackStates
 
 
 class LoopStates:
@@ -53,14 +57,42 @@ class LoopStates:
         if state.get("closed"):
             self._resumed = state
 
-    def resume(self) -> None:
+    def resume(self, callbacks: CallbackStates, is_restored: bool) -> None:
         """Call it when all states are restored. After the last step, the fit still has to end the
         batch and the epoch, so the reasons to stop apply only when that has begun.
         """
-        if self._resumed:
-            self._generators = random_generators.capture()
-            self._max_steps, self._batches.max_steps = self._batches.max_steps, -1
-            self._batches.advance = self._resume_batch
+        if is_restored:
+            callbacks.apply()
+        if not self._resumed:
+            callbacks.loaded = None
+            return
+        self._generators = random_generators.capture()
+        self._max_steps, self._batches.max_steps = self._batches.max_steps, -1
+        self._batches.advance = self._resume_batch
+        begin, optimizers = self._loop.on_advance_start, self._trainer.optimizers
+        groups = [(each.param_groups, [*map(dict, each.param_groups)]) for each in optimizers]
+        self._loop.on_advance_start = lambda: self._resume_epoch(begin, callbacks, groups)
+
+    def _resume_epoch(self, begin: Callable[[], None], callbacks: Any, groups: Any) -> None:
+        """Calls the hooks of the epoch's begin again: what they set, as `accumulate_grad_batches`,
+        is saved nowhere. What was saved stays as it was, and nothing is logged twice.
+        """
+        trainer, module = self._trainer, self._trainer.lightning_module
+        self._loop.on_advance_start = begin
+        begin()
+        saved = [module, *(config.scheduler for config in trainer.lr_scheduler_configs)]
+        backup, loggers = Backup([each.state_dict() for each in saved], ()), trainer.loggers
+        trainer.loggers = [DummyLogger() for _ in loggers]
+        call._call_callback_hooks(trainer, "on_train_epoch_start")
+        call._call_lightning_module_hook(trainer, "on_train_epoch_start")
+        trainer.loggers = loggers
+        for each, state in zip(saved, backup.roll_back(), strict=True):
+            each.load_state_dict(state)
+        for optimizer, (present, contents) in zip(trainer.optimizers, groups, strict=True):
+            present[:] = contents
+            optimizer.param_groups = present
+        callbacks.apply()
+        callbacks.loaded = None
 
     def _resume_batch(self, *_: Any) -> None:
         """Instead of training the batch that was trained before the fault."""
@@ -116,32 +148,11 @@ def _logged(results: Any) -> dict[str, Any]:
     return found
 
 
-class CallbackStates:
-    """The states of the trainer's other callbacks, by their `state_key`, as one state."""
-
-    may_differ = True  # a callback keeps what it wants
-
-    def __init__(self, trainer: Trainer, without: Callback) -> None:
-        self._trainer, self._without = trainer, without
-
-    def state_dict(self) -> dict[str, Any]:
-        return {each.state_key: state for each in self._callbacks() if (state := each.state_dict())}
-
-    def load_state_dict(self, states: dict[str, Any]) -> None:
-        """Loads the states of the callbacks that are there; the others are ignored."""
-        for each in self._callbacks():
-            if each.state_key in states:
-                each.load_state_dict(states[each.state_key])
-
-    def _callbacks(self) -> list[Callback]:
-        return [each for each in self._trainer.callbacks if each is not self._without]
-
-
-def states_of(trainer: Trainer, callback: Callback, loops: LoopStates) -> dict[str, Any]:
+def states_of(trainer: Trainer, loops: LoopStates, callbacks: CallbackStates) -> dict[str, Any]:
     """The objects that a `Job` of this fit saves, by name."""
     states: dict[str, Any] = {
         "loops": loops,
-        "callbacks": CallbackStates(trainer, callback),
+        "callbacks": callbacks,
         "precision": trainer.precision_plugin,  # the gradient scaler of 16-bit precision
     }
     for i, config in enumerate(trainer.lr_scheduler_configs):
