@@ -14,18 +14,7 @@ from outlast.elastic import random_generators as generators
 from outlast.elastic.job.passes import Pass, length_of
 from outlast.errors import CheckpointMismatch
 
-__all__ = ["LoaderPosition", "has_no_state", "start_workers"]
-
-
-def start_workers(loader: Any) -> None:
-    """Starts persistent workers that do not run yet, without a change of the generators: they draw
-    their seeds in the first epoch of a process, which may not be that of the training.
-    """
-    base = getattr(loader, "base_dataloader", loader)
-    if getattr(base, "persistent_workers", False) and getattr(base, "_iterator", None) is None:
-        before = generators.capture()
-        iter(base)
-        generators.set_all(before)
+__all__ = ["LoaderPosition", "has_no_state"]
 
 
 class LoaderPosition:

@@ -15,7 +15,7 @@ from accelerate import Accelerator, skip_first_batches
 from accelerate.utils import DataLoaderConfiguration
 from planned_faults import PlannedFaults, say
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 from outlast import inprocess
@@ -25,8 +25,10 @@ from outlast.integrations.transformers import JobTrainer
 PLAN = json.loads(sys.argv[1])
 KIND = PLAN["kind"]
 IS_EXACT = "skip" not in KIND and not PLAN.get("resized")  # else only the samples are the same
+DISPATCHES = True if "dispatched" in KIND else None
 ACCUMULATED = 2 if "accumulated" in KIND else 1
 EPOCHS, SAMPLES, STEPS = 3, 48, 4
+STRATEGIES = "group_by_length", "batch_rebalance", "sequential"
 reach = PlannedFaults(PLAN, {}).reach
 
 
@@ -35,13 +37,33 @@ class Numbers(Dataset[dict[str, Any]]):
         return SAMPLES
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"x": torch.tensor([index, 1.0])}
+        length = 1 + range(SAMPLES)[index] % 7  # to group by; the model does not get it
+        return {"x": torch.tensor([index, 1.0]), "input_ids": [0] * length}
 
 
 class Stream(IterableDataset[dict[str, Any]]):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for index in torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(3)):
             yield {"x": torch.tensor([index, 1.0])}
+
+
+class Shuffled(Sampler[int]):
+    """An order from a generator of its own, from the epoch, or from one that a job cannot know."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(5) if KIND.endswith("generator") else None
+        self.hidden, self.epoch = iter(range(100)), 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        seed = next(self.hidden) if KIND.endswith("hidden") else self.epoch
+        generator = self.generator or torch.Generator().manual_seed(seed)
+        yield from torch.randperm(SAMPLES, generator=generator).tolist()
+
+    def __len__(self) -> int:
+        return SAMPLES
 
 
 class Model(nn.Module):
@@ -63,6 +85,11 @@ class Model(nn.Module):
         losses = self.losses if IS_EXACT else []
         say("computed", name=f"step {step}", value=[epoch, self.samples, losses])
         self.samples, self.losses = [], []
+
+
+class OwnTrainer(JobTrainer):
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return Shuffled()
 
 
 def share() -> int:
@@ -90,19 +117,21 @@ def with_trainer(call: inprocess.CallWrapper, model: Model) -> None:
         num_train_epochs=EPOCHS,
         max_steps=STEPS if "stream" in KIND else -1,
         per_device_train_batch_size=share(),
+        train_sampling_strategy=next((s for s in STRATEGIES if s in KIND), "random"),
         gradient_accumulation_steps=ACCUMULATED,
         dataloader_num_workers=2 if "workers" in KIND else 0,
         dataloader_persistent_workers="workers" in KIND,
         learning_rate=0.01,
         logging_steps=2,
         save_strategy="no",
+        accelerator_config={"dispatch_batches": DISPATCHES},
         use_cpu=True,
         ddp_backend="gloo",
         disable_tqdm=True,
         report_to=[],
     )
     data: Any = Stream() if "stream" in KIND else Numbers()
-    trainer: Any = JobTrainer(
+    trainer: Any = (OwnTrainer if "own" in KIND else JobTrainer)(
         model=model, args=arguments, train_dataset=data, callbacks=[Watch()], call=call
     )
     trainer.remove_callback(PrinterCallback)
@@ -111,12 +140,16 @@ def with_trainer(call: inprocess.CallWrapper, model: Model) -> None:
 
 def with_accelerate(call: inprocess.CallWrapper, model: Model) -> None:
     configuration = DataLoaderConfiguration(
-        use_seedable_sampler="generator" not in KIND, use_stateful_dataloader="stateful" in KIND
+        use_seedable_sampler="generator" not in KIND,
+        use_stateful_dataloader="stateful" in KIND,
+        dispatch_batches=DISPATCHES,
+        split_batches="split" in KIND,
     )
     accelerator = Accelerator(cpu=True, dataloader_config=configuration)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     data: Any = Stream() if "stream" in KIND else Numbers()
-    loader = DataLoader(data, share(), shuffle=None if "stream" in KIND else True)
+    batch = share() * (dist.get_world_size() if "split" in KIND else 1)
+    loader = DataLoader(data, batch, shuffle=None if "stream" in KIND else True)
     ddp, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     with_state = loader if "stateful" in KIND else None
     with make_job(accelerator, PLAN["path"], loader=with_state, every=100) as job:
