@@ -19,7 +19,13 @@ SAMPLERS = [
     *("trainer group_by_length", "trainer group_by_length workers", "trainer batch_rebalance"),
     *("trainer own generator", "trainer own epochs"),
 ]
-OTHERS = ["accelerate generator", "accelerate stateful", "accelerate skip", "accelerate stream"]
+OTHERS = [
+    "accelerate split",
+    "accelerate generator",
+    "accelerate stateful",
+    "accelerate skip",
+    "accelerate stream",
+]
 FEW = ["trainer workers", "accelerate stateful"]
 MORE = pytest.mark.exhaustive
 
@@ -38,7 +44,9 @@ def test_own(folder: Path, zygote: Zygote, kind: str) -> None:
     check_exactly_once(faulty)
 
 
-@pytest.mark.parametrize("kind", SAMPLERS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=MORE if k != SAMPLERS[0] else ()) for k in SAMPLERS]
+)
 def test_samplers_of_trainer(folder: Path, zygote: Zygote, kind: str) -> None:
     """An order that Trainer itself would draw anew, also after a fault between two epochs."""
     pytest.importorskip("transformers", reason="make test-ports")

@@ -25,10 +25,11 @@ from outlast.integrations.transformers import JobTrainer
 PLAN = json.loads(sys.argv[1])
 KIND = PLAN["kind"]
 IS_EXACT = "skip" not in KIND and not PLAN.get("resized")  # else only the samples are the same
-DISPATCHES = True if "dispatched" in KIND else None
 ACCUMULATED = 2 if "accumulated" in KIND else 1
 EPOCHS, SAMPLES, STEPS = 3, 48, 4
 STRATEGIES = "group_by_length", "batch_rebalance", "sequential"
+STRATEGY = next((each for each in STRATEGIES if each in KIND), "random")
+BY_LENGTH = STRATEGY in STRATEGIES[:2]
 reach = PlannedFaults(PLAN, {}).reach
 
 
@@ -37,8 +38,10 @@ class Numbers(Dataset[dict[str, Any]]):
         return SAMPLES
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        length = 1 + range(SAMPLES)[index] % 7  # to group by; the model does not get it
-        return {"x": torch.tensor([index, 1.0]), "input_ids": [0] * length}
+        noise = torch.rand(()).item() if "workers" in KIND else 1.0
+        found = {"x": torch.tensor([range(SAMPLES)[index], noise])}
+        # To group by their lengths; Trainer does not give them to the model.
+        return {**found, "input_ids": [0] * (1 + index % 7)} if BY_LENGTH else found
 
 
 class Stream(IterableDataset[dict[str, Any]]):
@@ -48,18 +51,17 @@ class Stream(IterableDataset[dict[str, Any]]):
 
 
 class Shuffled(Sampler[int]):
-    """An order from a generator of its own, from the epoch, or from one that a job cannot know."""
+    """An order from a generator of its own, or from the epoch."""
 
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(5) if KIND.endswith("generator") else None
-        self.hidden, self.epoch = iter(range(100)), 0
+        self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        seed = next(self.hidden) if KIND.endswith("hidden") else self.epoch
-        generator = self.generator or torch.Generator().manual_seed(seed)
+        generator = self.generator or torch.Generator().manual_seed(self.epoch)
         yield from torch.randperm(SAMPLES, generator=generator).tolist()
 
     def __len__(self) -> int:
@@ -117,14 +119,13 @@ def with_trainer(call: inprocess.CallWrapper, model: Model) -> None:
         num_train_epochs=EPOCHS,
         max_steps=STEPS if "stream" in KIND else -1,
         per_device_train_batch_size=share(),
-        train_sampling_strategy=next((s for s in STRATEGIES if s in KIND), "random"),
+        train_sampling_strategy=STRATEGY,
         gradient_accumulation_steps=ACCUMULATED,
         dataloader_num_workers=2 if "workers" in KIND else 0,
         dataloader_persistent_workers="workers" in KIND,
         learning_rate=0.01,
         logging_steps=2,
         save_strategy="no",
-        accelerator_config={"dispatch_batches": DISPATCHES},
         use_cpu=True,
         ddp_backend="gloo",
         disable_tqdm=True,
@@ -142,7 +143,6 @@ def with_accelerate(call: inprocess.CallWrapper, model: Model) -> None:
     configuration = DataLoaderConfiguration(
         use_seedable_sampler="generator" not in KIND,
         use_stateful_dataloader="stateful" in KIND,
-        dispatch_batches=DISPATCHES,
         split_batches="split" in KIND,
     )
     accelerator = Accelerator(cpu=True, dataloader_config=configuration)

@@ -20,11 +20,13 @@ OWN = "own"  # the names of generators that the loader was given: own0, own1, ..
 
 
 def note(own: Sequence[torch.Generator]) -> Noted:
+    """The present states of the global generators, and of a loader's own."""
     noted = {name: packed(state) for name, state in generators.capture().items()}
     return {name: (dtype, content) for name, (dtype, _, content) in noted.items()} | states_of(own)
 
 
 def states_of(own: Sequence[torch.Generator]) -> Noted:
+    """Those of a loader's own generators, by their numbers."""
     noted = {f"{OWN}{i}": packed(each.get_state()) for i, each in enumerate(own)}
     return {name: (dtype, content) for name, (dtype, _, content) in noted.items()}
 
