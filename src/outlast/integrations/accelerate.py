@@ -123,14 +123,12 @@ def declare_order(loader: Any) -> int:
     """Declares to a `Job` that another number of processes continues with a prepared loader. It
     does if its order depends on seed and epoch alone, with `SeedableRandomSampler` or without
     shuffling: each batch of all processes is then the next part of that order. Returns the number
-    of samples of such a batch; 0 for another order. A `ValueError` for a loader of which what is
-    done cannot be skipped.
+    of samples of such a batch; 0 for another order. A `ValueError` for one that cannot continue.
     """
     if type(loader) is DataLoaderDispatcher and not isinstance(loader.dataset, IterableDataset):
         raise ValueError(
             "dispatch_batches=True with a data set that has a length is not supported: after a "
-            "restart, accelerate skips too few batches, and samples would be repeated. Leave it "
-            "out: each process then loads its own samples, each of them once"
+            "restart, accelerate skips too few batches, and repeats samples. Leave it out"
         )
     if type(loader) is not DataLoaderShard:
         return 0

@@ -30,9 +30,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from outlast.elastic import random_generators as generators
 from outlast.elastic.data.loader import ElasticLoader
 from outlast.elastic.data.stream import ShardedStream
-from outlast.elastic.job.noted_generators import OWN, Noted, note, set_noted, states_of
 from outlast.elastic.job.sampled_order import NOTE as ORDER
-from outlast.elastic.job.sampled_order import SampledOrder
+from outlast.elastic.job.sampled_order import OWN, Noted, SampledOrder, note, set_noted, states_of
 
 log = logging.getLogger("outlast.elastic")
 
@@ -216,7 +215,8 @@ class Pass:
         """
         own, base = generators_of(loader), _base_of(loader)
         self.worker_seed, self._dropped, self._ends, self._present = worker_seed, 0, False, {}
-        if not isinstance(base, DataLoader) or isinstance(base.dataset, IterableDataset):
+        has_batches = isinstance(base, DataLoader) and base.batch_sampler is not None
+        if not has_batches or isinstance(base.dataset, IterableDataset):
             if was_iterated:
                 generators.start_workers(base)
             self._begin([], own)

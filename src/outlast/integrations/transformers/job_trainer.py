@@ -20,7 +20,6 @@ from transformers.trainer_utils import has_length
 
 import outlast
 from outlast.elastic import random_generators
-from outlast.elastic.job.passes import samplers_of
 from outlast.elastic.wrapped_modules import plain_state_dict
 from outlast.inprocess import CallWrapper
 from outlast.integrations.accelerate import declare_order
@@ -250,10 +249,7 @@ class JobTrainerMixin(_Mixed):
                 "repeats itself without an end continues at the right sample",
                 self.state.global_step,
             )
-        for each in samplers_of(loader):  # the loader that skips what is done does not reach all
-            if each is not loader.dataset and callable(getattr(each, "set_epoch", None)):
-                each.set_epoch(epoch)
-        with self._losses.epoch_order(loader, epoch):
+        with self._losses.order.epoch(loader, epoch):
             super()._run_epoch(model, epoch, *args, **kwargs)
 
     def _save_checkpoint(self: Any, model: nn.Module, trial: Any) -> None:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from contextlib import AbstractContextManager
 from typing import Any
 
 from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from outlast.async_checkpoint import Retention
-from outlast.elastic.job.noted_generators import set_noted, states_of
-from outlast.elastic.job.passes import Pass, generators_of
-from outlast.elastic.random_generators import mix64
+from outlast.elastic.loader_position import LoaderOrder
 from outlast.errors import CheckpointMismatch
 from outlast.integrations.common import check_all_ranks
 
@@ -62,8 +59,7 @@ class TrainerProgress:
 
 
 class Losses:
-    """The losses of this rank that the Trainer has not logged yet, and the order of its samples:
-    the generators from which the sampler draws it.
+    """The losses of this rank that the Trainer has not logged yet, and the order of its samples.
 
     A `Job` saves them as a data loader, that is, rank by rank. The position in the data, which
     Trainer computes from the number of steps, fits another number of ranks if an epoch has as many
@@ -81,7 +77,7 @@ class Losses:
         self._trainer = trainer
         self._loaded: dict[str, Any] | None = None
         self.step_samples = self.epoch_steps = 0
-        self._order = Pass(None, False)  # of the present epoch
+        self.order = LoaderOrder()
 
     def state_dict(self) -> dict[str, Any]:
         if self._loaded is not None:  # restored, and not handed to the Trainer yet
@@ -94,30 +90,10 @@ class Losses:
             saved["total"] = trainer._total_loss_scalar
             saved["logged"] = trainer._globalstep_last_logged
             saved["flos"] = trainer.current_flos
-            saved["order"] = self._saved_order()
+            done = trainer.state.global_step % (self.epoch_steps or trainer.state.max_steps)
+            done *= trainer.args.gradient_accumulation_steps
+            saved["order"] = self.order.saved(done, trainer.callback_handler.train_dataloader)
         return saved
-
-    def _saved_order(self) -> tuple[int, Any]:
-        """The batches done in this epoch, and the generators as they were when it began; between
-        two epochs, those that the loader was given as they are.
-        """
-        state = self._trainer.state
-        steps = state.global_step % self.epoch_steps if self.epoch_steps else state.global_step
-        self._order.taken = steps * self._trainer.args.gradient_accumulation_steps
-        if not steps:
-            return 0, states_of(self._own_generators())
-        return self._order.taken, self._order.noted
-
-    def _own_generators(self) -> Any:
-        return generators_of(self._trainer.callback_handler.train_dataloader)
-
-    def epoch_order(self, loader: Any, epoch: int) -> AbstractContextManager[None]:
-        """The Trainer begins an epoch, or what is left of it, in this context."""
-        is_resumed, self._order.done = bool(self._order.done), 0
-        if not is_resumed:
-            self._order = Pass(None, False)
-        was_iterated = epoch > 0 and not is_resumed
-        return self._order.followed(loader, mix64(epoch), was_iterated=was_iterated)
 
     def resized(self, states: list[dict[str, Any]]) -> dict[str, Any]:
         """One state for another number of ranks: Trainer logs mean losses and summed operations."""
@@ -144,9 +120,8 @@ class Losses:
                 "output_dir"
             )
         self._loaded = saved if "sum" in saved else None
-        done, noted = saved.get("order", (0, None))
-        if done and before == now:
-            self._order = Pass.restored((None, False, done, False, False, 0), noted)
+        if before == now and "order" in saved:
+            self.order.load(saved["order"])
 
     @property
     def _data(self) -> dict[str, int]:
@@ -164,9 +139,8 @@ class Losses:
             trainer._globalstep_last_logged = losses["logged"]
             trainer.current_flos = losses["flos"]
             trainer._initial_global_step = 0
-            done, noted = losses.get("order", (0, None))
-            if not done:
-                set_noted(noted or {}, self._own_generators())
+            if "order" in losses:
+                self.order.restore(losses["order"], trainer.callback_handler.train_dataloader)
 
 
 def check_supported(trainer: Trainer) -> None:
