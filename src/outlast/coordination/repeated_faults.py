@@ -44,7 +44,7 @@ like any other error: an error in the program may depend on the data, and the fo
 by a lost host of this job.
 """
 
-_NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
+_NUMBER = re.compile(r"0x[0-9a-fA-F]+|\b(?=[a-f]*\d)[0-9a-f]{12,}\b|\d+")  # or the ID of a save
 _SIGNATURE_CHARS = 300
 _REMEMBERED = 8  # different faults since the last progress
 

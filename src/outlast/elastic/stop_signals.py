@@ -102,6 +102,7 @@ class StopSignals:
     def completed(self, step: int, save: Callable[[], object]) -> None:
         """Call it after each step, before the next; as `begin`, if it was the last of a stop."""
         self._request.furthest = max(self._request.furthest, step)
+        self._request.check_handlers()
         if self._agreement is None:
             self.begin(step, save)
         agreement = self._agreement
@@ -155,7 +156,7 @@ class StopRequest:
         self._reason: str | None = None
         self._agreement: Listener | None = None
         self._previous: dict[int, Any] = {}
-        self._interrupted = False
+        self._interrupted = self._warned = False
         # Protects `_reason` and `_agreement`: a request reaches the present agreement exactly once.
         self._lock = threading.Lock()
         self._requests: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -171,6 +172,20 @@ class StopRequest:
             ignored = number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
             if number not in self._previous and not ignored:
                 self._previous[number] = signal.signal(number, self._handle)
+
+    def check_handlers(self) -> None:
+        """Says once which signal the program handles itself since: it may not arrive here."""
+        for number in self._previous if not self._warned else ():
+            # Others, as `asyncio.run`, take Ctrl-C for a while.
+            if number == signal.SIGINT or signal.getsignal(number) == self._handle:
+                continue
+            self._warned = True
+            log.warning(
+                "the handler of %s was replaced after that of the job: a request to stop is not "
+                "seen, unless the new handler calls the one before it, or job.stop()",
+                signal_name(number),
+            )
+            return
 
     def request(self, reason: str) -> None:
         """Requests a stop. Safe to call from any thread and from a signal handler."""

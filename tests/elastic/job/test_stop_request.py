@@ -142,6 +142,22 @@ def test_the_end_restores_the_handlers_but_not_over_a_later_one() -> None:
     signal.signal(signal.SIGUSR2, signal.SIG_DFL)
 
 
+def test_a_handler_that_replaces_that_of_the_job_is_named_once(
+    request_of: Callable[..., StopRequest], caplog: pytest.LogCaptureFixture
+) -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    request = request_of(*before)
+    for number in before:
+        request.check_handlers()
+        assert caplog.text == ""  # as `asyncio.run` replaces that of SIGINT
+        signal.signal(number, lambda *_: None)
+    for _ in range(2):
+        request.check_handlers()
+    assert caplog.text.count("the handler of SIGTERM was replaced after that of the job") == 1
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 def test_no_handlers_outside_the_main_thread() -> None:
     before = signal.getsignal(signal.SIGUSR2)
 

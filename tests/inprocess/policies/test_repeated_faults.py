@@ -64,6 +64,11 @@ def test_the_third_equal_fault_ends_the_job_and_the_pause_grows() -> None:
     ("one", "other", "equal"),
     [
         (fault("ValueError: 3 of 0xab"), fault("ValueError: 44 of 0xcd"), True),
+        (
+            fault("CheckpointError: .tmp-step-1-609ddd58120000000001 lacks x"),
+            fault("CheckpointError: .tmp-step-1-6f9c1da8120000000001 lacks x"),
+            True,
+        ),
         (fault(rank=0), fault(rank=5, host="another", member=9), True),
         (fault(), fault("TypeError: bad"), False),
         (fault(), fault("ValueError: worse"), False),
