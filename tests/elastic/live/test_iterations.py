@@ -83,6 +83,9 @@ def ahead(rank: int, at: str, do: str, other_at: str) -> list[dict[str, Any]]:
             ],
             [(2, "live"), (4, "live"), (7, "live")],
         ),
+        # One rank has begun the save that it wants.
+        ("functions", ahead(1, "keeping 6", "raise", "forward 7"), [(6, "live")]),
+        ("functions", ahead(0, "keeping 6", "SIGKILL", "forward 7"), [(6, "live")]),
         ("sharded", [fault(1, "evaluating 6", "SIGKILL")], [(4, "storage")]),
         ("sharded body", [fault(1, "forward 6", "SIGKILL")], [(4, "storage")]),
     ],

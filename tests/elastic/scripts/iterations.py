@@ -76,6 +76,7 @@ def train(call: inprocess.CallWrapper) -> str:
 
     def keep_best() -> None:
         job.save(metric=best.value)
+        reach(f"keeping {job.steps}", call.iteration)
 
     def end_of_body() -> None:
         if PLAN["where"] == "body":

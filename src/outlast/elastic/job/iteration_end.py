@@ -164,17 +164,17 @@ class IterationEnd:
 
     # --------------------------------------------------------------- restores, saves by hand
 
-    def restored(self) -> None:
-        """The state is restored: runs the functions again that had not ended."""
-        self._is_pending = self._save_is_due = self._stepped_here = False
+    def restored(self, *, save_is_due: bool) -> None:
+        """The state is restored: runs the functions again that had not ended, and saves then."""
+        self._is_pending, self._stepped_here, self._save_is_due = False, False, save_is_due
         self._later, self._due = [], self._due_now()
         if self._iteration.phase == STEPPED and self._due:
             names = ", ".join(map(_name, self._due))
             text, shown = "running %s again, which had not ended after step %d", self._rank == 0
             notice(log, text, names, self._steps, shown=shown)
             self._run(self._due)
-            self._saves.failed()  # a checkpoint of this step lacks what they have done
-            self._save_if_due()
+            self._saves.changed()  # a checkpoint of this step lacks what they have done
+        self._save_if_due()
 
     def say_rest(self) -> None:
         """Says which step's rest was not run, and where it stands."""

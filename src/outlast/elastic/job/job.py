@@ -208,8 +208,7 @@ class Job(JobProgress):
                 self._saves.save().wait()
         self._restoring.begin()
         self.module.zero_grad()  # a backward pass that a fault interrupted may have left gradients
-        if found is not None:
-            self._saves.restored()
+        save_is_due = found is not None and self._saves.restored()
         trusted.finish(self._saves.save)
         clean = self._training.counters.clean_step
         self._start_checks(clean)
@@ -219,7 +218,7 @@ class Job(JobProgress):
         self._schedule.start(self.steps)
         self._step_events.begin(self.steps)
         self._stop.begin(self.steps, self._end.save_for_stop)
-        self._end.restored()
+        self._end.restored(save_is_due=save_is_due)
         self._training.epochs.restored()
         if self._restoring.from_survivors and not self._training.iteration.rest:
             self._training.epochs.warn_if_unused()

@@ -59,16 +59,16 @@ class Saves:
     def has_trained(self) -> bool:
         return bool(self.step or self._training.epochs.place)
 
-    def restored(self) -> None:
-        """Also completes the saves with a metric that a fault has cut off."""
+    def restored(self) -> bool:
+        """Also completes the saves with a metric that a fault has cut off. Returns whether that of
+        the present step must be made again.
+        """
         self._handle, self._saved, self._restored = None, None, self._progress
-        sync = self._training.files.sync
+        sync, again = self._training.files.sync, False
         for each, handle in self._checkpointer.kept.resume(self.step, sync, self._finite):
             if each.step == self.step:
                 self.set_metric(each.metric)
-                self._handle = handle
-                if handle is None:
-                    self.save()
+                self._handle, again = handle or self._handle, handle is None
             elif handle is None and self._ledger.rank == 0:
                 log.warning(
                     "the save of step %d, with the metric %g, was cut off by a fault and cannot be "
@@ -76,6 +76,7 @@ class Saves:
                     each.step,
                     each.metric,
                 )
+        return again
 
     def set_metric(self, metric: float | None) -> None:
         """All saves of the present step have this metric, also one that replaces another."""
@@ -104,9 +105,14 @@ class Saves:
         if self._handle is not None:
             self._handle._seal()
 
+    def changed(self) -> None:
+        """The present state is not that which is saved, or being saved."""
+        self._saved = self._restored = None
+
     def failed(self) -> None:
         """The present state is neither saved nor being saved."""
-        self._handle = self._saved = self._restored = None
+        self._handle = None
+        self.changed()
 
     def is_saved(self) -> bool:
         """Whether the state is being saved or committed; a restored one may be only in memory."""
