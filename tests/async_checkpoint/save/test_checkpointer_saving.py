@@ -25,7 +25,7 @@ from async_checkpoint.checkpoints import (
 )
 from async_checkpoint.staged_writer import Plan
 from outlast.async_checkpoint import Checkpointer, FailurePolicy, Retention
-from outlast.errors import CheckpointError, RestartError, SaveCancelled
+from outlast.errors import CheckpointError, CheckpointUnsavable, RestartError, SaveCancelled
 
 AT_ONCE = datetime.timedelta()
 BEFORE_THE_END = {"op": "publish", "do": "wait"}
@@ -147,7 +147,7 @@ REFUSED: list[tuple[Any, Any, str]] = [
 def test_invalid_saves_are_refused(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         for step, state, message in REFUSED:
-            with pytest.raises((ValueError, TypeError), match=message):
+            with pytest.raises((ValueError, TypeError, CheckpointUnsavable), match=message):
                 checkpointer.save(step, state)
         checkpointer.save(1, state_of(1)).wait(NET)
     assert valid_steps(tmp_path) == [1]

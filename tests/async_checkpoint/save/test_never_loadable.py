@@ -127,7 +127,7 @@ REFUSED: dict[str, tuple[dict[Any, Any], str]] = {
     "a flag": ({True: torch.ones(1)}, r"state_dict\['x'\] has the key True"),
     "one name": ({1: torch.ones(1), "1": torch.ones(1)}, r"'x\.1' is the name of two entries"),
     "three bits": ({"w": torch.ones(4).byte().view(torch.uint3)}, r"'x\.w' is uint3, which"),
-    "freed": ({"w": freed()}, r"'x\.w' has no memory: its storage was freed"),
+    "freed": ({"w": freed()}, r"'x\.w' has no data: its storage was freed"),
     "freed, in a tuple": ({"w": (1, [freed()])}, r"'x\.w\[1\]\[0\]' cannot be saved: a tensor wh"),
     "many digits": ({"w": 2**20_000}, r"'x\.w' cannot be saved: an integer of 20001 bits"),
 }
@@ -147,7 +147,7 @@ def test_memory_that_is_freed_between_two_saves(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, saved).result()
         saved["x"].untyped_storage().resize_(0)
-        with pytest.raises(CheckpointUnsavable, match="'x' has no memory"):
+        with pytest.raises(CheckpointUnsavable, match="'x' has no data"):
             checkpointer.save(2, saved)
 
 

@@ -51,12 +51,8 @@ def run(ranks: Ranks, tmp_path: Path, **plan: Any) -> Job:
     return job
 
 
-QUICK = ("an exception some steps later", "a kill in the step, before its copy")
-
-
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=[] if k in QUICK else pytest.mark.slow) for k in KINDS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_it_is_committed_after_the_restart(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     job = run(ranks, tmp_path, **KINDS[kind])
     lines = [line for rank in range(2) for line in job.lines(rank)]

@@ -21,7 +21,8 @@ def run(ranks: Ranks, path: Path, stop: int, optimizer: str) -> list[Any]:
     return [line["whole"], line["steps"]]
 
 
-@pytest.mark.parametrize("optimizer", ["adam", pytest.param("sgd", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_an_expert_that_was_not_used_before_the_checkpoint(
     ranks: Ranks, tmp_path: Path, optimizer: str
 ) -> None:

@@ -129,7 +129,7 @@ def _same_value(one: Any, other: Any) -> bool:
 
 
 def _parts(value: Any) -> list[Any] | None:
-    """What a value consists of, in its order."""
+    """What a value consists of, in its order; `None` if of nothing else."""
     if isinstance(value, tuple | list):
         return list(value)
     if isinstance(value, collections.deque):
@@ -144,7 +144,7 @@ def _parts(value: Any) -> list[Any] | None:
         return [*(getattr(value, name) for name in names), sorted(own), *own.values()]
     if hasattr(value, "__dict__") and (own := vars(value)):
         return [*own, *own.values()]
-    return [repr(value)]
+    return None
 
 
 def _short(value: Any) -> str:

@@ -38,13 +38,17 @@ def add_groups(optimizer: torch.optim.Optimizer, module: nn.Module, saved: list[
         optimizer.add_param_group({"params": [*named]})
 
 
-def loaded_group(number: int, group: dict[str, Any], loaded: dict[str, Any]) -> dict[str, Any]:
-    """The group to load; `CheckpointMismatch` if its parameter names differ or none was saved."""
+def loaded_group(
+    number: int, group: dict[str, Any], loaded: dict[str, Any], *, is_torchs: bool
+) -> dict[str, Any]:
+    """The group to load; `CheckpointMismatch` if its parameter names differ or none was saved, or
+    if an optimizer of torch has another number of parameters.
+    """
     where = f"parameter group {number} of the optimizer"
     if not loaded:
         raise CheckpointMismatch(f"the checkpoint has no {where}")
     found = {**loaded, "params": _in_order(where, group, loaded)}
-    if len(found["params"]) != len(group["params"]):
+    if is_torchs and len(found["params"]) != len(group["params"]):
         raise CheckpointMismatch(
             f"{where} has {len(group['params'])} parameters, and {len(found['params'])} were saved"
         )

@@ -245,8 +245,10 @@ class OptimizerPart(Part):
         del self._source.param_groups[max(self._first_added, len(state["param_groups"])) :]
         add_groups(self._source, self._module, state["param_groups"])
         pairs = zip(self._source.param_groups, [*state["param_groups"], {}], strict=False)
+        is_torchs = isinstance(self._source, Optimizer)
         state["param_groups"] = [
-            loaded_group(number, group, loaded) for number, (group, loaded) in enumerate(pairs)
+            loaded_group(number, group, loaded, is_torchs=is_torchs)
+            for number, (group, loaded) in enumerate(pairs)
         ]
         rewrap(state, self.with_moments, "optimizer")
         self._source.load_state_dict(state)
