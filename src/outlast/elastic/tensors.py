@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
 from outlast.async_checkpoint.state_dict import look_up, nodes, torch_path
 from outlast.async_checkpoint.subclasses import SUBCLASS, check_same, inner, parts, wraps
@@ -109,3 +111,41 @@ def version(tensor: torch.Tensor) -> Any:
     if wraps(tensor):  # likewise
         return tensor._version, [version(each) for _, each in parts(tensor)]
     return 0 if tensor.is_inference() else tensor._version
+
+
+class Backup:
+    """A CPU copy of a nested state, without `not_copied`: the parts to which no load writes."""
+
+    def __init__(self, state: Any, not_copied: Sequence[Any]) -> None:
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def is_kept(value: Any) -> bool:
+            return any(value is each for each in not_copied)
+
+        def copied(value: Any) -> Any:
+            if is_kept(value):
+                return value
+            if not isinstance(value, torch.Tensor):
+                return copy.deepcopy(value)
+            for _, each in parts(value):
+                tensor = _each_once(local(each))
+                self._tensors.append((tensor, tensor.to("cpu", copy=True)))
+            return value
+
+        self._state = tree_map(copied, state, is_leaf=is_kept)
+
+    def roll_back(self) -> Any:
+        """Writes the copied contents back into the tensors; returns the state as it was."""
+        with torch.no_grad():
+            for tensor, contents in self._tensors:
+                tensor.copy_(contents)
+        return self._state
+
+
+def _each_once(tensor: torch.Tensor) -> torch.Tensor:
+    """The part with every element in memory once: torch does not write to an expanded tensor."""
+    if tensor.layout is torch.strided:
+        for dim, stride in enumerate(tensor.stride()):
+            if stride == 0 and tensor.size(dim) > 1:
+                tensor = tensor.narrow(dim, 0, 1)
+    return tensor

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -45,7 +44,7 @@ from outlast.elastic.job.parts import (
     ThirdPartyLoader,
 )
 from outlast.elastic.job.skipped import SkippedBatches
-from outlast.elastic.tensors import local, rewrap
+from outlast.elastic.tensors import Backup, rewrap
 from outlast.elastic.wrapped_modules import consistent_ddp, load_plain, plain_state_dict
 
 _HAS_MOMENTS = "has_moments"  # part of the checkpoint's format
@@ -302,44 +301,6 @@ class OptimizerPart(Part):
                 if value.stride() != parameter.stride():
                     strided = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
                     moments[name] = strided.copy_(value)
-
-
-class Backup:
-    """A CPU copy of a nested state, without `not_copied`: the parts to which no load writes."""
-
-    def __init__(self, state: Any, not_copied: Sequence[Any]) -> None:
-        self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-        def is_kept(value: Any) -> bool:
-            return any(value is each for each in not_copied)
-
-        def copied(value: Any) -> Any:
-            if is_kept(value):
-                return value
-            if not isinstance(value, torch.Tensor):
-                return copy.deepcopy(value)
-            for _, each in parts(value):
-                tensor = _each_once(local(each))
-                self._tensors.append((tensor, tensor.to("cpu", copy=True)))
-            return value
-
-        self._state = tree_map(copied, state, is_leaf=is_kept)
-
-    def roll_back(self) -> Any:
-        """Writes the copied contents back into the tensors; returns the state as it was."""
-        with torch.no_grad():
-            for tensor, contents in self._tensors:
-                tensor.copy_(contents)
-        return self._state
-
-
-def _each_once(tensor: torch.Tensor) -> torch.Tensor:
-    """The part with every element in memory once: torch does not write to an expanded tensor."""
-    if tensor.layout is torch.strided:
-        for dim, stride in enumerate(tensor.stride()):
-            if stride == 0 and tensor.size(dim) > 1:
-                tensor = tensor.narrow(dim, 0, 1)
-    return tensor
 
 
 def check_stateful(loader: Any, states: Mapping[str, Any]) -> None:

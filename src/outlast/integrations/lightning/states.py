@@ -11,7 +11,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer import call
 
 from outlast.elastic import random_generators
-from outlast.elastic.job.training_state import Backup
+from outlast.elastic.tensors import Backup
 from outlast.integrations.lightning.callback_states import CallbackStates
 
 
