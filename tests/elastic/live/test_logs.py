@@ -96,7 +96,11 @@ def test_another_number_of_ranks_and_a_new_job_keep_the_rows(
     ranks: Ranks, tmp_path: Path, reference: tuple[str, Run]
 ) -> None:
     log = tmp_path / "log.csv"
-    stop = fault(0, "done 5", "SIGKILL"), fault(1, "done 5", "SIGKILL")  # memory is lost
+    # One rank kills both: no survivor has a state in memory.
+    stop = (
+        fault(1, "done 5", "mark done, stay"),
+        fault(0, "done 5", "await done, kill done, SIGKILL"),
+    )
     plan: dict[str, Any] = {"log": str(log), "job": {"linger": 0}}
     run(ranks, tmp_path / "c", *stop, script="logs", replace=False, **plan)
     with log.open("a") as file:

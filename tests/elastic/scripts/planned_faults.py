@@ -3,7 +3,8 @@
 A fault is {"rank": 0, "at": "step 3", "do": "mark x, SIGTERM"}: its actions are carried out in
 turn, once, or each time with `always`. `iteration` limits it to one iteration. The actions:
 `raise`, `raise another`, `stay`, `mark NAME`, `await NAME` (until another rank has marked it),
-`known` (until the request to stop is in the store), the name of a signal, and those of the script.
+`kill NAME` (the process that has marked it), `known` (until the request to stop is in the store),
+the name of a signal, and those of the script.
 """
 
 from __future__ import annotations
@@ -73,9 +74,12 @@ class PlannedFaults:
         if what in self._actions:
             self._actions[what]()
         elif what.startswith("mark "):
-            (self._marks / what[5:]).touch()
+            (self._marks / what[5:]).write_text(str(os.getpid()))
         elif what.startswith("await "):
             wait_until((self._marks / what[6:]).exists)
+        elif what.startswith("kill "):
+            wait_until((self._marks / what[5:]).read_text)
+            os.kill(int((self._marks / what[5:]).read_text()), signal.SIGKILL)
         elif what == "known":
             wait_until(stop_is_known)
         elif what == "stay":
