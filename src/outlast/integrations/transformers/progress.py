@@ -11,7 +11,6 @@ from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from outlast.async_checkpoint import Retention
-from outlast.elastic.loader_position import LoaderOrder
 from outlast.errors import CheckpointMismatch
 from outlast.integrations.common import check_all_ranks
 
@@ -59,7 +58,7 @@ class TrainerProgress:
 
 
 class Losses:
-    """The losses of this rank that the Trainer has not logged yet, and the order of its samples.
+    """The losses of this rank that the Trainer has not logged yet.
 
     A `Job` saves them as a data loader, that is, rank by rank. The position in the data, which
     Trainer computes from the number of steps, fits another number of ranks if an epoch has as many
@@ -77,7 +76,6 @@ class Losses:
         self._trainer = trainer
         self._loaded: dict[str, Any] | None = None
         self.step_samples = self.epoch_steps = 0
-        self.order = LoaderOrder()
 
     def state_dict(self) -> dict[str, Any]:
         if self._loaded is not None:  # restored, and not handed to the Trainer yet
@@ -90,9 +88,6 @@ class Losses:
             saved["total"] = trainer._total_loss_scalar
             saved["logged"] = trainer._globalstep_last_logged
             saved["flos"] = trainer.current_flos
-            done = trainer.state.global_step % (self.epoch_steps or trainer.state.max_steps)
-            done *= trainer.args.gradient_accumulation_steps
-            saved["order"] = self.order.saved(done, trainer.callback_handler.train_dataloader)
         return saved
 
     def resized(self, states: list[dict[str, Any]]) -> dict[str, Any]:
@@ -120,8 +115,6 @@ class Losses:
                 "output_dir"
             )
         self._loaded = saved if "sum" in saved else None
-        if before == now and "order" in saved:
-            self.order.load(saved["order"])
 
     @property
     def _data(self) -> dict[str, int]:
@@ -139,8 +132,6 @@ class Losses:
             trainer._globalstep_last_logged = losses["logged"]
             trainer.current_flos = losses["flos"]
             trainer._initial_global_step = 0
-            if "order" in losses:
-                self.order.restore(losses["order"], trainer.callback_handler.train_dataloader)
 
 
 def check_supported(trainer: Trainer) -> None:
