@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from inprocess.job_output import errors, full, views
+from outlast.inprocess.monitor.loader_workers import activity
 from procs import Job
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "loaders.py"
@@ -28,6 +29,17 @@ def test_the_end_of_a_data_loader_is_not_interrupted(ranks: Ranks) -> None:
         assert views(job) == {k: full(2) for k in range(4)}
         for noise in ("Exception ignored", "swallowed", "resource_sharer", "child process"):
             assert noise not in errors(job), errors(job)
+
+
+def test_a_worker_that_has_ended_is_not_waited_for() -> None:
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it stays, until it is waited for
+    assert activity(child) == 0
+    os.waitpid(child, 0)
+    assert activity(child) == 0
+    assert activity(os.getpid()) > 0
 
 
 @pytest.mark.slow

@@ -226,9 +226,7 @@ LEFT_OUT: dict[str, tuple[Make, str]] = {
     "wraps": (lambda s: Wraps(s.plain((2, 3), torch.float32)), NO),
     "flattens": (lambda s: Flattens(s.plain((2, 3), torch.float32)), PERHAPS),
 }
-"""Not generated yet: a save of them raises errors without a name. With `TORTURE_STATES=all`, they
-are.
-"""
+"""Generated with `TORTURE_STATES=all` only: few cases of them have been tried."""
 if os.environ.get("TORTURE_STATES") == "all":
     KINDS |= LEFT_OUT
 

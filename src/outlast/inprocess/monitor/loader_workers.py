@@ -31,7 +31,9 @@ class LoaderWorkers:
         if iterator is None:
             self._seen = {}
             return False
-        found = {worker.pid: _activity(worker.pid) for worker in iterator._workers}
+        # One whose part of an `IterableDataset` is over has ended; torch finds one that was killed.
+        counts = {worker.pid: activity(worker.pid) for worker in iterator._workers}
+        found = {pid: count for pid, count in counts.items() if count}
         if found.keys() == self._seen.keys() and any(found[k] == self._seen[k] for k in found):
             return True
         self._seen = found
@@ -50,13 +52,17 @@ def _waiting_iterator(frame: FrameType | None) -> Any:
     return None
 
 
-def _activity(pid: int) -> int:
-    """How often the threads of this process have stopped running: it grows when one has run."""
+def activity(pid: int) -> int:
+    """How often the threads of this process have stopped running: it grows when one has run. 0 if
+    the process has ended.
+    """
     count = 0
     for status in Path(f"/proc/{pid}/task").glob("*/status"):
         try:
             lines = status.read_text().splitlines()
         except OSError:
             continue  # the thread has ended
+        if any(line.startswith("State:\tZ") for line in lines):
+            continue
         count += sum(int(line.split()[1]) for line in lines if "ctxt_switches" in line)
     return count
