@@ -5,9 +5,9 @@ this rank, in another collective, until a timeout ends all of them. So such a wa
 and the exception is the fault. Only if nothing in the function can catch it: an exception that ends
 an epoch on all ranks, and is caught above, is no fault, and its ranks do meet at that barrier.
 
-Python says which exception a thread handles (`sys._current_exceptions`), but not what follows. That
-is read from the source of each frame on the stack. What cannot be read may catch everything; then
-the timeouts decide, and the exception is named (`error_kinds.overtaken`).
+Python says which exception a thread handles, but not what follows. That is read from the source of
+each frame on the stack. What cannot be read may catch everything; then the timeouts decide, and the
+exception is named (`error_kinds.overtaken`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 from outlast.errors import RankShouldRestart
 from outlast.inprocess.interruption.error_kinds import USER_REGION, is_consequence, is_interrupt
 from outlast.inprocess.interruption.interrupter import Interrupter, waits
+from outlast.system.thread_frames import exception_of, frame_of
 
 log = logging.getLogger("outlast.inprocess")
 
@@ -50,9 +51,9 @@ class LeavingWatch:
     def look(self, iteration: int) -> None:
         """Call it often. Only the same wait twice in a row counts: a collective may complete."""
         before, self._position = self._position, None
-        if current_exception(self._ident) is None or iteration == self._reported:
+        if exception_of(self._ident) is None or iteration == self._reported:
             return
-        frame = sys._current_frames().get(self._ident)
+        frame = frame_of(self._ident)
         if frame is None or not waits(frame):
             return
         self._position = id(frame), frame.f_lasti
@@ -70,19 +71,12 @@ class LeavingWatch:
             self._reported = iteration
 
 
-def current_exception(ident: int) -> BaseException | None:
-    """What the thread is handling: the exception of its innermost `except`, `finally` or `with`."""
-    found: Any = sys._current_exceptions().get(ident)
-    error: BaseException | None = found[1] if isinstance(found, tuple) else found  # up to 3.11
-    return error
-
-
 def leaving(ident: int) -> BaseException | None:
     """The exception that the function of this thread is certain to raise; `None` if there is none,
     or if that is not certain. Not an interrupt, nor an echo of another rank's fault; none that is
     caught in C, as at the end of a `for`; and not the orderly end of a process.
     """
-    error, frame = current_exception(ident), sys._current_frames().get(ident)
+    error, frame = exception_of(ident), frame_of(ident)
     trace = None if error is None else error.__traceback__
     if error is None or trace is None or isinstance(error, _CAUGHT):
         return None

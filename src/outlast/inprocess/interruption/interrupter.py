@@ -31,7 +31,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -45,6 +44,7 @@ from outlast.inprocess.interruption.error_kinds import USER_REGION, ending_in, u
 from outlast.inprocess.interruption.release import QuietHooks
 from outlast.inprocess.monitor.shared_page import Blocked
 from outlast.system import devices
+from outlast.system.thread_frames import frame_of
 from outlast.system.user_frames import (
     in_own_code,
     in_standard_library,
@@ -186,34 +186,34 @@ class Interrupter:
         return self._deferral.waiting
 
     def _frames(self) -> list[FrameType]:
-        return list(_stack(sys._current_frames().get(self.ident)))
+        return list(_stack(frame_of(self.ident)))
 
     def where(self) -> str:
         """The thread's frames outside this package, innermost first: `file:line function`."""
         return places_of((frame, frame.f_lineno) for frame in self._frames())
 
     def user_place(self) -> str:
-        return user_place_of(sys._current_frames().get(self.ident))
+        return user_place_of(frame_of(self.ident))
 
     def in_debugger(self) -> bool:
         return any(_is_in(frame, _DEBUGGERS) for frame in self._frames())
 
     def cleans_up(self) -> bool:
         """Whether the thread, left by an exception, is in a finalizer or in our own clean-up."""
-        frame = sys._current_frames().get(self.ident)
+        frame = frame_of(self.ident)
         return in_own_code(frame) or any(f.f_code.co_name == FINALIZER for f in _stack(frame))
 
     def waits_for_others(self) -> bool:
         """Whether the innermost Python frame of the thread is where torch waits for other ranks, or
         outside Python's library is one of this package, which waits for nothing else for long.
         """
-        innermost = sys._current_frames().get(self.ident)
+        innermost = frame_of(self.ident)
         frame = _outside_library(innermost)
         return waits(innermost) or (frame is not None and is_own(frame, but=_OF_USERS))
 
     def blocked_in(self) -> Blocked:
         """Where the thread is, which runs no Python code at the moment."""
-        innermost = sys._current_frames().get(self.ident)
+        innermost = frame_of(self.ident)
         frame = _outside_library(innermost)
         if waits(frame):
             return Blocked.COLLECTIVE if _is_in(frame, _WAITING[:1]) else Blocked.WAITS

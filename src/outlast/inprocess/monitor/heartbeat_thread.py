@@ -23,6 +23,7 @@ from outlast.clock import Clock
 from outlast.coordination.training_step import loop
 from outlast.inprocess.monitor.loader_workers import LoaderWorkers
 from outlast.inprocess.monitor.shared_page import Activity, Blocked, SharedPage
+from outlast.system.thread_frames import frame_of
 
 _PendingCall = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 _add_pending_call = ctypes.pythonapi.Py_AddPendingCall
@@ -114,7 +115,7 @@ class HeartbeatThread:
                 if _add_pending_call(self._pending, None) != 0:
                     self._outstanding = False  # the queue is full: the next interval tries again
             return
-        frame = sys._current_frames().get(self._watched)
+        frame = frame_of(self._watched)
         position = (id(frame), -1 if frame is None else frame.f_lasti)
         if position == self._position:
             self._page.blocked = self._blocked_in()
