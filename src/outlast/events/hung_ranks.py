@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from outlast.events.restart_causes import HUNG
+from outlast.system.units import rank_names
 
 if TYPE_CHECKING:
     from outlast.coordination.records import FaultRecord
@@ -133,7 +134,7 @@ def _uneven(hung: Sequence[T]) -> tuple[T | None, str]:
     over = [each for each in over if each.made == made]
     least = min(each.made for each in behind)
     others = [each for each in behind if each.made == least]
-    ranks, waiting = [each.rank for each in over], [each.rank for each in others]
+    ranks, waiting = (sorted(each.rank for each in found) for found in (over, others))
     has, have = ("has" if len(each) == 1 else "have" for each in (ranks, waiting))
     step = f"{'is' if len(waiting) == 1 else 'are'} {IN_STEP} {least + 1}"
     if not all(each.loop_at in (NO_MORE, LEFT) for each in over):
@@ -141,7 +142,7 @@ def _uneven(hung: Sequence[T]) -> tuple[T | None, str]:
     elif least > made and any(each.loop_at != IN_STEP for each in others):
         step = f"{have} made {least}"
     what = LEFT if over[0].loop_at == LEFT else NO_MORE
-    text = f"{_ranks(ranks)} {has} {what} ({made} steps), {_ranks(waiting)} {step}"
+    text = f"{rank_names(ranks)} {has} {what} ({made} steps), {rank_names(waiting)} {step}"
     return over[0], text + _AFTER_ADVICE
 
 
@@ -179,7 +180,7 @@ def _unjoined(
         verb = "waits" if len(ranks) == 1 else "wait"
         texts.append(
             f"{UNJOINED}{group['number']} of the collectives of {group['label']}, "
-            f"and {_ranks(ranks)} {verb} in number {number}, {call}"
+            f"and {rank_names(sorted(ranks))} {verb} in number {number}, {call}"
         )
     return "".join(texts)
 
@@ -197,12 +198,6 @@ def _mixed(hung: Iterable[Fault | FaultRecord]) -> str:
     for (_, number, label), ranks in sorted(calls.items()):
         plain = [call.partition(" at ")[0] for call in ranks]  # without the lines
         if len({call if call.startswith("all_reduce") else call.split()[0] for call in plain}) > 1:
-            each = [f"{call} on {_ranks(on)}" for call, on in ranks.items()]
+            each = [f"{call} on {rank_names(sorted(on))}" for call, on in ranks.items()]
             texts.append(f"{_MIXED}{number} of {label} is {', and '.join(each)}")
     return "".join(texts)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    named = ", ".join(map(str, sorted(ranks)[:8]))
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"rank{'' if len(ranks) == 1 else 's'} {named}{more}"

@@ -23,6 +23,7 @@ from pathlib import Path
 from outlast.errors import EventLogError
 from outlast.events.event import Event, Note, parse_line
 from outlast.events.spool import BESIDE, is_alive
+from outlast.system.units import listed
 
 OWN = "."
 """The name of the run whose logs are directly in the directory."""
@@ -92,9 +93,7 @@ def runs_in(directory: str | os.PathLike[str]) -> list[Run]:
         runs.append(Run(root, OWN, "", at))
     if not runs:
         inside = [path for path in sorted(root.iterdir()) if path.is_dir() and _has_runs(path)]
-        more = f" and {len(inside) - 3} more" if len(inside) > 3 else ""
-        names = ", ".join(map(str, inside[:3])) + more
-        hint = f"; folders in it that have: {names}" if inside else ""
+        hint = f"; folders in it that have: {listed(inside, 3)}" if inside else ""
         raise EventLogError(f"{root} has no event logs (*.jsonl){hint}")
     return sorted(runs, key=lambda run: (run.at, run.name))
 

@@ -43,7 +43,12 @@ def size_text(size_bytes: int) -> str:
     return f"{size:.1f} {_SIZES[power]}"
 
 
-def listed(names: Sequence[str], most: int = 4) -> str:
+def listed(names: Sequence[object], most: int = 4) -> str:
     """The first names, and how many more: `a, b and 3 more`."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    return ", ".join(map(str, names[:most])) + more
+
+
+def rank_names(ranks: Sequence[int]) -> str:
+    """`rank 3`, or `ranks 0, 1 and 3 more`."""
+    return f"rank{'s' * (len(ranks) > 1)} {listed(ranks, 8)}"

@@ -20,6 +20,7 @@ from outlast.async_checkpoint.state_dict import Item, look_up, nodes
 from outlast.async_checkpoint.storage.entries import Contents, TensorEntry, tree_path
 from outlast.async_checkpoint.subclasses import SUBCLASS, wraps
 from outlast.errors import CheckpointMismatch
+from outlast.system.units import listed
 
 _SHOWN = 10  # of each kind of difference
 _SUBCLASS = f".{SUBCLASS}"
@@ -179,10 +180,7 @@ def _mismatch(where: str, differences: Sequence[str], only_names: bool) -> Check
 
 
 def _few(what: str, names: Sequence[str]) -> list[str]:
-    if not names:
-        return []
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return [f"{what}: {', '.join(names[:_SHOWN])}{more}"]
+    return [f"{what}: {listed(names, _SHOWN)}"] if names else []
 
 
 def check_mixture(
@@ -210,10 +208,9 @@ def check_mixture(
         ):
             whole.append(repr(item.name))
     if whole:
-        more = f" and {len(whole) - _SHOWN} more" if len(whole) > _SHOWN else ""
         raise CheckpointMismatch(
             f"{content.where} cannot be restored into a mixture of DTensors and whole tensors: "
-            f"{', '.join(whole[:_SHOWN])}{more} would be whole next to DTensors, which an "
+            f"{listed(whole, _SHOWN)} would be whole next to DTensors, which an "
             "optimizer cannot step. Build the state dict with get_state_dict(model, optimizer) of "
             "torch.distributed.checkpoint.state_dict, which creates the optimizer's state as "
             "DTensors, and load it with set_state_dict; or use outlast.Job"

@@ -28,6 +28,9 @@ class HostInfo(msgspec.Struct, frozen=True):
     place: int = -1
     settings: dict[str, str] = {}
 
+    def __str__(self) -> str:
+        return f"{self.name} ({self.address})"
+
     def __post_init__(self) -> None:
         if self.address:
             ipaddress.ip_address(self.address.partition("%")[0])

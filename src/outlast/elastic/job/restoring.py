@@ -28,13 +28,13 @@ from outlast.elastic.job.live.own_state import Record, read_all
 from outlast.elastic.job.live.recorder import NotSupported, Recorder
 from outlast.elastic.job.live.rescue import Kept, rescue
 from outlast.elastic.job.live.transfer import Exchange, TransferFailed
-from outlast.elastic.job.same_on_all_ranks import first_rank, names_of
+from outlast.elastic.job.same_on_all_ranks import first_rank
 from outlast.elastic.job.training_state import TrainingState
 from outlast.elastic.wrapped_modules import plain_state_dict
 from outlast.errors import CheckpointError, RestartAbort
 from outlast.inprocess.running_call import RunningCall
 from outlast.system.notices import notice
-from outlast.system.units import duration_text
+from outlast.system.units import duration_text, rank_names
 
 log = logging.getLogger("outlast.elastic")
 
@@ -253,7 +253,7 @@ class Restoring:
         )
         if self._rank == 0:
             received = sorted(choice.sources)
-            how = f"; {names_of(received)} received it from others" if received else ""
+            how = f"; {rank_names(received)} received it from others" if received else ""
             text = "continuing after step %d with the state of the surviving ranks%s (%s)"
             notice(log, text, choice.step, how, duration_text(seconds))
         return choice

@@ -22,6 +22,7 @@ from outlast.elastic.job.training_state import TrainingState
 from outlast.elastic.tensors import digest
 from outlast.elastic.wrapped_modules import plain_name
 from outlast.events.hung_ranks import EQUAL_STEPS
+from outlast.system.units import rank_names
 
 log = logging.getLogger("outlast.elastic")
 
@@ -37,18 +38,12 @@ def first_rank(holds: bool, rank: int, group: Any) -> int | None:
     return None if first == _NO_RANK else first
 
 
-def names_of(ranks: Sequence[int]) -> str:
-    """The ranks, as a text."""
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{more}"
-
-
 def by_rank(values: Sequence[str]) -> str:
     """The values of the ranks, in their order, as a text."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
-    return "; ".join(f"{names_of(found)}: {value}" for value, found in ranks.items())
+    return "; ".join(f"{rank_names(found)}: {value}" for value, found in ranks.items())
 
 
 def check_equal_models(module: nn.Module, ledger: CallLedger, group: Any) -> None:
@@ -173,7 +168,7 @@ def difference(digests: Sequence[str], kinds: Sequence[Described | None]) -> str
     found = []
     for kind in (first, other):
         alike = [r for r, each in enumerate(digests) if each == digests[kinds.index(kind)]]
-        found.append(f"{_parameter(kind, number)} on {names_of(alike)}")
+        found.append(f"{_parameter(kind, number)} on {rank_names(alike)}")
     return (
         "the optimizer has different parameters on different ranks, but its state is saved by "
         f"their numbers: parameter {number} is {found[0]}, and {found[1]}. Save pipeline stages "

@@ -23,6 +23,7 @@ from outlast.coordination import collectives
 from outlast.coordination.call_ledger import CallLedger, connect_ledger
 from outlast.errors import CheckpointError, OutlastError, RankTimeout
 from outlast.inprocess.abort import interrupt_collectives
+from outlast.system.units import rank_names
 
 log = logging.getLogger("outlast.elastic")
 
@@ -85,7 +86,6 @@ def connect(prefix: str, group: Any, timeout: datetime.timedelta) -> CallLedger:
 
 def late(what: str, missing: Sequence[int], timeout: datetime.timedelta, rank: int) -> RankTimeout:
     """The error of `rank`, which has waited for the missing ranks."""
-    ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
     return RankTimeout(
-        f"{what}: {ranks} did not make the call within {timeout}, rank {rank} waited"
+        f"{what}: {rank_names(missing)} did not make the call within {timeout}, rank {rank} waited"
     )

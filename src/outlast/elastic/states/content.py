@@ -20,6 +20,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from outlast.async_checkpoint.inspection import checksum
 from outlast.async_checkpoint.plain_values import Unsavable, decode, encode
+from outlast.system.units import listed
 
 _FORMAT = 1
 _SHOWN = 5
@@ -114,10 +115,7 @@ def check_module(own: Mapping[str, Any], saved: Any) -> None:
 
 
 def _few(what: str, names: list[str]) -> list[str]:
-    if not names:
-        return []
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return [f"{what}: {', '.join(names[:_SHOWN])}{more}"]
+    return [f"{what}: {listed(names, _SHOWN)}"] if names else []
 
 
 def _is_sharded(value: Any) -> bool:

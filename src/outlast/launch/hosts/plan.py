@@ -165,7 +165,7 @@ class LostHost:
     left: bool = False
 
     def __str__(self) -> str:
-        host = f"host {self.host.name} ({self.host.address})"
+        host = f"host {self.host}"
         if self.left and self.reason.startswith("it has left"):  # of a host that only left
             return f"{host} has left the group"
         return f"{host} {'left' if self.left else 'was lost'}: {self.reason}"

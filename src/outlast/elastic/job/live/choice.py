@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from outlast.elastic.job.live.frozen import Held
 from outlast.elastic.job.live.own_state import Record
-from outlast.elastic.job.same_on_all_ranks import names_of
+from outlast.system.units import rank_names
 
 NOT_THE_SAME_STEPS = "the ranks have not made the same steps"
 """Why a rank has no state that it could save: a step of it is not one of all ranks."""
@@ -112,7 +112,10 @@ def _newest(offers: Sequence[Offer], complete: Callable[[int, int, str], T | str
         if not offer.held:
             by_reason.setdefault(offer.why or "a new process", []).append(rank)
     return "; ".join(
-        [*missing.values(), *(f"{names_of(ranks)}: {why}" for why, ranks in by_reason.items())]
+        [
+            *missing.values(),
+            *(f"{rank_names(ranks)}: {why}" for why, ranks in by_reason.items()),
+        ]
     )
 
 
@@ -156,14 +159,14 @@ def _savable(
     size = max(found.record.world_size for found in held.values())
     there = {rank for found in held.values() for rank in found.stands_for or range(size)}
     if absent := sorted(set(range(size)) - there):
-        return f"the shards of {names_of(absent)}"
+        return f"the shards of {rank_names(absent)}"
     if len({found.place for found in held.values()}) > 1:
         where = "; ".join(f"rank {rank}{found.place}" for rank, found in held.items())
         return f"ranks that have made the same steps: {where}"
     own = _usable(records, held, size)
     lost = [rank for rank, found in enumerate(own) if found is None]
     if lost and (whole or not all(found.resizable for found in held.values())):
-        return f"the position in the data, or in a file, of {names_of(lost)}"
+        return f"the position in the data, or in a file, of {rank_names(lost)}"
     known = [found for found in own if found is not None]
     return StateToSave(step, phase, made_on, list(held), known, lost)
 

@@ -29,13 +29,12 @@ from outlast.elastic.job.live.frozen import Frozen
 from outlast.elastic.job.live.own_state import Record, read_all
 from outlast.elastic.job.live.recorder import Recorder
 from outlast.elastic.job.live.transfer import Exchange
-from outlast.elastic.job.same_on_all_ranks import names_of
 from outlast.elastic.tensors import local
 from outlast.errors import CheckpointError
 from outlast.inprocess.running_call import long_phase
 from outlast.system.error_text import first_line
 from outlast.system.notices import notice
-from outlast.system.units import duration_text
+from outlast.system.units import duration_text, rank_names
 
 log = logging.getLogger("outlast.elastic")
 
@@ -126,7 +125,7 @@ class _Rescue:
             if isinstance(state, CallFailure):
                 raise CheckpointError(f"rank {state.rank}: {state.cause}")
         self._checkpointer.save(choice.step, state, finite=self._kept.finite).wait(_LIMIT_S)
-        lost = names_of(choice.lost)
+        lost = rank_names(choice.lost)
         lacks = f"; the random generators of {lost} are lost with it" if choice.lost else ""
         return f"step {choice.step}, the newest one that the ranks had, is saved now{lacks}"
 

@@ -18,7 +18,7 @@ from outlast.launch.hosts import plan as plans
 from outlast.launch.hosts.job.links import judge
 from outlast.launch.hosts.job.neighbors import next_check
 from outlast.launch.hosts.plan import Entry, JobPlan, LostHost, Stage, ranks_text
-from outlast.system.units import duration_text
+from outlast.system.units import duration_text, listed
 
 SMALLER_S, NEEDED_S = 1.0, 600.0
 """How long the ranks of a lost host wait for another host: if the job may continue without it, and
@@ -121,11 +121,10 @@ class Decider:
             if waited_s < limits.join_s:
                 wanted = f"{limits.minimum} hosts (--nnodes), {came}"
                 return checking or Wait(wanted, now + limits.join_s - waited_s, "the job ends")
-            names = ", ".join(f"{host.name} ({host.address})" for host in hosts)
             waited = duration_text(limits.join_s)
             return plans.End(
                 f"waited {waited} for {limits.minimum} hosts (--nnodes): "
-                f"only {count} joined: {names}"
+                f"only {count} joined: {listed(hosts, count)}"
             )
         if not self._checks:  # one that is thrown out comes again and again
             self._forget("few")

@@ -79,7 +79,7 @@ class FaultLimit:
                 many = "a restart" if len(found) == 1 else f"{len(found)} restarts"
                 within = "" if self._window_s == math.inf else f" within {self._window_s:g} s"
                 reason = (
-                    f"host {host.name} ({host.address}) gets no more ranks: its ranks were the "
+                    f"host {host} gets no more ranks: its ranks were the "
                     f"first cause of {many}{within} (--max-host-faults), the last time by "
                     f"{found[-1].cause}"
                 )

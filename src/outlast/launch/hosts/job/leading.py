@@ -10,7 +10,6 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 
 from outlast.clock import Clock
-from outlast.coordination.replicated.hosts import HostInfo
 from outlast.errors import StoreError
 from outlast.events.emitter import Emitter
 from outlast.events.types import HostJoined, HostLost
@@ -26,7 +25,7 @@ from outlast.launch.hosts.job.fault_limit import FaultLimit
 from outlast.launch.hosts.job.job_log import JobLog
 from outlast.launch.hosts.job.neighbors import unchecked
 from outlast.launch.hosts.plan import Entry, JobPlan, Stage
-from outlast.system.units import duration_text
+from outlast.system.units import duration_text, listed
 
 _LONG_S = 5.0
 """A wait is told after so long, and again after so long if it has changed."""
@@ -213,7 +212,7 @@ class GroupNotices:
             # When this host joins, others may be gone already: only the events tell of those.
             told = [host for host in came if host.id in plan.hosts] if first else came
             self._joined.update(host.id for host in came)
-            self._say(f"joined: {_hosts_text(told)}; hosts in the job: {len(plan.hosts)}")
+            self._say(f"joined: {listed(told, 8)}; hosts in the job: {len(plan.hosts)}")
         for host in came:
             joined = HostJoined(host_id=host.id, name=host.name, address=host.address)
             self._emitter.emit(joined)
@@ -235,11 +234,6 @@ class GroupNotices:
         if group.leader != self._leader and group.leader in plan.hosts:
             self._leader = group.leader
             self._say(f"{plan.hosts[group.leader].name} leads the hosts (term {group.term})")
-
-
-def _hosts_text(hosts: Sequence[HostInfo]) -> str:
-    shown = ", ".join(f"{host.name} ({host.address})" for host in hosts[:8])
-    return shown if len(hosts) <= 8 else f"{shown} and {len(hosts) - 8} more"
 
 
 def outcome_of(

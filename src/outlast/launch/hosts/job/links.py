@@ -28,6 +28,7 @@ from outlast.errors import StoreError
 from outlast.launch.agent.resources import JobResources
 from outlast.launch.hosts.job.job_log import JobLog
 from outlast.launch.hosts.plan import Checked, JobPlan, Links, Probe
+from outlast.system.units import listed
 
 Address = tuple[str, int]
 
@@ -214,9 +215,7 @@ def without_closed(found: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
     return {host: [end for end in ends if end not in found] for host, ends in found.items()}
 
 
-def pair_text(plan: JobPlan, host: str, others: Sequence[str], shown: int = 4) -> str:
+def pair_text(plan: JobPlan, host: str, others: Sequence[str]) -> str:
     """A host and the other ends of its links, in words."""
-    one, *ends = (plan.hosts[name] for name in (host, *others[:shown]))
-    names = ", ".join(f"{end.name} ({end.address})" for end in ends)
-    more = f" and {len(others) - shown} more" if len(others) > shown else ""
-    return f"host {one.name} ({one.address}) and host {names}{more}"
+    one, *ends = (plan.hosts[name] for name in (host, *others))
+    return f"host {one} and host {listed(ends)}"

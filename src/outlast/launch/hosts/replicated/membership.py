@@ -175,7 +175,7 @@ class Membership:
             if now > self._lease_until > NEVER:
                 late_s = now - self._lease_until
                 leader = self.chain.hosts.get(self.leader)
-                unheard = f"the leader {leader.name} ({leader.address})" if leader else "a leader"
+                unheard = f"the leader {leader}" if leader else "a leader"
                 if self.leader == self._me.id:
                     unheard = "more than half of the hosts"
                 self._end(
