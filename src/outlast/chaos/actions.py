@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 from outlast.chaos.kinds import Kind
 from outlast.errors import ChaosError
 from outlast.system.arguments import Duration, as_timedelta
+from outlast.system.parallel import start_thread
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -43,6 +44,7 @@ _SIGNALS_PER_SECOND = 2000
 _one_storm = threading.Lock()
 _FREEZE = """
 import os, signal, sys, time
+from outlast.system.parallel import start_thread
 pid, seconds = int(sys.argv[1]), float(sys.argv[2])
 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
     signal.signal(number, signal.SIG_IGN)
@@ -104,9 +106,7 @@ def fire(
                 raise ChaosError(f"{kind}: no process of this user serves the store on this host")
             freeze(store_pid, lasts)
         case Kind.SIGNAL_STORM:
-            threading.Thread(
-                target=_storm, args=(lasts,), name="outlast-chaos-storm", daemon=True
-            ).start()
+            start_thread("outlast-chaos-storm", _storm, lasts)
         case Kind.KILL_WRITER if writers is not None:
             writers.kill()
         case _ if kind.is_of_storage and writers is not None:
@@ -224,7 +224,7 @@ def freeze(pid: int, seconds: float) -> None:
     assert helper.stdout is not None
     with helper.stdout:
         helper.stdout.readline()
-    threading.Thread(target=helper.wait, name="outlast-chaos-reap", daemon=True).start()
+    start_thread("outlast-chaos-reap", helper.wait)
 
 
 def server_of(port: int) -> int | None:

@@ -29,6 +29,7 @@ from outlast.chaos.writer_server import PUBLISH, PUBLISHED, PUT, WRITE, WriterSe
 from outlast.clock import Clock, MonotonicClock
 from outlast.errors import ChaosError
 from outlast.system.arguments import seconds
+from outlast.system.parallel import start_thread
 
 if TYPE_CHECKING:
     from outlast.inprocess import CallWrapper
@@ -174,10 +175,7 @@ class Injector:
     def start(self) -> None:
         """Starts the threads that the plan needs: the timer, and those of the writers."""
         if self._timer is None and any(map(_timer_may_fire, self.plan.faults)):
-            self._timer = threading.Thread(
-                target=self._run_timer, name="outlast-chaos-timer", daemon=True
-            )
-            self._timer.start()
+            self._timer = start_thread("outlast-chaos-timer", self._run_timer)
         if self.writers is None and _needs_writers(self.plan):
             self.writers = WriterServer(self._clock, self._writer_reached)
 
@@ -285,12 +283,7 @@ class Injector:
                 self._fire(f"planned-{index}", fault.kind, moment, fault)
             else:
                 # Its thread runs as soon as the collective releases the GIL.
-                threading.Thread(
-                    target=self._fire_elsewhere,
-                    args=(index, moment),
-                    name="outlast-chaos-collective",
-                    daemon=True,
-                ).start()
+                start_thread("outlast-chaos-collective", self._fire_elsewhere, index, moment)
 
     def _fire_random(self, faults: RandomFaults, moment: Moment) -> None:
         # One marker for the draw, which a second call of the wrapper would repeat, and one of

@@ -20,6 +20,7 @@ from typing import Any
 from outlast.chaos.fired_faults import identity
 from outlast.chaos.kinds import Kind
 from outlast.clock import Clock
+from outlast.system.parallel import start_thread
 
 WRITE, PUT, PUBLISH, PUBLISHED = "write", "put", "publish", "published"
 """When a writer asks: in the middle of a write, before the manifest is written, before the
@@ -49,10 +50,7 @@ class WriterServer:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(address_of(os.getpid()))
         self._listener.listen()
-        self._thread = threading.Thread(
-            target=self._accept, name="outlast-chaos-writers", daemon=True
-        )
-        self._thread.start()
+        self._thread = start_thread("outlast-chaos-writers", self._accept)
 
     @property
     def connected(self) -> bool:
@@ -95,9 +93,7 @@ class WriterServer:
                 connection.close()
                 continue
             self._writers[pid] = connection
-            threading.Thread(
-                target=self._serve, args=(pid, connection), name="outlast-chaos-writer", daemon=True
-            ).start()
+            start_thread("outlast-chaos-writer", self._serve, pid, connection)
 
     def _serve(self, pid: int, connection: socket.socket) -> None:
         try:

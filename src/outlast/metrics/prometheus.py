@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import socket
 import sys
-import threading
 from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from outlast.events.report import PHASE_FIELDS
 from outlast.metrics.collect import Collector, Labels, Listener
 from outlast.metrics.instruments import BOUNDS, INSTRUMENTS, RECOVERY, Instrument, Kind
+from outlast.system.parallel import start_thread
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Metric
@@ -72,10 +72,7 @@ class MetricsServer(ThreadingHTTPServer):
         super().__init__(address, MetricsHandler.factory(registry), bind_and_activate=False)
         self.socket.close()
         self.socket = listening
-        self._thread = threading.Thread(
-            target=self.serve_forever, name="outlast-metrics", daemon=True
-        )
-        self._thread.start()
+        self._thread = start_thread("outlast-metrics", self.serve_forever)
 
     def close(self) -> None:
         """Ends the server. A scrape that is being answered is not waited for."""

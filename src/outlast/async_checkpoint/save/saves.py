@@ -35,6 +35,7 @@ from outlast.coordination.waits import waits, works
 from outlast.errors import CheckpointError, StoreError
 from outlast.events.emitter import Emitter
 from outlast.system.error_text import describe
+from outlast.system.parallel import start_thread
 
 log = logging.getLogger("outlast.checkpoint")
 
@@ -235,9 +236,7 @@ class Saves:
                 save.taken.call_off()
         if pending:
             self.shared.session.writer.tell(Writer.drop_saves)
-            threading.Thread(
-                target=self._claim_abort, args=(pending,), name="outlast-abort", daemon=True
-            ).start()
+            start_thread("outlast-abort", self._claim_abort, pending)
         self._queue.put(None)
         if self.shared.session.copies is not None:
             self.shared.session.copies.abandon()
