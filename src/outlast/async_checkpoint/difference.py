@@ -64,11 +64,9 @@ class Difference:
 
 
 def compare(a: Source, b: Source) -> Difference:
-    """Compares two checkpoints: all tensors and values. What has equal checksums is not read.
-
-    Raises:
-        CheckpointError: if a part that is read is missing or damaged.
-        CheckpointReadError: if a file cannot be read now.
+    """Compares two checkpoints: all tensors and values. What has equal checksums is not read. A
+    `CheckpointError` if a part that is read is missing or damaged. A `CheckpointReadError` if a
+    file cannot be read now.
     """
     one, other = a.contents.entries, b.contents.entries
     found = Difference(sorted(one.keys() - other), sorted(other.keys() - one))

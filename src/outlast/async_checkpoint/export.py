@@ -99,15 +99,9 @@ def write(
     chosen: Selection, output: Path, kind: str, step: int, progress: Callable[[int], None]
 ) -> dict[str, str]:
     """Writes a file in a format of `SUFFIXES`. It replaces `output` in one step, when it is
-    complete and durable. Every byte that is read is verified.
-
-    Returns:
-        What was left out: names and reasons.
-
-    Raises:
-        ValueError: if the format has no such dtype or name.
-        CheckpointError: if a part is missing or damaged.
-        CheckpointReadError: if a file cannot be read now.
+    complete and durable. Every byte that is read is verified. Returns what was left out: names and
+    reasons. A `ValueError` if the format has no such dtype or name. A `CheckpointError` if a part
+    is missing or damaged. A `CheckpointReadError` if a file cannot be read now.
     """
     with replacing(output, output.with_name(f"{output.name}.draft-{os.getpid()}")) as file:
         if kind == "safetensors":

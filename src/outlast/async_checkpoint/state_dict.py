@@ -85,10 +85,8 @@ def torch_path(path: Path) -> Path:
 def signature_and_leaves(state: Any) -> tuple[list[Any], list[Any]]:
     """The signature, which is equal for two states with the same parts, and the leaves in order.
 
-    Every save calls this on the training thread: it must be cheap, so it builds no paths.
-
-    Raises:
-        CheckpointUnsavable: if the state contains itself, or is nested too deeply.
+    Every save calls this on the training thread: it must be cheap, so it builds no paths. A
+    `CheckpointUnsavable` if the state contains itself, or is nested too deeply.
     """
     signature: list[Any] = []
     leaves: list[Any] = []
@@ -191,11 +189,8 @@ class Item:
 
 
 def describe(state_dict: Mapping[str, Any]) -> list[Item]:
-    """The parts of `state_dict` that this rank holds.
-
-    Raises:
-        CheckpointUnsavable: for keys that are neither text nor numbers, duplicate names, meta
-            tensors, and other tensors that cannot be saved.
+    """The parts of `state_dict` that this rank holds. A `CheckpointUnsavable` for keys that are
+    neither text nor numbers, duplicate names, meta tensors, and other tensors that cannot be saved.
     """
     planner = DefaultSavePlanner()
     try:
@@ -308,10 +303,8 @@ def share_out(
     plans: Mapping[int, Sequence[Item]], fixed: Mapping[int, Iterable[Key]] | None = None
 ) -> dict[int, list[Key]]:
     """Divides the parts among the ranks that hold them. Returns the keys that each rank saves, in
-    the order of its plan. `fixed` are the keys that ranks save already, by an earlier decision.
-
-    Raises:
-        CheckpointError: if tensors of one name differ between ranks, or parts lack or overlap.
+    the order of its plan. `fixed` are the keys that ranks save already, by an earlier decision. A
+    `CheckpointError` if tensors of one name differ between ranks, or parts lack or overlap.
     """
     fixed = fixed or {}
     owner: dict[Key, int] = {key: rank for rank, keys in fixed.items() for key in keys}

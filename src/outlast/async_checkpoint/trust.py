@@ -35,10 +35,8 @@ def limit_trust(
     checkpointer: Checkpointer, step: int, why: str, skip: dict[str, Any] | None = None
 ) -> None:
     """Records, durably, that checkpoints of later steps than `step` are wrong. Any thread of one
-    rank may call this. `skip`, of plain JSON values, says what is left out after the restore.
-
-    Raises:
-        OSError: if it cannot be written.
+    rank may call this. `skip`, of plain JSON values, says what is left out after the restore. An
+    `OSError` if it cannot be written.
     """
     storage = checkpointer._session.storage
     if skip is not None and (before := _limit(checkpointer)[0]) is not None:
@@ -130,10 +128,8 @@ def _newest(checkpointer: Checkpointer, limit: int) -> int:
 
 def remove_distrusted(checkpointer: Checkpointer, limit: int) -> list[int]:
     """Deletes the checkpoints of steps after `limit`, then the limit; returns these steps. Call it
-    on one rank, when a trusted state is the newest one in memory and no save is in progress.
-
-    Raises:
-        CheckpointError, OSError: if a checkpoint cannot be deleted; the limit then stays.
+    on one rank, when a trusted state is the newest one in memory and no save is in progress. A
+    `CheckpointError` or `OSError` if a checkpoint cannot be deleted; the limit then stays.
     """
     later = [info.step for info in checkpointer.checkpoints() if info.step > limit]
     for step in later:

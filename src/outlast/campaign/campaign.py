@@ -38,15 +38,12 @@ class Cancelled(BaseException):
 
 
 class Campaign:
-    """Runs the rounds of a campaign.
+    """Runs the rounds of a campaign. A `CampaignError` if an undisturbed run fails, or differs from
+    another one, or none of the kinds is possible here. A `ValueError` if a kind is not known, or
+    not possible with a script.
 
     Args:
         folder: of the results; failed rounds stay in it, others are removed.
-
-    Raises:
-        CampaignError: if an undisturbed run fails, or differs from another one, or none of the
-            kinds is possible here.
-        ValueError: if a kind is not known, or not possible with a script.
     """
 
     def __init__(self, options: Options, folder: Path, display: Display) -> None:

@@ -118,15 +118,13 @@ class Job:
         return [code for code in codes if code is not None]
 
     def follow(self, progress: Progress, stall_s: float, tell: Callable[[int], None]) -> str:
-        """Follows the job to its end, and carries out the actions that are due.
+        """Follows the job to its end, and carries out the actions that are due. Returns how the job
+        stalled; an empty string if it ended.
 
         Args:
             stall_s: the job is given up when no rank completes a step for this long.
             tell: called several times a second with the highest step that a rank has completed;
                 an error that it raises ends the job.
-
-        Returns:
-            How the job stalled; an empty string if it ended.
         """
         since = time.monotonic()
         while any(launcher.poll() is None for launcher in self._launchers.values()):

@@ -262,12 +262,9 @@ def connect_ledger(purpose: str, group: Any = None) -> CallLedger:
     """A new ledger of the ranks of a process group, on the group's store.
 
     All ranks call this in the same order; the first call for a group is a collective. All ledgers
-    of a group share their connections (`collectives.py`). The default group is used by
-    default. Without a group, or with one rank, the ledger is in this process.
-
-    Raises:
-        ValueError: if this rank is not in the group.
-        StoreError: if the group's store cannot be reached.
+    of a group share their connections (`collectives.py`). The default group is used by default.
+    Without a group, or with one rank, the ledger is in this process. A `ValueError` if this rank is
+    not in the group. A `StoreError` if the group's store cannot be reached.
     """
     from outlast.coordination import collectives
 

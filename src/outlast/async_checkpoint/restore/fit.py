@@ -123,14 +123,9 @@ def fit(
     items: Sequence[Item], content: Content, strict: bool, optional: tuple[str, ...] = ()
 ) -> tuple[list[Item], list[str]]:
     """Compares the parts of a state dict with a checkpoint. Names that only one side has are an
-    error if `strict`, except those that begin with an `optional` prefix.
-
-    Returns:
-        The items to load, and the names that this rank's state dict lacks; another rank's may have
-        them.
-
-    Raises:
-        CheckpointMismatch: names the keys, shapes and dtypes that differ.
+    error if `strict`, except those that begin with an `optional` prefix. Returns the items to load,
+    and the names that this rank's state dict lacks; another rank's may have them. A
+    `CheckpointMismatch` names the keys, shapes and dtypes that differ.
     """
     tensors, values = content.whole.tensors, content.whole.values
     names = {item.name for item in items}

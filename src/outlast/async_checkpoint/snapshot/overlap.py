@@ -83,11 +83,9 @@ def optimizers_of(overlap: Any) -> tuple[list[Optimizer], list[str]]:
     those whose `step` cannot be hooked, so that their tensors must be copied at once.
 
     torch calls the hook for each optimizer that was constructed as a `torch.optim.Optimizer`. A
-    wrapper, such as that of accelerate, often is one by class only: the one inside has the hook.
-
-    Raises:
-        TypeError: if the argument is neither an optimizer, nor several, nor `False`.
-        ValueError: if it is `True`.
+    wrapper, such as that of accelerate, often is one by class only: the one inside has the hook. A
+    `TypeError` if the argument is neither an optimizer, nor several, nor `False`. A `ValueError` if
+    it is `True`.
     """
     if overlap is False:
         return [], []

@@ -108,12 +108,9 @@ def candidates(storage: Storage) -> list[tuple[int, str]]:
 
 
 def read_manifest(storage: Storage, folder: str) -> Manifest:
-    """Reads the manifest of a checkpoint.
-
-    Raises:
-        CheckpointReadError: if it cannot be read now.
-        CheckpointMismatch: if it is of a later format.
-        CheckpointError: if it is missing, damaged or of another step.
+    """Reads the manifest of a checkpoint. A `CheckpointReadError` if it cannot be read now. A
+    `CheckpointMismatch` if it is of a later format. A `CheckpointError` if it is missing, damaged
+    or of another step.
     """
     where = f"{storage.where}/{folder}/{MANIFEST}"
 
@@ -209,10 +206,8 @@ def _look(storage: Storage, step: int, folder: str) -> Found:
 
 
 def has_all_files(storage: Storage, folder: str) -> bool:
-    """Whether a checkpoint has all its files, with their sizes. They are not read.
-
-    Raises:
-        CheckpointReadError: if that cannot be read now.
+    """Whether a checkpoint has all its files, with their sizes. They are not read. A
+    `CheckpointReadError` if that cannot be read now.
     """
     try:
         files = read_manifest(storage, folder).files
@@ -250,10 +245,8 @@ def verify(
     storage: Storage, step: int, progress: Callable[[int], None] = lambda size_bytes: None
 ) -> CheckpointInfo:
     """Reads and verifies a whole checkpoint; calls `progress` with the size of each verified chunk.
-
-    Raises:
-        CheckpointError: names each file that is missing, truncated or damaged.
-        CheckpointReadError: if a file cannot be read now.
+    A `CheckpointError` names each file that is missing, truncated or damaged. A
+    `CheckpointReadError` if a file cannot be read now.
     """
     folder = _newest(storage, step)
     return _info(verify_folder(storage, folder, progress), folder)

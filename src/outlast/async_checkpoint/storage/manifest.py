@@ -113,11 +113,9 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(content: bytes, where: str) -> Manifest:
-    """Returns the manifest from the content of its file, which errors call `where`.
-
-    Raises:
-        CheckpointMismatch: if it is of a later format.
-        CheckpointError: if it is truncated or damaged, or says what cannot be true.
+    """Returns the manifest from the content of its file, which errors call `where`. A
+    `CheckpointMismatch` if it is of a later format. A `CheckpointError` if it is truncated or
+    damaged, or says what cannot be true.
     """
     head = decode_head(content, where)
     _, _, body = content.partition(b"\n")
@@ -155,11 +153,9 @@ def decode_head(content: bytes, where: str) -> Head:
 
 
 def check_written(storage: Storage, folder: str, files: Mapping[str, int]) -> None:
-    """Checks before a commit that a directory has these files, of these sizes, and no others.
-
-    Raises:
-        CheckpointError: if not; names a file and what is wrong with it.
-        CheckpointReadError: if that cannot be read now.
+    """Checks before a commit that a directory has these files, of these sizes, and no others. A
+    `CheckpointError` if not; names a file and what is wrong with it. A `CheckpointReadError` if
+    that cannot be read now.
     """
     where = f"{storage.where}/{folder}"
     found = reading(where, lambda: storage.sizes(folder))

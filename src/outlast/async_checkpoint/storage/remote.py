@@ -54,11 +54,9 @@ _WILDCARDS = re.compile(r"[*?\[\]]")
 
 
 class RemoteStorage(Storage):
-    """See `Storage`. Below one URL of fsspec, such as `s3://bucket/directory`; the bucket exists.
-
-    Raises:
-        ModuleNotFoundError: if a package is missing; says what to install.
-        ValueError: if the kind of URL is unknown, or it contains a wildcard.
+    """See `Storage`. Below one URL of fsspec, such as `s3://bucket/directory`; the bucket exists. A
+    `ModuleNotFoundError` if a package is missing; says what to install. A `ValueError` if the kind
+    of URL is unknown, or it contains a wildcard.
     """
 
     def __init__(self, url: str) -> None:

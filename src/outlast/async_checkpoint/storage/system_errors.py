@@ -60,11 +60,8 @@ def is_damage(error: OSError) -> bool:
 
 
 def reading(where: str, read: Callable[[], T]) -> T:
-    """Calls `read`, again after a read error; errors name `where`.
-
-    Raises:
-        CheckpointError: if a file is missing, or is not a regular file.
-        CheckpointReadError: if it still cannot be read.
+    """Calls `read`, again after a read error; errors name `where`. A `CheckpointError` if a file is
+    missing, or is not a regular file. A `CheckpointReadError` if it still cannot be read.
     """
     for pause_s in (*_PAUSES_S, None):
         try:

@@ -93,13 +93,11 @@ class TcpClient:
         self.close()
 
     def connect(self, within: float | None = None) -> None:
-        """Opens the connection, if it is not open; before other threads use this client.
+        """Opens the connection, if it is not open; before other threads use this client. A
+        `StoreError` if nothing answers; without a `__cause__`, if no server of torch does.
 
         Args:
             within: how long that may take, in seconds, if less than an operation.
-
-        Raises:
-            StoreError: if nothing answers; without a `__cause__`, if no server of torch does.
         """
         timeout = self._timeout
         self._timeout = timeout if within is None else min(within, timeout)

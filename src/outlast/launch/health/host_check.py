@@ -106,10 +106,8 @@ class CheckProcess:
 
 
 def check_host(spec: HealthSpec | None, say: Callable[[str], None]) -> None:
-    """Check this host; `None` checks nothing. `say` prints a line.
-
-    Raises:
-        HostUnfit: naming the host, the check that failed, the figures, and what to do.
+    """Check this host; `None` checks nothing. `say` prints a line. A `HostUnfit` naming the host,
+    the check that failed, the figures, and what to do.
     """
     if spec is None:
         return

@@ -98,10 +98,8 @@ class HostGroup(Protocol):
         """
 
     def start(self) -> None:
-        """Join the group, or found it. The chain then has the entry of this host.
-
-        Raises:
-            LaunchError: naming the endpoint and the reason, after at most `join_limit_s`.
+        """Join the group, or found it. The chain then has the entry of this host. A `LaunchError`
+        naming the endpoint and the reason, after at most `join_limit_s`.
         """
 
     def wakeup_fd(self) -> int:
@@ -112,10 +110,7 @@ class HostGroup(Protocol):
 
     def claim(self, number: int, entry: Entry) -> Entry:
         """Make `entry` the entry `number` of the chain, counted from 1, if no entry has that number
-        yet. The caller must know all entries before it.
-
-        Returns:
-            The entry with that number.
+        yet. The caller must know all entries before it. Returns the entry with that number.
         """
 
     def new_attempt(self, attempt: int) -> None:

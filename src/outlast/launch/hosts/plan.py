@@ -324,14 +324,12 @@ def assign(
     Place p has the ranks from p * nproc on, so the ranks of one host are consecutive. More hosts
     than places are spares, and wait. A host that had a place before keeps it if that still exists,
     and comes before hosts that had none, so that survivors keep their ranks and are never replaced
-    by spares. The others take the free places in the order of `hosts`.
+    by spares. The others take the free places in the order of `hosts`. A `PlaceConflict` naming the
+    hosts and the place; with `asked` only.
 
     Args:
         before: the host at each place of the attempt before.
         asked: whether each host has the place that it asks for (`--node-rank`).
-
-    Raises:
-        PlaceConflict: naming the hosts and the place; with `asked` only.
     """
     if asked:
         return _as_asked(hosts, maximum)

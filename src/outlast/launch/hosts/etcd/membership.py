@@ -104,11 +104,8 @@ class Admission:
 
     def join(self, new_name: Callable[[], str]) -> bytes:
         """Joins the group, or founds one with a name from `new_name`. Returns the prefix of its
-        keys.
-
-        Raises:
-            LaunchError: naming the host and the setting that differ.
-            StoreError: if etcd does not answer.
+        keys. A `LaunchError` naming the host and the setting that differ. A `StoreError` if etcd
+        does not answer.
         """
         began = time.monotonic()
         while True:

@@ -39,11 +39,8 @@ def run_job(job: JobSpec, hosts: HostsSpec) -> int:
 
     A host that has lost its lease has ended its workers, and the others go on without it. It may
     join again, as a new host: it takes an empty place, or waits as a spare. So may one that was
-    left out because of a broken link, once that works.
-
-    Raises:
-        LaunchError: if this host cannot join the job.
-        HostUnfit: if it must not.
+    left out because of a broken link, once that works. A `LaunchError` if this host cannot join the
+    job. A `HostUnfit` if it must not.
     """
     endpoints = ", ".join(f"{host}:{port}" for host, port in hosts.endpoints)
     open_coordinator = functools.partial(ManyHosts, open_group=_open_group)

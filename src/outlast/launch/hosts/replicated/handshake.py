@@ -63,11 +63,9 @@ class Handshake:
         return not self.wants
 
     def receive(self, data: bytes) -> bytes:
-        """Takes the `wants` bytes that came next, after `may_go_on`; returns what to send now.
-
-        Raises:
-            NotProved: if it has not the same secret; its first argument is the reason, its second
-                what to send before the end.
+        """Takes the `wants` bytes that came next, after `may_go_on`; returns what to send now. A
+        `NotProved` if it has not the same secret; its first argument is the reason, its second what
+        to send before the end.
         """
         assert len(data) == self.wants
         if len(data) == len(OPEN):

@@ -74,10 +74,8 @@ class Record:
                 self.past = content.past.with_out([content.me])
 
     def begin(self, me: str) -> None:
-        """This process is the host `me` from now on; the host that it was before is out.
-
-        Raises:
-            OSError: if the old content, which is wrong now, can be neither replaced nor removed.
+        """This process is the host `me` from now on; the host that it was before is out. An
+        `OSError` if the old content, which is wrong now, can be neither replaced nor removed.
         """
         self._is(me)
         try:
