@@ -28,10 +28,8 @@ log = logging.getLogger("outlast.checkpoint")
 
 
 class KeptState:
-    """One rank's part.
-
-    Attributes:
-        resumes: whether the caller calls `resume` after a restore. Otherwise the checkpointer does.
+    """One rank's part. `resumes`: whether the caller calls `resume` after a restore. Otherwise the
+    checkpointer does.
     """
 
     def __init__(

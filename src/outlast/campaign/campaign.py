@@ -40,10 +40,8 @@ class Cancelled(BaseException):
 class Campaign:
     """Runs the rounds of a campaign. A `CampaignError` if an undisturbed run fails, or differs from
     another one, or none of the kinds is possible here. A `ValueError` if a kind is not known, or
-    not possible with a script.
-
-    Args:
-        folder: of the results; failed rounds stay in it, others are removed.
+    not possible with a script. `folder`: of the results; failed rounds stay in it, others are
+    removed.
     """
 
     def __init__(self, options: Options, folder: Path, display: Display) -> None:

@@ -47,11 +47,8 @@ class Program:
     """A script and its arguments, each run of which has a folder.
 
     The script has a working directory in it, unless an argument contains `{folder}`, which is a
-    folder in it then. Its checkpoints are found there.
-
-    Args:
-        own: whether it is the training of the campaign, which writes notes (`training.py`).
-            Only this one is told of `device`.
+    folder in it then. Its checkpoints are found there. `own`: whether it is the training of the
+    campaign, which writes notes (`training.py`). Only this one is told of `device`.
     """
 
     def __init__(self, command: Sequence[str], *, own: bool = False, device: str = "cpu") -> None:

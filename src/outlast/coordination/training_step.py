@@ -20,9 +20,7 @@ _observers: list[Callable[[int, bool], None]] = []
 
 def report_step(step: int, *, completed: bool = False) -> None:
     """Reports that this process has trained `step` steps since the beginning of the training.
-
-    Args:
-        completed: whether it has just completed that step, and reports each one so.
+    `completed`: whether it has just completed that step, and reports each one so.
     """
     if completed:
         loop.made = int(step)

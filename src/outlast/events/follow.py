@@ -34,11 +34,9 @@ class _Log:
 
 
 class Follower:
-    """Follows the logs directly in a folder: existing ones, and those created later.
-
-    Args:
-        host: if given, only the logs of processes on this host are read. Where hosts share the
-            folder, the first event of each log decides: a process writes its own log.
+    """Follows the logs directly in a folder: existing ones, and those created later. `host`: if
+    given, only the logs of processes on this host are read. Where hosts share the folder, the first
+    event of each log decides: a process writes its own log.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, host: str | None = None) -> None:

@@ -39,11 +39,8 @@ class Screen:
         self._cpu: dict[tuple[str, int], float] = {}
 
     def frame(self, height: int | None = None) -> RenderableType:
-        """The run as of its last `poll`.
-
-        Args:
-            height: the lines of the terminal; ranks that do not fit are summed up. By default all
-                are shown.
+        """The run as of its last `poll`. `height`: the lines of the terminal; ranks that do not fit
+        are summed up. By default all are shown.
         """
         report, logs = self._run.report(), self._run.follower
         lines = [self._fault(report), self._checkpoints(report)]

@@ -90,10 +90,8 @@ class KeeperClient(ProcessClient):
     """The main process's side of its keeper. The replacement of a lost one is arranged as that was.
 
     An interrupt in the middle of a message would end the connection, and with it the copies that
-    the keeper holds. So threads of their own send, and callers only wait.
-
-    Attributes:
-        kept: the save whose copies are complete on all ranks; empty if there is none.
+    the keeper holds. So threads of their own send, and callers only wait. `kept`: the save whose
+    copies are complete on all ranks; empty if there is none.
     """
 
     name = "keeper process"

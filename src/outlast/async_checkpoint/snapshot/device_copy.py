@@ -66,11 +66,9 @@ class DeviceCopy:
 
 
 class DeviceChunks:
-    """The copies from devices during training, in the order of the buffer. The writer
-    takes the checksums. Create it on the training thread.
-
-    Args:
-        copies: from tensors on the accelerator, in the order of their targets in the buffer.
+    """The copies from devices during training, in the order of the buffer. The writer takes the
+    checksums. Create it on the training thread. `copies`: from tensors on the accelerator, in the
+    order of their targets in the buffer.
     """
 
     hashed = False

@@ -69,14 +69,10 @@ class TcpClient:
     """Performs the operations of `Store` on one connection, which is opened when it is needed.
 
     Threads take turns; a wait occupies the connection, so each waiting thread needs its own client.
-
-    Args:
-        timeout: how long the server may take to answer a request other than a wait, in seconds.
-
-    Attributes:
-        host_server: whether this is the store server of a host (`outlast.launch.hosts.server`). It
-            knows AWAIT; and a COMPARE_SET that changes nothing wakes no waiters there, so one
-            request reads a key. torch's server wakes all of a key, so a read asks twice there.
+    `timeout`: how long the server may take to answer a request other than a wait, in seconds.
+    `host_server`: whether this is the store server of a host (`outlast.launch.hosts.server`). It
+    knows AWAIT; and a COMPARE_SET that changes nothing wakes no waiters there, so one request reads
+    a key. torch's server wakes all of a key, so a read asks twice there.
     """
 
     host_server = False
@@ -95,9 +91,7 @@ class TcpClient:
     def connect(self, within: float | None = None) -> None:
         """Opens the connection, if it is not open; before other threads use this client. A
         `StoreError` if nothing answers; without a `__cause__`, if no server of torch does.
-
-        Args:
-            within: how long that may take, in seconds, if less than an operation.
+        `within`: how long that may take, in seconds, if less than an operation.
         """
         timeout = self._timeout
         self._timeout = timeout if within is None else min(within, timeout)

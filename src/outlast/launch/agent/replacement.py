@@ -20,10 +20,8 @@ _CHECK_S = 0.5
 
 
 class Replacements:
-    """Replaces dead workers with new processes of the same ranks.
-
-    Args:
-        deaths: of the job; corrected if a dead worker is not replaced after all.
+    """Replaces dead workers with new processes of the same ranks. `deaths`: of the job; corrected
+    if a dead worker is not replaced after all.
     """
 
     def __init__(

@@ -31,10 +31,8 @@ _KILL_S = 5.0
 
 
 class CheckProcess:
-    """Runs `checks`, in a process group of its own.
-
-    Args:
-        variables: for its environment, besides this process's own.
+    """Runs `checks`, in a process group of its own. `variables`: for its environment, besides this
+    process's own.
     """
 
     def __init__(

@@ -152,10 +152,8 @@ class Objection:
 def objection(
     candidate: HostInfo, leader: HostInfo, hosts: Iterable[HostInfo], lost_after_s: float
 ) -> Objection | None:
-    """Why `candidate` is not admitted now; `None` if it is.
-
-    Args:
-        lost_after_s: after this time without a sign of life, a host of the group is lost.
+    """Why `candidate` is not admitted now; `None` if it is. `lost_after_s`: after this time without
+    a sign of life, a host of the group is lost.
     """
     names = [*leader.settings, *(n for n in candidate.settings if n not in leader.settings)]
     for name in names:

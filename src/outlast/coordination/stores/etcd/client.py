@@ -35,10 +35,8 @@ _LOST = (OSError, http.client.HTTPException)
 
 class EtcdClient:
     """Sends requests to one member at a time, to the next after a failure. Threads may share it. A
-    `StoreError` if a certificate or key cannot be read.
-
-    Args:
-        attempt_s: how long one member may take to answer, in seconds.
+    `StoreError` if a certificate or key cannot be read. `attempt_s`: how long one member may take
+    to answer, in seconds.
     """
 
     def __init__(

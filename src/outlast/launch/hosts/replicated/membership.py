@@ -35,9 +35,7 @@ _OVER = "this host has left the group"
 
 class ChainFollower:
     """Receives the chain of the group: what there is in a few reads, then one entry after another.
-
-    Args:
-        submit: starts a store operation; the second argument is called with its result.
+    `submit`: starts a store operation; the second argument is called with its result.
     """
 
     def __init__(

@@ -200,10 +200,8 @@ class Record:
 def open_record(
     run_id: str, endpoints: Sequence[tuple[str, int]], address: str, folder: str = ""
 ) -> Record:
-    """The record of this host.
-
-    Args:
-        folder: where it is kept, a private folder that is made if it is missing.
+    """The record of this host. `folder`: where it is kept, a private folder that is made if it is
+    missing.
     """
     if not folder:
         top = next((f for f in FOLDERS if os.access(f, os.W_OK)), FOLDERS[-1])

@@ -78,11 +78,9 @@ MAX_BATCH_BYTES = 4 << 20
 
 
 class Combiner:
-    """Sends the operations of many clients upstream, combined.
-
-    Args:
-        defer: calls a function once, at the end of the event loop's current iteration: what all
-            clients have sent until then leaves together.
+    """Sends the operations of many clients upstream, combined. `defer`: calls a function once, at
+    the end of the event loop's current iteration: what all clients have sent until then leaves
+    together.
     """
 
     def __init__(self, upstream: Upstream, defer: Defer) -> None:
