@@ -346,7 +346,7 @@ class Checkpointer:
         self._session.owner = None
         if late:
             raise SaveCancelled(f"steps {late} were not committed within {limit}, and dropped")
-        self._saves.raise_unseen()
+        self._saves.outcomes.raise_unseen()
 
     def __enter__(self) -> Checkpointer:
         return self

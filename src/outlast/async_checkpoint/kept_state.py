@@ -29,7 +29,8 @@ log = logging.getLogger("outlast.checkpoint")
 
 class KeptState:
     """One rank's part. `resumes`: whether the caller calls `resume` after a restore. Otherwise the
-    checkpointer does.
+    checkpointer does. `url` is the folder of the checkpoints, in the form in which it is unique;
+    `timeout_s`, how long to wait for other ranks.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class KeptState:
     ) -> None:
         self._session, self._restorer, self._saves = session, restorer, saves
         self._emitter = emitter
-        self.resumes = False
+        self.resumes, self.url, self.timeout_s = False, session.url, session.writer.timeout_s
 
     @property
     def memories(self) -> list[SharedMemory]:
@@ -66,24 +67,9 @@ class KeptState:
         """The paths of what the last restore from a checkpoint has not found in it."""
         return self._restorer.lacking
 
-    @property
-    def timeout_s(self) -> float:
-        """How long to wait for other ranks."""
-        return self._session.writer.timeout_s
-
-    @property
-    def url(self) -> str:
-        """The folder of the checkpoints, in the form in which it is unique."""
-        return self._session.url
-
-    @property
-    def not_live(self) -> str:
-        """Why a checkpoint is restored, and not a state that the caller has kept."""
-        return self._restorer.not_live
-
-    @not_live.setter
-    def not_live(self, reason: str) -> None:
-        self._restorer.not_live = reason
+    def restores_no_live(self, why: str) -> None:
+        """Why a checkpoint is restored next, and not a state that the caller has kept."""
+        self._restorer.not_live = why
 
     def keep(self, memory: SharedMemory) -> None:
         """Keeps `memory` after a kill of this process, for its replacement. What was kept before is
@@ -121,7 +107,7 @@ class KeptState:
         """On rank 0, after a save of `step` failed: removes checkpoints that its commit would. It
         is given up at the monotonic time `ends`.
         """
-        self._saves.make_room(step, ends)
+        self._saves.outcomes.make_room(step, ends)
 
     def newest(self, after: int, step: int | None = None) -> int | None:
         """The step of the newest checkpoint, on storage or in memory, that is later than `after`,

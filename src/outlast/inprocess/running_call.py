@@ -46,6 +46,9 @@ class RunningCall:
     ) -> None:
         self.page, self._launch, self.state = page, launch, state
         self._awaits, self._has_filter = awaits, has_filter
+        # By folder, what a job keeps of the present or the last iteration (`elastic.job.live`): it
+        # outlives the iteration, until all ranks have restored a state, or the call ends.
+        self.kept: dict[str, Any] = {}
         self._at_end = ExitStack()
 
     def __enter__(self) -> None:

@@ -14,8 +14,6 @@ from outlast.elastic.job.live.frozen import Held
 from outlast.elastic.job.live.own_state import Record, Slots, read
 from outlast.elastic.job.live.transfer import rounds
 
-NEXT = "000000002-b"
-
 
 def record(rank: int, step: int, *, final: bool = True, size: int = 2, passes: int = 0) -> Record:
     return Record("000000001-a", step, final, rank, size, passes)
@@ -31,8 +29,8 @@ def offer(rank: int, step: int | None, *records: Record, size: int = 2, **held: 
 
 
 def test_all_ranks_at_the_same_step_keep_their_own_state() -> None:
-    found = choose([offer(rank, 5, record(rank, 5)) for rank in range(2)], NEXT)
-    assert found == Choice(5, "000000001-a", {}, [(0, record(0, 5)), (1, record(1, 5))], NEXT)
+    found = choose([offer(rank, 5, record(rank, 5)) for rank in range(2)])
+    assert found == Choice(5, "000000001-a", {}, [(0, record(0, 5)), (1, record(1, 5))])
     sent = json.loads(json.dumps(msgspec.to_builtins(found)))
     assert msgspec.convert(sent, Choice, str_keys=True) == found
 
@@ -40,7 +38,7 @@ def test_all_ranks_at_the_same_step_keep_their_own_state() -> None:
 def test_the_newest_step_is_used_if_each_rank_has_its_own_part_of_it() -> None:
     early = record(1, 6, final=False, passes=1)
     torn = offer(1, None, record(1, 5), early)
-    found = choose([offer(0, 6, record(0, 5), record(0, 6)), torn], NEXT)
+    found = choose([offer(0, 6, record(0, 5), record(0, 6)), torn])
     assert isinstance(found, Choice)
     assert (found.step, found.sources) == (6, {1: [0]})
     assert found.own[1] == (1, early)
@@ -53,11 +51,11 @@ def test_a_state_that_was_noted_early_must_have_been_the_last(more: dict[str, An
         offer(0, 6, record(0, 5), record(0, 6), **more),
         offer(1, None, record(1, 5), early),
     )
-    assert choose([ahead, dataclasses.replace(torn, why="in step 6")], NEXT) == (
+    assert choose([ahead, dataclasses.replace(torn, why="in step 6")]) == (
         "step 6 lacks the random generators and other states of rank 1 alone; rank 1: in step 6"
     )
     # The other one is still at the step before: rank 0 goes back to it.
-    found = choose([ahead, offer(1, 5, record(1, 5), early)], NEXT)
+    found = choose([ahead, offer(1, 5, record(1, 5), early)])
     assert isinstance(found, Choice)
     assert (found.step, found.sources) == (5, {0: [1]})
 
@@ -67,42 +65,39 @@ def test_a_fault_that_came_back_may_be_due_to_the_state() -> None:
         offer(0, 5, record(0, 5)),
         dataclasses.replace(offer(1, 5, record(1, 5)), came_back=True),
     ]
-    assert "the same fault came back" in str(choose(offers, NEXT))
+    assert "the same fault came back" in str(choose(offers))
 
 
 def test_no_state_is_missed_at_the_start_of_a_job() -> None:
-    assert choose([offer(0, None), offer(1, None)], NEXT) == ""
+    assert choose([offer(0, None), offer(1, None)]) == ""
 
 
 def test_ranks_without_a_state_say_why() -> None:
     torn = [dataclasses.replace(offer(rank, None), why="step 61 had begun") for rank in range(2)]
-    assert (
-        choose([*torn, offer(2, None)], NEXT)
-        == "ranks 0, 1: step 61 had begun; rank 2: a new process"
-    )
+    assert choose([*torn, offer(2, None)]) == "ranks 0, 1: step 61 had begun; rank 2: a new process"
 
 
 def test_shards_without_a_copy_need_all_ranks() -> None:
     shards = [offer(r, 5, record(r, 5), signature=f"{r}") for r in range(2)]
-    assert isinstance(choose(shards, NEXT), Choice)
-    assert choose([shards[0], dataclasses.replace(shards[1], held=[])], NEXT) == (
+    assert isinstance(choose(shards), Choice)
+    assert choose([shards[0], dataclasses.replace(shards[1], held=[])]) == (
         "step 5 lacks the tensors of rank 1; rank 1: a new process"
     )
 
 
 def test_a_job_of_another_size_needs_no_state_of_the_ranks_that_are_gone() -> None:
     left = [offer(0, 5, record(0, 5, size=3), size=3), offer(2, 5, record(2, 5, size=3), size=3)]
-    found = choose(left, NEXT)
+    found = choose(left)
     assert isinstance(found, Choice)
     assert found.own == [(0, record(0, 5, size=3)), (1, record(2, 5, size=3))]
-    assert choose([left[0], dataclasses.replace(left[1], resizable=False)], NEXT) == (
+    assert choose([left[0], dataclasses.replace(left[1], resizable=False)]) == (
         "step 5 lacks a state that fits 2 ranks instead of 3"
     )
 
 
 def test_states_of_different_branches_do_not_mix() -> None:
     other = dataclasses.replace(record(1, 5), branch="000000000-z")
-    assert not isinstance(choose([offer(0, 5, record(0, 5)), offer(1, None, other)], NEXT), Choice)
+    assert not isinstance(choose([offer(0, 5, record(0, 5)), offer(1, None, other)]), Choice)
 
 
 def test_slots_keep_the_last_two_steps_and_the_coming_one() -> None:
@@ -166,7 +161,7 @@ def test_the_last_phase_that_all_ranks_have_is_used(
         kinds = [second, first] if swapped else [first, second]
         own = [[(0, 1)] if kind == [(2, 2)] else None for kind in kinds]
         offers = [in_phases(r, *kinds[r], own=own[r]) for r in range(2)]
-        found = choose(offers, NEXT)
+        found = choose(offers)
         assert isinstance(found, Choice), found
         assert (found.step, found.phase) == (5, phase)
         assert sorted(found.sources) == [1 - r if swapped else r for r in receives]
@@ -177,11 +172,11 @@ def test_a_rank_that_was_killed_has_the_phases_of_its_records() -> None:
     alive = in_phases(0, (0, 0), (1, 2))
     for of_killed, phase in [([(0, 0)], 0), ([(0, 0), (1, 1)], 1), ([(0, 0), (1, 2)], 2)]:
         killed = in_phases(1, own=of_killed)
-        found = choose([alive, killed], NEXT)
+        found = choose([alive, killed])
         assert isinstance(found, Choice)
         assert (found.phase, found.sources) == (phase, {1: [0]})
     early = Offer([record(1, 5, final=False, passes=1)], "m", True, 1)
-    found = choose([alive, early], NEXT)
+    found = choose([alive, early])
     assert isinstance(found, Choice)
     assert found.phase == 0  # in the middle of a step, nothing is known of what follows it
 

@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import threading
 import time
+from typing import Any
 
 from outlast.async_checkpoint.handle import SaveHandle
 from outlast.async_checkpoint.policies import FailurePolicy, Retention
@@ -74,20 +75,19 @@ class SaveOutcomes:
 
     def ended(self, save: Save, size_bytes: int, error: Exception | None, queued: int) -> None:
         """Reports a save that has ended, on every rank. `queued` saves are still in progress."""
-        seconds = self._emitter.clock.now() - save.began
+        times: dict[str, Any] = {
+            "step": save.step,
+            "blocked_seconds": save.blocked_s,
+            "seconds": self._emitter.clock.now() - save.began,
+            "queued": queued,
+        }
         if error is None:
             if self._policy is not None:
                 self._policy.succeeded()
             assert save.taken is not None
+            own_bytes = save.taken.size_bytes
             self._emitter.emit(
-                CheckpointCommitted(
-                    step=save.step,
-                    size_bytes=size_bytes,
-                    own_bytes=save.taken.size_bytes,
-                    blocked_seconds=save.blocked_s,
-                    seconds=seconds,
-                    queued=queued,
-                )
+                CheckpointCommitted(size_bytes=size_bytes, own_bytes=own_bytes, **times)
             )
             return
         if is_due_to_restart(error):
@@ -97,15 +97,7 @@ class SaveOutcomes:
         elif self._policy is None or not self._policy.failed(error):
             another = isinstance(error, OutlastError) and error.of_another_rank
             log.log(logging.INFO if another else logging.ERROR, "%s", error)
-        self._emitter.emit(
-            CheckpointFailed(
-                step=save.step,
-                cause=str(error),
-                blocked_seconds=save.blocked_s,
-                seconds=seconds,
-                queued=queued,
-            )
-        )
+        self._emitter.emit(CheckpointFailed(cause=str(error), **times))
 
     def apply_retention(self, manifest: Manifest) -> None:
         """Removes the checkpoints that the commit of this one makes superfluous. On rank 0."""

@@ -60,7 +60,7 @@ class Saves:
         structures = Structures(session.memo, ledger.rank, ledger.world_size)
         snapshotter = Snapshotter(session.writer, optimizers)
         self.shared = Shared(session, ledger, structures, snapshotter, job, timeout_s)
-        self._outcomes = SaveOutcomes(session, keep, policy, emitter)
+        self.outcomes = SaveOutcomes(session, keep, policy, emitter)
         self._clock = emitter.clock
         self._count = 0  # of saves so far, including those without a snapshot
         self._queue: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
@@ -95,7 +95,7 @@ class Saves:
                 raise ValueError(f"step {step} is being saved already: wait for its handle")
             save.snapshot(state_dict, earlier)
             save.blocked_s = self._clock.now() - began
-            self._outcomes.watch(save.handle)
+            self.outcomes.watch(save.handle)
             self._enqueue(save)
         except StoreError as e:
             raise CheckpointError(f"the {save.name} failed: {describe(e)}") from e
@@ -104,7 +104,7 @@ class Saves:
                 save.refuse(e)
             raise
         # Last: other ranks may raise it at a later save, and the saves of all ranks stay in step.
-        self.raise_unseen()
+        self.outcomes.raise_unseen()
         return save.handle
 
     def resume(
@@ -175,7 +175,7 @@ class Saves:
                     self._complete(save)
             if not self.shared.aborted:
                 with works(self):
-                    self._outcomes.await_removals()
+                    self.outcomes.await_removals()
         finally:
             self._thread_ends.set()
 
@@ -201,24 +201,18 @@ class Saves:
             tell(Writer.committed, buffer=number, save_id=taken.save_id, final=save.final)
         session.pool.give_back(taken.buffer, taken.turn)
         save.handle._end(error, save.step)
-        self._outcomes.ended(save, size_bytes, error, queued)
+        self.outcomes.ended(save, size_bytes, error, queued)
         # Last, so that nothing waits for it.
         if manifest is not None:
-            self._outcomes.apply_retention(manifest)
+            self.outcomes.apply_retention(manifest)
 
     # ----------------------------------------------------------------------------- ending
-
-    def make_room(self, step: int, ends: float) -> None:
-        self._outcomes.make_room(step, ends)
 
     def wait(self, timeout_s: float | None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for save in self.pending:
             save.handle.result(None if deadline is None else max(deadline - time.monotonic(), 0.0))
-        self.raise_unseen()
-
-    def raise_unseen(self) -> None:
-        self._outcomes.raise_unseen()
+        self.outcomes.raise_unseen()
 
     def abort(self) -> None:
         """Drops all saves in progress, on all ranks. Does not wait: the store may be out of reach.
@@ -230,7 +224,7 @@ class Saves:
             pending = list(self._pending)
             for save in pending:
                 self._cut_off(save)
-        self._outcomes.abandoned.set()
+        self.outcomes.abandoned.set()
         for save in pending:
             if save.taken is not None:
                 save.taken.call_off()

@@ -71,7 +71,7 @@ class Ending:
     def fail(self, kind: type[BaseException]) -> None:
         """The program has left the `with` block with an error."""
         if issubclass(kind, UnevenRanks):
-            self._restoring.discard(NOT_THE_SAME_STEPS)
+            self._restoring.close(NOT_THE_SAME_STEPS)
         with long_phase(self._timeout_s):
             self._checks.close()
             if self._checkpointer.world_size == 1 and self._call and issubclass(kind, Exception):

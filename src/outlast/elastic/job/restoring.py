@@ -75,7 +75,7 @@ class Restoring:
         transfer, and the others would wait for this rank's part in it.
         """
         if call is not None:
-            kept = _kept_of(call).get(self._kept.url)
+            kept: Kept | None = call.kept.get(self._kept.url)
             before = self._before = "" if kept is None else kept.recorder
             if isinstance(before, Recorder) and before.iteration == call.state.iteration:
                 before.release()  # the program wants the state from before what has gone wrong
@@ -110,7 +110,7 @@ class Restoring:
         if isinstance(found, Choice):
             self._choice = found
             return self._training.counters.steps
-        self._kept.not_live = found
+        self._kept.restores_no_live(found)
         if found and self._rank == 0:
             log.warning("the state of the surviving ranks is not used: %s", found)
         return self._load_checkpoint(step)
@@ -149,24 +149,21 @@ class Restoring:
         if self._recorder is not None:
             self._recorder.later(phase, is_changed=is_changed)
 
-    def close(self) -> None:
-        """The job has ended without a fault: nothing is kept."""
-        self._recorder = None
-        self._keep("")
-
-    def discard(self, why: str) -> None:
-        """No state of this process may be used."""
+    def close(self, why: str = "") -> None:
+        """The job has ended without a fault, or for the reason `why` no state may be used."""
         self._recorder = None
         self._keep(why)
 
     def _keep(self, recorder: Recorder | str) -> None:
         self._before, self._own = "", {}
         if self._call is not None:
-            kept = _kept_of(self._call)
+            kept = self._call.kept
+            if not kept:
+                self._call.at_end(partial(_release_all, kept))
             before = kept.pop(self._kept.url, None)
             if recorder:
                 kept[self._kept.url] = Kept(recorder, self._create, list(self._finite()))
-            self._call.rescue = partial(_rescue, self._call, kept) if kept else None
+            self._call.rescue = partial(_rescue, self._call) if kept else None
             if before is not None and isinstance(before.recorder, Recorder):
                 before.recorder.release()
 
@@ -178,7 +175,7 @@ class Restoring:
         def work(parts: list[Any]) -> Any:
             offers = [msgspec.convert(part, Offer) for part in parts]
             branch = next_branch(offers, uuid.uuid4().hex[:8])
-            return [msgspec.to_builtins(choose(offers, branch)), branch]
+            return [msgspec.to_builtins(choose(offers)), branch]
 
         with self._ranks.operation():
             offer = msgspec.to_builtins(self._offer(self._call))
@@ -333,31 +330,14 @@ class Restoring:
         raise_together(error, what, self._rank, self._group, kind=CheckpointError)
 
 
-# By folder, the recorder of a call's present or last iteration, or why there is none. It outlives
-# the iteration: until all ranks have restored a state, or the call ends.
-_kept: dict[str, Kept] = {}
-_owner: RunningCall | None = None
-
-
-def _kept_of(call: RunningCall) -> dict[str, Kept]:
-    global _owner
-    if _owner is not call:
-        _release_all()
-        _owner = call
-        call.at_end(_release_all)
-    return _kept
-
-
-def _rescue(call: RunningCall, kept: dict[str, Kept]) -> None:
-    saved = rescue(kept)
+def _rescue(call: RunningCall) -> None:
+    saved = rescue(call.kept)
     if saved and call.stop is not None:
         call.finish_stop(saved)
 
 
-def _release_all() -> None:
-    global _owner
-    for each in _kept.values():
+def _release_all(kept: dict[str, Kept]) -> None:
+    for each in kept.values():
         if isinstance(each.recorder, Recorder):
             each.recorder.release()
-    _kept.clear()
-    _owner = None
+    kept.clear()

@@ -64,9 +64,7 @@ class LeavingWatch:
             if error is not None:
                 self._reported = iteration
                 self._report(error)
-        except (
-            Exception
-        ):  # a source of another form, the text of the error; the timeouts still hold
+        except Exception:  # a source of another form, the text of the error; timeouts still hold
             log.exception("an exception on its way out of the function could not be followed")
             self._reported = iteration
 

@@ -46,7 +46,6 @@ class Choice:
     branch: str
     sources: dict[int, list[int]]  # by each rank that receives the tensors, those that have them
     own: list[tuple[int, Record | None]]  # of each rank: who has its own state, and which, if any
-    next_branch: str  # that of the steps that follow
     phase: int = 0
 
 
@@ -67,16 +66,16 @@ def next_branch(offers: Sequence[Offer], mark: str) -> str:
     return f"{1 + max(offer.branches for offer in offers):09d}-{mark}"
 
 
-def choose(offers: Sequence[Offer], branch: str) -> Choice | str:
+def choose(offers: Sequence[Offer]) -> Choice | str:
     """The newest state of which all parts are left, or why there is none: empty if no process has
-    noted a step. `offers` are in the order of the ranks; `branch` is that of later steps.
+    noted a step. `offers` are in the order of the ranks.
     """
     if not any(offer.held or offer.why or offer.records for offer in offers):
         return ""
     if any(offer.came_back for offer in offers):
         return "the same fault came back, so the state of the ranks may be its cause"
     # Where some ranks have gone further in a step than others: the last phase that every rank has.
-    return _newest(offers, partial(_complete, offers, branch))
+    return _newest(offers, partial(_complete, offers))
 
 
 def choose_to_save(offers: Sequence[Offer]) -> StateToSave | str:
@@ -119,9 +118,7 @@ def _newest(offers: Sequence[Offer], complete: Callable[[int, int, str], T | str
     )
 
 
-def _complete(
-    offers: Sequence[Offer], branch: str, step: int, phase: int, made_on: str
-) -> Choice | str:
+def _complete(offers: Sequence[Offer], step: int, phase: int, made_on: str) -> Choice | str:
     """The choice of this state, or what is missing of it."""
     size = len(offers)
     held, records = _found(offers, step, phase, made_on)
@@ -143,12 +140,12 @@ def _complete(
         for rank in range(size):
             final = [record for holder, record in records if holder == rank and record.final]
             own.append((rank, final[0] if final else None))
-        return Choice(step, made_on, sources, own, branch, phase)
+        return Choice(step, made_on, sources, own, phase)
     for rank, usable in enumerate(_usable(records, held, size)):
         if usable is None:
             return f"the random generators and other states of rank {rank} alone"
         own.append(usable)
-    return Choice(step, made_on, sources, own, branch, phase)
+    return Choice(step, made_on, sources, own, phase)
 
 
 def _savable(
