@@ -80,7 +80,9 @@ def compare(a: Source, b: Source) -> Difference:
             suspects.append(name)
     tensors = a.contents.tensors
     for batch in batches(a, (name for name in suspects if name in tensors)):
-        found.tensors += _compare_batch(a, b, batch)
+        left, right = read_tensors(a, batch), read_tensors(b, batch)
+        compared = (_compare(name, tensors[name], left[name], right[name]) for name in batch)
+        found.tensors += [each for each in compared if each.differing]
     found.tensors.sort(key=lambda each: each.name)
     for name in suspects:
         if name not in tensors and (
@@ -112,12 +114,6 @@ def _stored(source: Source, entry: TensorEntry | ValueEntry) -> Any:
             checksums = source.contents.files[part.file].checksums[chunks]
             found.append((offsets, sizes, size_bytes, part.at % length, checksums))
     return length, sorted(found)
-
-
-def _compare_batch(a: Source, b: Source, batch: list[str]) -> list[TensorDifference]:
-    left, right, tensors = read_tensors(a, batch), read_tensors(b, batch), a.contents.tensors
-    compared = [_compare(name, tensors[name], left[name], right[name]) for name in batch]
-    return [each for each in compared if each.differing]
 
 
 def _compare(

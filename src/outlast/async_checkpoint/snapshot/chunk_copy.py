@@ -9,7 +9,7 @@ The hash is of the source, not of the copy. A tensor that is written to between 
 hash gets a checksum that does not match its copy: such a checkpoint fails verification, where it
 would otherwise hold a mixture of two states. Writes that torch counts are detected anyway; this
 concerns those that torch does not count. Tensors in memory that other processes share are hashed by
-the writer (`are_private`): programs that train one tensor from several processes without locks
+the writer (`Snapshotter`): programs that train one tensor from several processes without locks
 (Hogwild) do so on purpose.
 
 A restart in place may interrupt the training thread in the middle of an eager copy: the buffer is
@@ -35,11 +35,6 @@ from outlast.system.shared_memory import SharedMemory, memory_at, move
 # Fits a core's own cache: after the copy, it is still there to be hashed.
 _CACHED_BYTES = 768 << 10
 _MAX_THREADS = 8  # fewer saturate the memory bandwidth of a host
-
-
-def are_private(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether only this process can write to the tensors."""
-    return not any(tensor.is_shared() for tensor in tensors if tensor.device.type == "cpu")
 
 
 @dataclasses.dataclass(frozen=True)

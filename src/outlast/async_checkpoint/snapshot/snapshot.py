@@ -31,7 +31,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from outlast.async_checkpoint.snapshot.buffers import SnapshotBuffer
-from outlast.async_checkpoint.snapshot.chunk_copy import ChunkCache, Chunks, EagerCopy, are_private
+from outlast.async_checkpoint.snapshot.chunk_copy import ChunkCache, Chunks, EagerCopy
 from outlast.async_checkpoint.snapshot.device_copy import CopyPair, DeviceChunks, DeviceCopy
 from outlast.async_checkpoint.snapshot.overlap import (
     Writes,
@@ -280,9 +280,11 @@ class Snapshotter:
         return snapshot
 
     def _are_private(self, sources: Sequence[torch.Tensor]) -> bool:
+        """Whether only this process can write to the tensors."""
         # Sharing a tensor with another process moves it to another address.
         addresses = [source.data_ptr() for source in sources]
-        return self._private.of(addresses, lambda: are_private(sources))
+        shared = (source.is_shared() for source in sources if source.device.type == "cpu")
+        return self._private.of(addresses, lambda: not any(shared))
 
     def _split(self, copies: list[CopyPair]) -> tuple[list[CopyPair], list[CopyPair]]:
         if not self._optimizers:

@@ -54,11 +54,6 @@ _REMEDIES = {
 """By the error. No other one is permanent: a full disk or an I/O error may pass."""
 
 
-def is_damage(error: OSError) -> bool:
-    """Whether it shows that a file is missing, or is not a file."""
-    return error.errno in _DAMAGE or isinstance(error, _DAMAGES)
-
-
 def reading(where: str, read: Callable[[], T]) -> T:
     """Calls `read`, again after a read error; errors name `where`. A `CheckpointError` if a file is
     missing, or is not a regular file. A `CheckpointReadError` if it still cannot be read.
@@ -68,7 +63,7 @@ def reading(where: str, read: Callable[[], T]) -> T:
             return read()
         except OSError as e:
             cause = (e.strerror or str(e)).removeprefix(f"{where}: ")
-            if is_damage(e):
+            if e.errno in _DAMAGE or isinstance(e, _DAMAGES):
                 raise CheckpointError(f"{where}: {cause}") from e
             if pause_s is None:
                 name = errno.errorcode.get(e.errno or 0, type(e).__name__)

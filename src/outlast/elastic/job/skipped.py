@@ -56,13 +56,11 @@ class SkippedBatches(Part):
 
     in_place = False
 
-    def __init__(
-        self, loader: Any, epochs: Epochs, counters: Counters, most: int | None = None
-    ) -> None:
+    def __init__(self, loader: Any, epochs: Epochs, counters: Counters) -> None:
         self._loader = loader if isinstance(loader, ElasticLoader) else None
         self._epochs, self._counters = epochs, counters
         self._state = _State()
-        self.most = most
+        self.most: int | None = None
 
     def check_known(self) -> None:
         """A `ValueError`, after a step, if the job does not know the batches."""

@@ -68,7 +68,9 @@ def overtaken(error: BaseException, handled: BaseException | None) -> Exception 
     before = set() if handled is None else {id(seen) for seen in chain(handled)}
     for seen in chain(error):
         below = seen is not error and id(seen) not in before and not _is_inner(seen)
-        if below and isinstance(seen, Exception) and not _is_of_restart(seen):
+        # The abort ends the connection to a store in which a rank waits for the others.
+        of_restart = is_interrupt(seen) or is_consequence(seen) or isinstance(seen, StoreError)
+        if below and isinstance(seen, Exception) and not of_restart:
             return seen
     return None
 
@@ -79,11 +81,6 @@ def _is_inner(error: BaseException) -> bool:
     """
     caught = error.__traceback__ and error.__traceback__.tb_frame
     return caught is not None and (is_own(caught) or in_standard_library(caught))
-
-
-def _is_of_restart(error: BaseException) -> bool:
-    # The abort ends the connection to a store in which a rank waits for the others.
-    return is_interrupt(error) or is_consequence(error) or isinstance(error, StoreError)
 
 
 def ending_in(error: BaseException) -> BaseException:

@@ -77,7 +77,8 @@ def main(settings: Settings) -> None:
         # This process was started by the path of this file, so its folder is in sys.path. The
         # imports must find what they would find in a worker.
         if not getattr(sys.flags, "safe_path", False):
-            sys.path[0] = _first_path(settings)
+            folder = os.path.dirname(os.path.realpath(settings.target))
+            sys.path[0] = os.getcwd() if settings.as_module else folder
         try:
             answer: dict[str, Any] = {"ready": True, "ends_at": prepare(settings)}
         except ImportLeft as left:
@@ -197,12 +198,6 @@ def _source(settings: Settings) -> tuple[bytes | str, str]:
         raise ImportError(f"no source of {name}")
     sys.argv[0] = str(spec.origin)
     return text, spec.name.rpartition(".")[0]
-
-
-def _first_path(settings: Settings) -> str:
-    if settings.as_module:
-        return os.getcwd()
-    return os.path.dirname(os.path.realpath(settings.target))
 
 
 def _capture(number: int) -> int:
