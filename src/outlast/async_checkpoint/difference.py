@@ -59,7 +59,6 @@ class Difference:
     equal: int = 0
 
     def __bool__(self) -> bool:
-        """Whether anything differs."""
         return any((self.only_in_a, self.only_in_b, self.kinds, self.tensors, self.values))
 
 
@@ -154,7 +153,6 @@ def _numbers(values: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any] |
 def _measure(
     found: TensorDifference, one: np.ndarray[Any, Any] | None, other: np.ndarray[Any, Any] | None
 ) -> None:
-    """Adds the differences of elements to what was found."""
     if one is None or other is None:
         return
     gaps: np.ndarray[Any, Any]

@@ -49,7 +49,6 @@ class Selection:
 
     @property
     def size_bytes(self) -> int:
-        """The size of the tensors."""
         return sum(self.source.contents.tensors[name].size_bytes for name in self.tensors)
 
     def read(self, progress: Callable[[int], None]) -> Iterator[tuple[str, Any]]:

@@ -159,11 +159,9 @@ class LaterSave(SaveHandle):
         save.add_done_callback(lambda _: self._end(save._failure(), save.step))
 
     def result(self, timeout: Duration | None = None) -> int:
-        """See `Handle.result`."""
         return self._present.result(timeout)
 
     def exception(self, timeout: Duration | None = None) -> Exception | None:
-        """See `Handle.exception`."""
         return self._present.exception(timeout)
 
     @property

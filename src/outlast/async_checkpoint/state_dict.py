@@ -182,7 +182,6 @@ class Item:
 
     @property
     def size_bytes(self) -> int:
-        """The size of a tensor's data; 0 for a value."""
         if self.kind != "tensor":
             return 0
         return int(math.prod(self.sizes) * getattr(torch, self.dtype).itemsize)

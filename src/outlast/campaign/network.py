@@ -55,7 +55,6 @@ class _Namespaces:
         self.init = int(children.read_text().split()[0])
 
     def ip(self, *commands: str) -> None:
-        """Runs commands of `ip` inside."""
         batch = "".join(f"{command}\n" for command in commands)
         _run(f"nsenter --target {self.init} --net ip -batch -", batch)
 

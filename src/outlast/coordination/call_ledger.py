@@ -84,7 +84,6 @@ class CallFailure:
             raise AsyncCallError(f"not a record of a failed call: {data[:200]!r}") from e
 
     def to_error(self) -> AsyncCallError:
-        """The error that every rank raises."""
         text = f"background call {self.call} ({self.name}) failed on rank {self.rank} on "
         text += f"{self.host}: {self.cause}"
         return AsyncCallError(f"{text}\n{self.traceback.rstrip()}" if self.traceback else text)

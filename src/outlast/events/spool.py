@@ -47,7 +47,6 @@ class Spool:
 
     @classmethod
     def of(cls, folder: Path) -> Spool | None:
-        """The spool, if `folder` is one."""
         try:
             limit = (folder / _RUN).read_text().partition(" ")[0]
         except OSError:

@@ -66,7 +66,6 @@ class LiveRun:
         return self._built == self._version
 
     def poll(self) -> list[Event]:
-        """Reads what is new, and returns it."""
         self._alive = None
         new = self.follower.poll()
         for event in new:

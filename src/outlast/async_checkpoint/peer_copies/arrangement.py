@@ -123,7 +123,6 @@ class KeeperClient(ProcessClient):
         self._arranged = self.begin(Keeper.arrange, **self._arrangement)
 
     def port(self) -> int:
-        """The port at which the keeper listens."""
         assert self._arrangement is not None
         assert self._arranged is not None
         if self._process is None and self._arranged.done():

@@ -174,7 +174,6 @@ class CopyServer:
         start_thread("outlast-accept", self._accept_all)
 
     def close(self) -> None:
-        """Stops listening, and ends all connections."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # ends the wait in `accept`
         self._listener.close()

@@ -60,7 +60,6 @@ class Connection:
 
     @classmethod
     def open(cls, address: str, port: int, token: str) -> Connection:
-        """Connects to a keeper."""
         sock = socket.create_connection((address, port), timeout=_CONNECT_S)
         try:
             _mark_as_background(sock)
@@ -98,7 +97,6 @@ class Connection:
         self._socket.sendall(_LENGTH.pack(len(data)) + data)
 
     def receive_frame(self) -> dict[str, Any]:
-        """Receives a JSON object."""
         (length,) = _LENGTH.unpack(_receive(self._socket, _LENGTH.size))
         if length > _MAX_FRAME_BYTES:
             raise ValueError(f"a frame of {length} bytes")

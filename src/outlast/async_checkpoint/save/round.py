@@ -213,7 +213,6 @@ class SaveRound:
     # ------------------------------------------------------------------- failures, on any thread
 
     def failure(self, cause: str | BaseException) -> CallFailure:
-        """The failure of this rank by this error."""
         if isinstance(cause, Dropped | SaveCancelled):
             cause = ABORTED
         traceback = cause.remote_traceback if isinstance(cause, ProcessFailed) else ""

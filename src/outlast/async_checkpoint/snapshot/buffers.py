@@ -159,7 +159,6 @@ class BufferPool:
             buffer.reserved = purpose
 
     def unreserve(self, buffer: SnapshotBuffer, purpose: object) -> None:
-        """Ends the reservation for this purpose, unless it has ended already."""
         with self._freed:
             if buffer.reserved is purpose:
                 buffer.reserved = None

@@ -145,7 +145,6 @@ class Snapshot:
         self._copies, self._optimizers, self._chunks, self._writes = (), (), None, Writes(())
 
     def end(self, error: CheckpointError | None) -> None:
-        """Seals it: complete, or with the error."""
         self.error = error
         number, description = self.buffer.number, self.description
         if error is None:

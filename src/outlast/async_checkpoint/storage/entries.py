@@ -68,7 +68,6 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def size_bytes(self) -> int:
-        """The size of the data of all parts."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 

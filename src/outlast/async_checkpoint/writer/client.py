@@ -84,7 +84,6 @@ class Pending(Future[R]):
         raise self._client.too_late(self, timeout)
 
     def answered(self, answer: dict[str, Any]) -> None:
-        """Ends it with the answer of the process."""
         if "dropped" in answer:
             self.set_exception(Dropped())
         elif "error" in answer:
@@ -131,7 +130,6 @@ class ProcessClient:
         return process.pid if process is not None else None
 
     def start(self) -> None:
-        """Starts the process, unless it is running."""
         with self._sending:
             self._running()
 

@@ -96,7 +96,6 @@ class Service:
         self.requests.put(request)
 
     def explain(self, error: Exception) -> str:
-        """The text of an error, for the main process."""
         return describe(error)
 
     def serve(self) -> bool:
@@ -123,7 +122,6 @@ class Service:
             self.announcement.place(socket)
 
     def answer(self, request: Call) -> None:
-        """Carries out a request, and sends its result or its error."""
         try:
             answer = {"value": getattr(self, request.method)(**request.arguments)}
         except Dropped:

@@ -116,7 +116,6 @@ class OperationStore:
         self.perform(Operation("append", key, value))
 
     def delete(self, key: str) -> bool:
-        """Removes `key`; returns whether it existed."""
         return self.perform(Operation("delete", key)) == 1
 
     def delete_prefix(self, prefix: str) -> None:

@@ -75,7 +75,6 @@ class Epochs(Part):
 
     @property
     def first_step(self) -> int:
-        """The number of steps when the present epoch began."""
         return self.steps if self._first_step is None else self._first_step
 
     def loop(self, n: int) -> Iterator[int]:
@@ -283,7 +282,6 @@ class Epochs(Part):
 
     @property
     def place(self) -> str:
-        """See `place_of`."""
         return place_of(self.shared())
 
     @property

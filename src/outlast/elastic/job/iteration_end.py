@@ -71,7 +71,6 @@ class IterationEnd:
         return self._training.counters.steps
 
     def add(self, n: int, function: Function, *, is_restored: bool) -> None:
-        """Registers a function, for `Job.after_steps`."""
         n = as_int("n", n, at_least=1)
         if not callable(function):
             raise TypeError(f"function must be callable, not {function!r}")
@@ -157,7 +156,6 @@ class IterationEnd:
             each.begun(handle)
 
     def save_for_stop(self) -> None:
-        """The last save of a job that was told to stop."""
         self.say_rest()
         self._say_gradients()
         self._save_last()

@@ -75,7 +75,6 @@ class Pass:
 
     @classmethod
     def restored(cls, saved: Any, noted: Noted | None = None) -> Pass:
-        """The pass of which `saved` and `noted` were saved."""
         length, has_position, done, is_over, is_exhausted, batch = saved
         if not done:
             return cls(length, has_position)

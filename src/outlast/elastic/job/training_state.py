@@ -131,7 +131,6 @@ class TrainingState:
         return {name: saved for name, part in self.parts.items() if (saved := part.save())}
 
     def beside(self, ledger: CallLedger) -> Beside:
-        """What belongs to a save beside the state."""
         files = Beside(self.files.sync)
         return self.equal_states.at_save(files, ledger, self.counters.steps)
 
@@ -163,7 +162,6 @@ class TrainingState:
                     del moments[key]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads the target, filled from a checkpoint, or a live state."""
         steps = steps_of(state["counters"])
         for name, part in self.parts.items():
             part.load(state.get(name, {}), steps)
@@ -180,7 +178,6 @@ class TrainingState:
                 raise ValueError(f"{f'states.{name}{e.where}'!r} cannot be saved: {e}") from None
 
     def backup(self) -> Backup:
-        """A copy of everything that a load may change."""
         state = self.state_dict()
         of_optimizers = state["optimizer"]
         not_copied = [

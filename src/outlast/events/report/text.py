@@ -127,7 +127,6 @@ def _phase_table(restarts: Sequence[Restart]) -> Table:
 
 
 def _time_table(host: HostTime, report: Report) -> Table:
-    """What the wall time of a host was used for."""
     table = _table(f"Time on {one_line(host.host)}")
     table.show_header = False
     table.add_column(no_wrap=True)

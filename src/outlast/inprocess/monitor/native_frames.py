@@ -77,7 +77,6 @@ class NativeFrames:
         return True
 
     def close(self) -> None:
-        """Ends py-spy, if it runs."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

@@ -66,7 +66,6 @@ class CsvLogs:
             self._rows = [_Rows(each, step) for each in self._loggers]
 
     def completed(self, step: int) -> None:
-        """Writes the rows that were logged up to `step`."""
         for each in list(self._rows):
             try:
                 each.completed(step)

@@ -63,7 +63,6 @@ class EqualStates:
         return {name: values_of(shared[name]) for name in plain}
 
     def at_save(self, beside: Beside, ledger: CallLedger, step: int) -> Beside:
-        """Adds the check to what belongs to the save of `step`."""
         if ledger.world_size == 1:
             return beside
         found: dict[str, Values] = {}

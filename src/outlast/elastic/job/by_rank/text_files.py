@@ -46,7 +46,6 @@ class TextFile(io.TextIOWrapper):
         return super().write(text)
 
     def begin(self, mark: Mark | None, *, is_restored: bool) -> None:
-        """Opens the file, with this end."""
         size = self._open() if self.writes else 0
         if size and not is_restored:
             number = 1

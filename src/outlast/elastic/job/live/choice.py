@@ -119,7 +119,6 @@ def _newest(offers: Sequence[Offer], complete: Callable[[int, int, str], T | str
 
 
 def _complete(offers: Sequence[Offer], step: int, phase: int, made_on: str) -> Choice | str:
-    """The choice of this state, or what is missing of it."""
     size = len(offers)
     held, records = _found(offers, step, phase, made_on)
     sources: dict[int, list[int]] = {}

@@ -91,7 +91,6 @@ class Frozen:
         return dump_header((self.skeleton, self.own), shapes)
 
     def state(self) -> dict[str, Any]:
-        """The nested state with its tensors."""
         tensors = self._tensors
         return tree_map(  # type: ignore[no-any-return]
             lambda each: tensors[each.number] if isinstance(each, Leaf) else each, self.skeleton

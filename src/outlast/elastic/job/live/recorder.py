@@ -111,7 +111,6 @@ class Recorder:
 
     @property
     def point(self) -> Point:
-        """The present one."""
         return self.points[-1]
 
     @property

@@ -73,7 +73,6 @@ def rescue(kept: Mapping[str, Kept]) -> str:
 
 
 def _rescue(url: str, kept: Kept, group: Any, *, leads: bool) -> str:
-    """Saves what is kept of one job."""
     text = ""
     # If it is interrupted, anywhere: the rank that leads may be the lost one.
     why, speaks = "another rank was lost meanwhile", True
