@@ -31,7 +31,7 @@ from outlast.elastic.job.live.transfer import Exchange, TransferFailed
 from outlast.elastic.job.same_on_all_ranks import first_rank, names_of
 from outlast.elastic.job.training_state import TrainingState
 from outlast.elastic.wrapped_modules import plain_state_dict
-from outlast.errors import CheckpointError, RestartAbort
+from outlast.errors import CheckpointError, FolderUnusable, RestartAbort
 from outlast.inprocess.running_call import RunningCall
 from outlast.system.notices import notice
 from outlast.system.units import duration_text
@@ -75,6 +75,7 @@ class Restoring:
         transfer, and the others would wait for this rank's part in it.
         """
         if call is not None:
+            _check_same_folder(call, self._kept.url)
             kept = _kept_of(call).get(self._kept.url)
             before = self._before = "" if kept is None else kept.recorder
             if isinstance(before, Recorder) and before.iteration == call.state.iteration:
@@ -336,6 +337,7 @@ class Restoring:
 # By folder, the recorder of a call's present or last iteration, or why there is none. It outlives
 # the iteration: until all ranks have restored a state, or the call ends.
 _kept: dict[str, Kept] = {}
+_folders: set[str] = set()  # of all jobs of this call
 _owner: RunningCall | None = None
 
 
@@ -346,6 +348,22 @@ def _kept_of(call: RunningCall) -> dict[str, Kept]:
         _owner = call
         call.at_end(_release_all)
     return _kept
+
+
+def _check_same_folder(call: RunningCall, url: str) -> None:
+    """A restart in place finds an unfinished job again by its folder."""
+    recorders = [each.recorder for each in _kept_of(call).values()]
+    earlier = [
+        isinstance(each, Recorder) and each.iteration < call.state.iteration for each in recorders
+    ]
+    if earlier and all(earlier) and url not in _folders:
+        raise FolderUnusable(
+            f"after a restart in place, the job's folder is {url}, and before it was "
+            f"{', '.join(sorted(_kept))}: the training would begin again at step 0. A path that "
+            "depends on the time, on chance or on the working directory has to be made before the "
+            "wrapped function is called"
+        )
+    _folders.add(url)
 
 
 def _rescue(call: RunningCall, kept: dict[str, Kept]) -> None:
@@ -360,4 +378,5 @@ def _release_all() -> None:
         if isinstance(each.recorder, Recorder):
             each.recorder.release()
     _kept.clear()
+    _folders.clear()
     _owner = None
