@@ -35,6 +35,7 @@ from outlast.events.types import StopRequested
 from outlast.inprocess.running_call import RunningCall, long_phase, running_call
 from outlast.system.arguments import Duration, as_timedelta
 from outlast.system.error_text import signal_name
+from outlast.system.fork import keep_signals_at_forks
 from outlast.system.notices import leave_closed_terminal, notice
 
 log = logging.getLogger("outlast.elastic")
@@ -168,6 +169,7 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():
             log.info("signals are ignored: only the main thread can install handlers")
             return
+        keep_signals_at_forks()
         for number in numbers:
             ignored = number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
             if number not in self._previous and not ignored:

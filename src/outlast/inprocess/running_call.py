@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from outlast.coordination.decision import ViewRecord
 from outlast.coordination.membership import MembershipProtocol
@@ -49,6 +50,8 @@ class RunningCall:
         # By folder, what a job keeps of the present or the last iteration (`elastic.job.live`): it
         # outlives the iteration, until all ranks have restored a state, or the call ends.
         self.kept: dict[str, Any] = {}
+        self.folders: set[str] = set()  # of all jobs
+        self.modes: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # `elastic.job.model_modes`
         self._at_end = ExitStack()
 
     def __enter__(self) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import os
 import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -90,6 +92,22 @@ def signals_of_job_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@functools.cache
+def keep_signals_at_forks() -> None:
+    """Python forgets what arrives in a forked child before that runs, such as the SIGTERM of a pool
+    that ends at once. Such a signal waits until then. This cannot be removed, and is harmless.
+    """
+    before = threading.local()
+
+    def block() -> None:
+        before.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_OF_JOB)
+
+    def restore() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before.mask)
+
+    os.register_at_fork(before=block, after_in_parent=restore, after_in_child=restore)
 
 
 def flush_streams() -> None:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,16 +41,77 @@ main()
 """
 
 
+def ended(script: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False, **options)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("group", ["alone", pytest.param("group", marks=pytest.mark.slow)])
 def test_one_rank_keeps_its_step(tmp_path: Path, group: str) -> None:
     def run(folder: str, script: str) -> list[str]:
-        env = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-        command = [sys.executable, "-c", script, str(tmp_path / folder), group]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        done = ended(script, str(tmp_path / folder), group)
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()
 
     began, *undisturbed = run("a", SCRIPT.replace("failed = []", "failed = [1]"))
     assert run("b", SCRIPT) == [began, "restored 8 live", *undisturbed]
+
+
+def test_a_fault_in_an_evaluation_of_a_model_that_stays(tmp_path: Path) -> None:
+    """The model is made once, so it would stay in the mode of the evaluation."""
+    made = """
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(), torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+@inprocess"""
+    script = SCRIPT.replace("\n@inprocess", made).replace("model.weight", "model[2].weight")
+    a, b = script.index("    torch.manual_seed(0)\n"), script.index("    with outlast")
+    script = script[:a] + script[b:]
+    script = script.replace("raise RuntimeError", "model.eval(); raise RuntimeError")
+    plain = ended(script.replace("failed = []", "failed = [1]"), str(tmp_path / "a"), "alone")
+    done = ended(script, str(tmp_path / "b"), "alone")
+    assert "restored 8 live" in done.stdout, done.stderr
+    assert done.stdout.splitlines()[-2:] == plain.stdout.splitlines()[-2:]
+
+
+@pytest.mark.parametrize("how", ["live", pytest.param("storage", marks=pytest.mark.slow)])
+def test_a_parameter_that_is_not_trained_any_more_is_named(tmp_path: Path, how: str) -> None:
+    script = SCRIPT.replace(
+        "    optimizer = ", "    model.bias.requires_grad = False\n    optimizer = "
+    )
+    script = script.replace(
+        "            optimizer.zero",
+        """
+            if step == 2:
+                model.bias.requires_grad = True
+            optimizer.zero""",
+    )
+    if how == "storage":
+        script = script.replace("failed = []", "failed = [1]")
+        ended(script.replace("range(first, 12)", "range(first, 8)"), str(tmp_path), "alone")
+    done = ended(script, str(tmp_path), "alone")
+    assert f"restored 8 {how}" in done.stdout, done.stderr
+    assert "and are not in step 9: bias. What" in done.stderr
+    assert done.stderr.count("were trained in the state") == 1
+
+
+def test_a_job_in_another_folder_after_a_restart(tmp_path: Path) -> None:
+    named = "outlast.Job(os.path.join(sys.argv[1], str(time.monotonic()))"
+    script = "import os, time\n" + SCRIPT.replace("outlast.Job(sys.argv[1]", named)
+    done = ended(script, str(tmp_path), "alone")
+    assert done.returncode == 93, done.stderr
+    assert "after a restart in place, the job's folder is " in done.stderr
+    assert "step 8, the newest one that the ranks had, is saved now (" in done.stderr
+    saved = sorted(each.name for each in tmp_path.glob("*/step-*"))
+    assert saved == ["step-00000006", "step-00000008"]
+
+
+def test_a_relative_folder_and_another_working_directory(tmp_path: Path) -> None:
+    leaves = "os.mkdir('x'); os.chdir('x'); raise RuntimeError"
+    script = "import os\n" + SCRIPT.replace("raise RuntimeError", leaves)
+    done = ended(script, "checkpoints", "alone", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "restored 8 live" in done.stdout

@@ -161,7 +161,10 @@ def check_written(storage: Storage, folder: str, files: Mapping[str, int]) -> No
     found = reading(where, lambda: storage.sizes(folder))
     for name in sorted(files.keys() | found.keys()):
         if name not in found:
-            raise CheckpointError(f"{where} lacks {name}, which a rank has reported as written")
+            raise CheckpointError(
+                f"{where} lacks {name}, which a rank has reported as written: all ranks have to "
+                "give the same folder, on storage that they share"
+            )
         if name not in files:
             raise CheckpointError(f"{where} has {name}, which no rank has reported as written")
         if found[name] != files[name]:

@@ -19,9 +19,11 @@ from itertools import chain
 from types import FrameType
 from typing import Any, TypeVar
 
+import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from outlast.async_checkpoint import SaveHandle
+from outlast.async_checkpoint.finite import is_finite
 from outlast.async_checkpoint.handle import LaterSave
 from outlast.elastic.job.iteration import BACK, ENDED, OVER, STEPPED, Rest, rest_after
 from outlast.elastic.job.models import parameters_of
@@ -29,6 +31,7 @@ from outlast.elastic.job.restoring import Restoring
 from outlast.elastic.job.saves import Saves, SaveSchedule
 from outlast.elastic.job.training_state import TrainingState
 from outlast.elastic.stop_signals import StopSignals
+from outlast.elastic.tensors import local
 from outlast.system.arguments import as_int
 from outlast.system.notices import notice
 
@@ -143,6 +146,7 @@ class IterationEnd:
 
     def _end(self) -> None:
         self._is_pending = False
+        self._training.modes.check(self._rank, self._steps)
         self._stop.completed(self._steps, self.save_for_stop)
         self._save_if_due()
 
@@ -189,7 +193,9 @@ class IterationEnd:
         if not self._is_partial or self._partial_said or self._rank != 0:
             return
         optimizers = self._training.all_optimizers
-        if any(p.grad is not None for each in optimizers for p in parameters_of(each)):
+        found = [p.grad for each in optimizers for p in parameters_of(each) if p.grad is not None]
+        # A `GradScaler` skips a step with such gradients, on purpose.
+        if found and all(is_finite(local(g)) for g in found if g.layout == torch.strided):
             self._partial_said = True
             log.warning(
                 "no optimizer has stepped in step %d, which is saved, and gradients are left: they "

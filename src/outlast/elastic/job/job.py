@@ -24,6 +24,7 @@ from outlast.elastic.job.ending import Ending
 from outlast.elastic.job.fallback import Fallback
 from outlast.elastic.job.iteration_end import IterationEnd
 from outlast.elastic.job.last_save import LastSave
+from outlast.elastic.job.model_modes import restore_modes
 from outlast.elastic.job.models import Models, Optimizers, by_name, check_models
 from outlast.elastic.job.progress import JobProgress
 from outlast.elastic.job.restoring import Restoring
@@ -199,6 +200,8 @@ class Job(JobProgress):
         # With a step, from a checkpoint: survivors have a state from after a silent fault.
         found = self._restoring.restore(trusted.step)
         self._training.files.begin(is_restored=found is not None)
+        if self._call is not None:
+            restore_modes(self.module, self._call)
         self._may_save = True
         if trusted.skip is not None:
             self._skipped.leave_out(trusted.skip, self.checkpointer.emitter, self.rank)

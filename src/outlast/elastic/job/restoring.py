@@ -31,7 +31,7 @@ from outlast.elastic.job.live.transfer import Exchange, TransferFailed
 from outlast.elastic.job.same_on_all_ranks import first_rank
 from outlast.elastic.job.training_state import TrainingState
 from outlast.elastic.wrapped_modules import plain_state_dict
-from outlast.errors import CheckpointError, RestartAbort
+from outlast.errors import CheckpointError, FolderUnusable, RestartAbort
 from outlast.inprocess.running_call import RunningCall
 from outlast.system.notices import notice
 from outlast.system.units import duration_text, rank_names
@@ -75,6 +75,7 @@ class Restoring:
         transfer, and the others would wait for this rank's part in it.
         """
         if call is not None:
+            _check_same_folder(call, self._kept.url)
             kept: Kept | None = call.kept.get(self._kept.url)
             before = self._before = "" if kept is None else kept.recorder
             if isinstance(before, Recorder) and before.iteration == call.state.iteration:
@@ -328,6 +329,22 @@ class Restoring:
             error = e
         what = "the state could not be loaded"
         raise_together(error, what, self._rank, self._group, kind=CheckpointError)
+
+
+def _check_same_folder(call: RunningCall, url: str) -> None:
+    """A restart in place finds an unfinished job again by its folder."""
+    recorders = [each.recorder for each in call.kept.values()]
+    earlier = [
+        isinstance(each, Recorder) and each.iteration < call.state.iteration for each in recorders
+    ]
+    if earlier and all(earlier) and url not in call.folders:
+        raise FolderUnusable(
+            f"after a restart in place, the job's folder is {url}, and before it was "
+            f"{', '.join(sorted(call.kept))}: the training would begin again at step 0. A path "
+            "that depends on the time, on chance or on the working directory has to be made before "
+            "the wrapped function is called"
+        )
+    call.folders.add(url)
 
 
 def _rescue(call: RunningCall) -> None:

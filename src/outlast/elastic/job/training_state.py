@@ -32,6 +32,7 @@ from outlast.elastic.job.epochs import Epochs
 from outlast.elastic.job.gradient_buckets import GradientBuckets
 from outlast.elastic.job.iteration import Iteration
 from outlast.elastic.job.loaded_groups import ADDED, add_groups, loaded_group
+from outlast.elastic.job.model_modes import ModelModes
 from outlast.elastic.job.models import ONLY, Models, Optimizers, by_name, joined, parameters_of
 from outlast.elastic.job.parts import (
     AttachedState,
@@ -50,6 +51,7 @@ from outlast.elastic.wrapped_modules import consistent_ddp, load_plain, plain_st
 _HAS_MOMENTS = "has_moments"  # part of the checkpoint's format
 _OPTIONAL = (
     *("random.", "states.", "parts.", "epochs.", "iteration.", "files.", "skipped.", "buckets."),
+    *("modes.",),
     "loader.global_batch_size",
 )
 
@@ -113,6 +115,7 @@ class TrainingState:
         self.parts |= {"epochs": self.epochs, "skipped": self.skipped, "buckets": self.buckets}
         self.parts["iteration"] = self.iteration = Iteration()
         self.parts["files"] = self.files
+        self.parts["modes"] = self.modes = ModelModes(self.module)
         shared = [n for n, part in self._attached.items() if isinstance(part, AttachedState)]
         self.equal_states = EqualStates({name: states[name] for name in shared})
         if self.consistent_ddp is not None:

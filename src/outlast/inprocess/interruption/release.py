@@ -287,8 +287,9 @@ class QuietHooks:
             self._before[1](kind, error, trace)
 
 
-class TorchModes:
-    """The modes of the current thread, at the moment when this is created.
+class ModesAtStart:
+    """The modes of the current thread, and the working directory, at the moment when this is
+    created: a relative path means the same in each iteration.
 
     Gradient mode and autocast are flags of the thread. A context manager such as `torch.no_grad`
     changes one and changes it back in `__exit__`, which is Python: an interrupt may be raised at
@@ -298,6 +299,7 @@ class TorchModes:
 
     def __init__(self) -> None:
         self._gradients = torch.is_grad_enabled()
+        self._folder = os.getcwd() if os.path.isdir(".") else ""
         accelerator = devices.current()
         types = ["cpu", *([] if accelerator is None else [accelerator.type])]
         self._autocast = {
@@ -308,6 +310,8 @@ class TorchModes:
         self._autocast_cache = torch.is_autocast_cache_enabled()
 
     def restore(self) -> None:
+        if os.path.isdir(self._folder):
+            os.chdir(self._folder)
         torch.set_grad_enabled(self._gradients)
         for device_type, (enabled, dtype) in self._autocast.items():
             torch.set_autocast_enabled(device_type, enabled)

@@ -35,7 +35,7 @@ from outlast.inprocess.interruption.monitor_thread import (
     MonitorThread,
     sample_of_error,
 )
-from outlast.inprocess.interruption.release import Releaser, TorchModes
+from outlast.inprocess.interruption.release import ModesAtStart, Releaser
 from outlast.inprocess.monitor.shared_page import Activity
 from outlast.inprocess.rank_assignment import ShiftRanks
 from outlast.inprocess.recovery.host_protocol import (
@@ -90,7 +90,7 @@ class RankHost(RankFaults):
         self.grow, self.rules = settings.grow_policy, settings.rules(launch)
         self.limits = settings.limits(launch)
         self.cause: FaultRecord | None = None
-        self.releaser, self.torch_modes = Releaser(), TorchModes()
+        self.releaser, self.modes = Releaser(), ModesAtStart()
         self.foreign_handlers = ForeignHandlers()
         self.watch: IterationWatch | None = None  # of the current iteration
         self.joining = False  # this process has asked to join, and is not admitted yet
@@ -224,7 +224,7 @@ class RankHost(RankFaults):
             if error is not None:
                 now = self.clock.now()
                 watch.sample = sample_of_error(error, page, now, watch, self._least_hang)
-                self.torch_modes.restore()
+                self.modes.restore()
                 count_restart()
         self.pings = page.pings
         # A function that has pinged, and made no `Job`, makes none: it runs with any number.

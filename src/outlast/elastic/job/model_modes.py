@@ -1,0 +1,64 @@
+"""What a program sets on a model beside its tensors: which parameters are trained, and the mode of
+each module (`train`, `eval`). A function that begins again sets both anew, unless it does so once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from outlast.elastic.job.parts import Part
+from outlast.elastic.wrapped_modules import plain_name
+from outlast.inprocess.running_call import RunningCall
+
+log = logging.getLogger("outlast.elastic")
+
+_FROZEN = "frozen"
+
+
+class ModelModes(Part):
+    """The names of the parameters that are not trained. They are compared at the end of the first
+    step after a restore, not set: a wrapper such as DDP asks for them only when it is made.
+    """
+
+    in_place = False
+    _expected: set[str] | None = None
+
+    def save(self) -> dict[str, tuple[str, ...]]:
+        names = (plain_name(n) for n, p in self._source.named_parameters() if not p.requires_grad)
+        return {_FROZEN: tuple(names)}
+
+    def shared(self) -> Any:
+        return {}  # what counts is known when the iteration has ended
+
+    def frozen(self, shared: Any) -> Any:
+        return self.save()
+
+    def load(self, state: Mapping[str, Any], steps: int) -> None:
+        self._expected = set(state[_FROZEN]) if steps and state else None
+
+    def check(self, rank: int, steps: int) -> None:
+        """Call it at the end of each step. Warns of a parameter that was trained before a restore,
+        and is not now: the function has unfrozen it in a step that is not made again.
+        """
+        expected, self._expected = self._expected, None
+        if expected is None or rank != 0:
+            return
+        if names := sorted({*self.save()[_FROZEN]} - expected):
+            log.warning(
+                "%d parameters were trained in the state that this job continued from, and are not "
+                "in step %d: %s%s. What unfreezes a parameter once has to run again before the "
+                "model is wrapped",
+                *(len(names), steps, ", ".join(names[:3]), ", ..." * (len(names) > 3)),
+            )
+
+
+def restore_modes(module: nn.Module, call: RunningCall) -> None:
+    """Gives each module of a model that outlives a restart in place the mode of its first restore:
+    a fault in an evaluation leaves that of the evaluation.
+    """
+    for each in module.modules():
+        each.training = call.modes.setdefault(each, each.training)
