@@ -91,6 +91,9 @@ def skip_on_record(checkpointer: Checkpointer) -> dict[str, Any] | None:
     return _limit(checkpointer)[1]
 
 
+_WRONG = (ArithmeticError, AttributeError, KeyError, TypeError, ValueError)  # of a record
+
+
 def _limit(checkpointer: Checkpointer) -> tuple[int | None, dict[str, Any] | None]:
     storage = checkpointer._session.storage
     try:
@@ -99,15 +102,7 @@ def _limit(checkpointer: Checkpointer) -> tuple[int | None, dict[str, Any] | Non
         return int(record["step"]), None if skip is None else dict(skip)
     except FileNotFoundError:
         return None, None
-    except (
-        OSError,
-        ArithmeticError,
-        AttributeError,
-        KeyError,
-        RecursionError,
-        TypeError,
-        ValueError,
-    ) as e:
+    except (OSError, RecursionError, *_WRONG) as e:
         where = f"{storage.where}/{_FOLDER}/{_FILE}"
         raise CheckpointError(
             f"{where}, which limits what can be restored, cannot be read: {e}"

@@ -191,15 +191,11 @@ class Structures:
         self._memo = memo
         self._rank, self._alone = rank, world_size == 1
         self._signature: list[Any] = []
-        self._structure: Structure | None = None
-
-    @property
-    def present(self) -> Structure | None:
-        return self._structure
+        self.present: Structure | None = None
 
     def known(self, signature: list[Any]) -> Structure | None:
         """What this rank saves of a state dict with this signature; `None` if it is new."""
-        return self._structure if signature == self._signature else None
+        return self.present if signature == self._signature else None
 
     def agree(
         self, state_dict: Mapping[str, Any], signature: list[Any], ranks: SaveRound
@@ -211,7 +207,7 @@ class Structures:
             structure = self.catalog.structures[0]
         else:
             # If this is interrupted, rank 0 may know of the new structure: then they agree again.
-            self._structure = None
+            self.present = None
             answer = ranks.agree(encode_items(items))
             sign, numbers = answer[str(self._rank)]
             chosen = set(numbers)
@@ -220,7 +216,7 @@ class Structures:
                 (items, keys, self._rank), lambda: Structure(items, keys, self._rank)
             )
         structure.number(state_dict)
-        self._signature, self._structure = signature, structure
+        self._signature, self.present = signature, structure
         return structure
 
     def divide(self, parts: Sequence[bytes]) -> dict[str, Any]:

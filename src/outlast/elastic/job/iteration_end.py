@@ -232,7 +232,7 @@ class IterationEnd:
 
     def close(self) -> None:
         if self._optimized is not None:
-            self._optimized.close()
+            self._optimized.hook.remove()
             self._optimized = None
 
     def _due_now(self) -> list[Function]:
@@ -265,15 +265,12 @@ class _Optimized:
         self.stepped = False
         optimizers = training.all_optimizers
         self._parameters = {id(p) for each in optimizers for p in parameters_of(each)}
-        self._hook = register_optimizer_step_post_hook(self._after)
+        self.hook = register_optimizer_step_post_hook(self._after)
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         groups = optimizer.param_groups
         if any(id(p) in self._parameters for group in groups for p in group["params"][:1]):
             self.stepped = True
-
-    def close(self) -> None:
-        self._hook.remove()
 
 
 def _name(function: Any) -> str:

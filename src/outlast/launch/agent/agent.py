@@ -28,7 +28,6 @@ import selectors
 import signal
 import time
 
-from outlast.clock import Clock
 from outlast.coordination.records import process_name
 from outlast.errors import NO_RESTART
 from outlast.events.types import LauncherEnded, StopRequested
@@ -62,10 +61,8 @@ class Phase(enum.Enum):
 class Agent:
     """Runs one job, once, in the main thread of a process that does nothing else."""
 
-    def __init__(
-        self, job: JobSpec, coordinator: OpenCoordinator, *, clock: Clock | None = None
-    ) -> None:
-        self._resources = JobResources(job, coordinator, self, self._on_signal, clock)
+    def __init__(self, job: JobSpec, coordinator: OpenCoordinator) -> None:
+        self._resources = JobResources(job, coordinator, self, self._on_signal)
         self._shutdown = Shutdown(self._resources, self._all_ended)
         self._deaths: list[Death] = []
         self._replacements = Replacements(self._resources, self._deaths, self._replacement_lost)

@@ -19,7 +19,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outlast.clock import Clock
 from outlast.errors import ChaosError, LaunchError
 from outlast.events.emitter import Emitter, JsonlSink, NullSink, Sink
 from outlast.events.run_folders import new_run, run_name
@@ -60,12 +59,11 @@ class JobResources:
         open_coordinator: OpenCoordinator,
         actions: Actions,
         on_signal: Callable[[signal.Signals], None],
-        clock: Clock | None,
     ) -> None:
         self._open_coordinator = functools.partial(open_coordinator, self, actions)
         self.job = job
         self.host = socket.gethostname()
-        self.loop = EventLoop((signal.SIGCHLD, *FORWARDED), on_signal, clock=clock)
+        self.loop = EventLoop((signal.SIGCHLD, *FORWARDED), on_signal)
         self._stack = ExitStack()
         self._temporary: Path | None = None
         self.checks: list[int] = []  # processes that check this host

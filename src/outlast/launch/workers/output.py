@@ -116,7 +116,7 @@ class Outlet:
         self._buffer = bytearray()
         self._watched = False
         self._closed = False
-        self._when_room: list[Callable[[], None]] = []
+        self.when_room: list[Callable[[], None]] = []
         self.is_terminal = os.isatty(fd)
         self._open: dict[object, tuple[str, str]] = {}
         self._drawn = 0
@@ -130,9 +130,6 @@ class Outlet:
     @property
     def pending(self) -> bool:
         return bool(self._buffer)
-
-    def when_room(self, callback: Callable[[], None]) -> None:
-        self._when_room.append(callback)
 
     def write(self, data: bytes, ending: object = None) -> None:
         """Write lines, now or later; they are dropped once the reader has closed. The line without
@@ -192,7 +189,7 @@ class Outlet:
             self._loop.unwatch(self._fd)
         self._watched = bool(self._buffer)
         if not self.full:
-            waiting, self._when_room = self._when_room, []
+            waiting, self.when_room = self.when_room, []
             for callback in waiting:
                 callback()
 
@@ -238,7 +235,7 @@ class Capture:
         self._read()
         if self._open and self._outlet is not None and self._outlet.full:
             self._loop.unwatch(self._fd)
-            self._outlet.when_room(self._resume)
+            self._outlet.when_room.append(self._resume)
 
     def _resume(self) -> None:
         if self._open:

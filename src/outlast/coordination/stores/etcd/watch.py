@@ -42,21 +42,11 @@ class Wait:
 
 class Waits:
     """The waits for keys that begin with `prefix`. The thread starts with the first wait.
-
-    Args:
-        deletes: whether the deletion of a key ends its waits too.
-        silence_s: how long the watch may be silent before its member is asked whether it lives.
+    `deletes`: whether the deletion of a key ends its waits too.
     """
 
-    def __init__(
-        self,
-        client: EtcdClient,
-        prefix: bytes,
-        *,
-        deletes: bool = False,
-        silence_s: float = SILENCE_S,
-    ) -> None:
-        self._client, self._prefix, self._silence_s = client, prefix, silence_s
+    def __init__(self, client: EtcdClient, prefix: bytes, *, deletes: bool = False) -> None:
+        self._client, self._prefix = client, prefix
         self._filters = [] if deletes else ["NODELETE"]
         self._lock = threading.Lock()
         self._waits: set[Wait] = set()
@@ -174,14 +164,14 @@ class Waits:
         last = time.monotonic()
         answered = False
         while not self._closed:
-            for message in stream.read(self._silence_s):
+            for message in stream.read(SILENCE_S):
                 last = time.monotonic()
                 result = message.get("result", {})
                 if result.get("canceled"):
                     return self._canceled(result)
                 answered = True
                 self._dispatch(result)
-            if time.monotonic() - last >= self._silence_s:
+            if time.monotonic() - last >= SILENCE_S:
                 if not answered or not self._client.is_alive(number):
                     raise NoAnswer(f"{self._client.endpoints[number]} does not answer")
                 last = time.monotonic()

@@ -102,7 +102,7 @@ class Recorder:
         self.points: tuple[Point, ...] = (Point(restored, False, 0, shared, own, marks, {}),)
         self._removables: list[Any] = [
             register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
+            register_optimizer_step_post_hook(lambda each, *_: self._gradients.used(each)),
         ]
         self._is_of_rank = any(part.is_of_rank for part in training.parts.values())
         if not self._is_of_rank:
@@ -274,9 +274,6 @@ class Recorder:
         if len(args) > 1:
             return (args[0], evaluate, *args[2:]), kwargs
         return args, {**kwargs, "closure": evaluate}
-
-    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._gradients.used(optimizer)
 
     def _begin_step(self) -> None:
         """An optimizer writes next. If this is interrupted, it does not."""
