@@ -151,7 +151,7 @@ def test_an_outlet_never_waits_for_its_reader(loop: EventLoop, pipe: tuple[int, 
     outlet.write(data)  # returns although nothing has been read
     assert outlet.full
     room: list[bool] = []
-    outlet.when_room(lambda: room.append(True))
+    outlet.when_room.append(lambda: room.append(True))
     seen = b""
     while outlet.pending:
         seen += os.read(read, 65536)
