@@ -144,9 +144,7 @@ class RankFault(OutlastError):
 
     def __init__(self, message: str, *, rank: int, host: str, remote_traceback: str = "") -> None:
         super().__init__(message)
-        self.rank = rank
-        self.host = host
-        self.remote_traceback = remote_traceback
+        self.rank, self.host, self.remote_traceback = rank, host, remote_traceback
 
     def __str__(self) -> str:
         text = f"rank {self.rank} on {self.host}: {self.args[0]}"

@@ -122,8 +122,7 @@ class SaveHandle(Handle[int]):
 
     def __init__(self, step: int, seal: Callable[[], None]) -> None:
         super().__init__()
-        self.step = step
-        self._seal = seal
+        self.step, self._seal = step, seal
 
     def exception(self, timeout: Duration | None = None) -> Exception | None:
         """See `Handle.exception`."""

@@ -45,9 +45,7 @@ class Campaign:
     """
 
     def __init__(self, options: Options, folder: Path, display: Display) -> None:
-        self._options = options
-        self._folder = folder
-        self._display = display
+        self._options, self._folder, self._display = options, folder, display
         own = not options.command
         if not own and options.device != "cpu":
             raise ValueError("--device is of the campaign's own training: a script chooses its own")

@@ -72,12 +72,9 @@ class Job:
         temporary: Path,
         folder: Path,
     ) -> None:
-        self._plan = plan
-        self._number = number
+        self._plan, self._number = plan, number
         self._faults = list(faults)
-        self._command = command
-        self._directory = directory
-        self._temporary = temporary
+        self._command, self._directory, self._temporary = command, directory, temporary
         self._folder = folder
         self._mark = uuid.uuid4().hex
         self._launchers: dict[str, subprocess.Popen[bytes]] = {}

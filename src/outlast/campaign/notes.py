@@ -27,8 +27,7 @@ class Progress:
     """
 
     def __init__(self, folder: Path, *, own: bool) -> None:
-        self._folder = folder
-        self._own = own
+        self._folder, self._own = folder, own
         self._followers: dict[Path, Follower] = {}
         self.last = 0  # the highest step that is known to be completed
         self.events = 0  # how many events have been read

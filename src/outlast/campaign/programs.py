@@ -55,8 +55,7 @@ class Program:
         self._script, *self._arguments = command
         if not own and not Path(self._script).is_file():
             raise CampaignError(f"{self._script} is not a file: pass a script and its arguments")
-        self.own = own
-        self._device = device
+        self.own, self._device = own, device
         self._stays_here = own or any(FOLDER in argument for argument in self._arguments)
         self.undisturbed_runs = 1 if own else 2
         self.stall_s = _OWN_STALL_S if own else _STALL_S

@@ -188,8 +188,7 @@ class Display:
     """Shows a campaign on a terminal: its state on one line; elsewhere, a line per round."""
 
     def __init__(self, console: Console, status: Status) -> None:
-        self._console = console
-        self._status = status
+        self._console, self._status = console, status
         # how many faults are to be fired; `None` if that is not known
         self.faults: int | None = None
         self._fired = 0

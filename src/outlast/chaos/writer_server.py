@@ -41,8 +41,7 @@ class WriterServer:
     """
 
     def __init__(self, clock: Clock, reached: Callable[[str], None]) -> None:
-        self._clock = clock
-        self._reached = reached
+        self._clock, self._reached = clock, reached
         self._orders: list[tuple[Kind, float]] = []
         self._full_until = 0.0
         self._writers: dict[int, socket.socket] = {}  # by process id

@@ -111,8 +111,7 @@ class Wrapper:
         options = options_of(Wrapper.__init__) | {f.name for f in dataclasses.fields(Timeouts)}
         check_options("Wrapper", durations, options - {"self"})
         tell_end_of_script(launched_job())
-        self.enabled = enabled
-        self.event_sink = event_sink
+        self.enabled, self.event_sink = enabled, event_sink
         self.settings = Settings(
             store_factory=store_factory,
             store_kwargs={} if store_kwargs is None else store_kwargs,

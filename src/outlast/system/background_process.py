@@ -42,8 +42,7 @@ class BackgroundProcess:
     """
 
     def __init__(self, pid: int, channel: Channel) -> None:
-        self.pid = pid
-        self.channel = channel
+        self.pid, self.channel = pid, channel
         self.pidfd = os.pidfd_open(pid)  # not reaped yet, so the PID is still its own
         self._exit_code: int | None = None
         self._reaping = threading.Lock()

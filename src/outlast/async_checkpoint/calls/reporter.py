@@ -105,8 +105,7 @@ class Reporter:
         self, make_runner: Callable[[Ended], Runner], ledger: CallLedger, verdicts: Verdicts
     ) -> None:
         self._runner = make_runner(self._ended)
-        self._ledger = ledger
-        self._verdicts = verdicts
+        self._ledger, self._verdicts = ledger, verdicts
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # for the thread
         # Of the thread:
         self._names: dict[int, str] = {}  # of calls without a reported outcome

@@ -133,8 +133,7 @@ class ForkRunner:
     """A `Runner` that forks for every call, so calls run in parallel. A thread waits for each."""
 
     def __init__(self, ended: Ended, nice: int = 10) -> None:
-        self._ended = ended
-        self._nice = nice
+        self._ended, self._nice = ended, nice
         self._calls: dict[int, threading.Thread] = {}  # by pidfd
         self._reaping = threading.Lock()  # guards `_calls`, and its descriptors
         self._killed = False
@@ -210,8 +209,7 @@ class WorkerRunner:
     """A `Runner` with one persistent process, to which a thread hands one call after another."""
 
     def __init__(self, ended: Ended, nice: int = 10) -> None:
-        self._ended = ended
-        self._nice = nice
+        self._ended, self._nice = ended, nice
         self._worker: BackgroundProcess | None = None
         self._starting = threading.Lock()
         self._waiting: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()

@@ -163,8 +163,7 @@ class CopyServer:
     """Receives a keeper's copies, and gives them out, at `address`, to those who know `token`."""
 
     def __init__(self, keeper: Keeper, address: str, token: str) -> None:
-        self._keeper = keeper
-        self._token = token
+        self._keeper, self._token = keeper, token
         self._connections: set[Connection] = set()
         self._closed = False
         self._lock = threading.Lock()

@@ -65,9 +65,7 @@ class CopyRounds:
         emitter: Emitter,
     ) -> None:
         self._keeper = arrangement.keeper
-        self._holder = holder
-        self._pool = pool
-        self._ledger = ledger
+        self._holder, self._pool, self._ledger = holder, pool, ledger
         self._arranged = arrangement
         self._emitter = emitter
         self._busy = ""  # what this rank is doing, for those that come meanwhile

@@ -167,8 +167,7 @@ class Pace:
         self, bytes_per_s: float, cancelled: threading.Event, clock: Clock | None = None
     ) -> None:
         self._clock = clock or MonotonicClock()
-        self._bytes_per_s = bytes_per_s
-        self._cancelled = cancelled
+        self._bytes_per_s, self._cancelled = bytes_per_s, cancelled
         self._free_at = 0.0
 
     def wait(self, size_bytes: int) -> None:

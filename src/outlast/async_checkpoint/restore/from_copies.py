@@ -38,9 +38,7 @@ class CopiesInReach:
     """One rank's view of the copies; `Arrangement` says how to reach them."""
 
     def __init__(self, session: FolderSession, arrangement: Arrangement, rank: int) -> None:
-        self._session = session
-        self._arrangement = arrangement
-        self._rank = rank
+        self._session, self._arrangement, self._rank = session, arrangement, rank
 
     def listed(self, world_size: int) -> dict[str, Any]:
         """The copies that this rank's keeper holds, as JSON for `plans`."""

@@ -60,9 +60,7 @@ class MemorySnapshot:
 
     def __init__(self, snapshot: Mapping[str, Any], memory: SharedMemory, values: bytes) -> None:
         self._where = f"the snapshot of step {snapshot['step']} in memory"
-        self._snapshot = snapshot
-        self._memory = memory
-        self._values = values
+        self._snapshot, self._memory, self._values = snapshot, memory, values
 
     @functools.cached_property
     def description(self) -> dict[str, Any]:

@@ -96,10 +96,7 @@ class Restorer:
     def __init__(
         self, session: FolderSession, ranks: Agreement, group: Any, emitter: Emitter
     ) -> None:
-        self._session = session
-        self.ranks = ranks
-        self._group = group
-        self._emitter = emitter
+        self._session, self.ranks, self._group, self._emitter = session, ranks, group, emitter
         self._items = session.memo.items
         self.copies: CopiesInReach | None = None
         self.restored_from = self.not_live = ""

@@ -48,10 +48,7 @@ class SaveOutcomes:
         emitter: Emitter,
     ) -> None:
         self.abandoned = threading.Event()
-        self._session = session
-        self._keep = keep
-        self._policy = policy
-        self._emitter = emitter
+        self._session, self._keep, self._policy, self._emitter = session, keep, policy, emitter
         self._unseen: list[SaveHandle] = []
 
     def watch(self, handle: SaveHandle) -> None:

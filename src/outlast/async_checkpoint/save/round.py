@@ -82,9 +82,7 @@ class SaveRound:
         self._announced_as = f"{name} ({place})" if place else name
         self._index = index
         self._rank = ledger.rank
-        self._ledger = ledger
-        self._divide = divide
-        self._timeout_s = timeout_s
+        self._ledger, self._divide, self._timeout_s = ledger, divide, timeout_s
         self._announcement, self._save = 2 * index, 2 * index + 1
         self._announced = False
         self._listening: ThreadedWait[None] | None = None

@@ -98,8 +98,7 @@ class Chunks:
     ) -> None:
         self.hashed = hashed is not None
         self._memory = memory.address
-        self._chunks = chunks
-        self._sources = sources
+        self._chunks, self._sources = chunks, sources
         self._sizes = hashed or {}
         self._checksums = {name: [""] * len(pieces(size)) for name, size in self._sizes.items()}
 
@@ -178,8 +177,7 @@ class EagerCopy:
     """
 
     def __init__(self, copies: Sequence[CopyPair], chunks: Chunks) -> None:
-        self._copies = copies
-        self._chunks = chunks
+        self._copies, self._chunks = copies, chunks
         # `next` on it is atomic: no two threads get the same number.
         self._left = iter(range(len(chunks)))
         self._called_off = False

@@ -72,9 +72,7 @@ class Snapshot:
         *,
         is_sealed: bool = False,
     ) -> None:
-        self.description = description
-        self.values = values
-        self.buffer = buffer
+        self.description, self.values, self.buffer = description, values, buffer
         self.turn = buffer.turn
         self.hashed = False
         self.sealed = threading.Event()
@@ -231,8 +229,7 @@ class Snapshotter:
     """Takes one rank's snapshots. The tensors of `optimizers` are copied during training."""
 
     def __init__(self, writer: WriterClient, optimizers: Sequence[Optimizer]) -> None:
-        self._writer = writer
-        self._optimizers = optimizers
+        self._writer, self._optimizers = writer, optimizers
         self._now, self._later = ChunkCache(), ChunkCache()
         self._private: Last[bool] = Last()
 

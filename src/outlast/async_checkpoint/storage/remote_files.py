@@ -44,8 +44,7 @@ class _Upload(abc.ABC):
     """A file being uploaded; `path`, in the file system, begins with the bucket on S3."""
 
     def __init__(self, fs: Any, path: str, size_bytes: int, where: str) -> None:
-        self._fs = fs
-        self._path = path
+        self._fs, self._path = fs, path
         self._size = size_bytes
         self._where = where
         self._lock = threading.Lock()
@@ -206,10 +205,7 @@ class RangeReader:
     at_once = sys.maxsize  # each read is a request
 
     def __init__(self, fs: Any, path: str, where: str, size_bytes: int) -> None:
-        self._fs = fs
-        self._path = path
-        self._where = where
-        self.size_bytes = size_bytes
+        self._fs, self._path, self._where, self.size_bytes = fs, path, where, size_bytes
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
         end = min(offset + len(buffer), self.size_bytes)

@@ -46,9 +46,7 @@ class RemoteLock:
     """See the module. `where` is the name of the directory in messages."""
 
     def __init__(self, fs: Any, root: str, where: str) -> None:
-        self._fs = fs
-        self._root = root
-        self._where = where
+        self._fs, self._root, self._where = fs, root, where
         self._name = ""  # of this process's object, while it holds the lock
         self._token = ""
         self._conditional = _creates_exclusively(fs)

@@ -29,8 +29,7 @@ class Dropped(Exception):
 
 class _File:
     def __init__(self, name: str, view: memoryview, begin: int | None = None) -> None:
-        self.name = name
-        self.view = view
+        self.name, self.view = name, view
         self.begin = begin  # its offset in the buffer; `None` for other content
         self.checksums = [""] * len(pieces(len(view)))
         self.left = max(len(pieces(len(view), PIECE_BYTES)), 1)

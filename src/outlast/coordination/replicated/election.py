@@ -73,8 +73,7 @@ class Campaigns:
     """Decides when a voter that hears no leader becomes a candidate."""
 
     def __init__(self, voter: Voter, rng: random.Random) -> None:
-        self._voter = voter
-        self._rng = rng
+        self._voter, self._rng = voter, rng
         self._patience = self._draw()
         self._next = NEVER
 

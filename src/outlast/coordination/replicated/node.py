@@ -65,8 +65,7 @@ class Node:
         founding: Configuration | None,
         kept: int = KEPT,
     ) -> None:
-        self.me = me
-        self.timing = timing
+        self.me, self.timing = me, timing
         self._voter = Voter(me, timing, founding, kept)
         self._host = OwnHost(me, timing, founder=founding is not None)
         self._campaigns = Campaigns(self._voter, rng)

@@ -136,9 +136,7 @@ class HostLeases:
     def __init__(
         self, timing: Timing, elected: float, predecessor: tuple[str, float] | None
     ) -> None:
-        self._timing = timing
-        self._elected = elected
-        self._predecessor = predecessor
+        self._timing, self._elected, self._predecessor = timing, elected, predecessor
         self._heard: dict[str, float] = {}
         self._silent: set[str] = set()
         self._announce_due = elected

@@ -154,8 +154,7 @@ class Voter:
     """
 
     def __init__(self, me: str, timing: Timing, founding: Configuration | None, kept: int) -> None:
-        self.me = me
-        self.timing = timing
+        self.me, self.timing = me, timing
         self.term = 0
         self.voted_for: str | None = None
         self.leader: str | None = None

@@ -47,8 +47,7 @@ class MonitorHandle:
         self.pid = pid
         self.socket = end  # readable when the monitor process has ended
         # Of the store; if the monitor serves it, with the port that the system chose.
-        self.endpoint = endpoint
-        self._serves = serves
+        self.endpoint, self._serves = endpoint, serves
 
     def watch_threads(self) -> None:
         with contextlib.suppress(OSError):  # it has ended: the heartbeat thread notices

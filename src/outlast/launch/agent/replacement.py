@@ -27,9 +27,7 @@ class Replacements:
     def __init__(
         self, resources: JobResources, deaths: list[Death], given_up: Callable[[], None]
     ) -> None:
-        self._resources = resources
-        self._deaths = deaths
-        self._given_up = given_up
+        self._resources, self._deaths, self._given_up = resources, deaths, given_up
         self._waiting: list[tuple[Timer, Death]] = []
 
     @property

@@ -33,8 +33,7 @@ class Shutdown:
     """
 
     def __init__(self, resources: JobResources, all_ended: Callable[[], None]) -> None:
-        self._resources = resources
-        self._all_ended = all_ended
+        self._resources, self._all_ended = resources, all_ended
         self._timer = Timer()  # of the grace time of the workers, or of a step
         self._steps: _Steps | None = None  # set while helpers are being ended
         self._signal: signal.Signals | None = None

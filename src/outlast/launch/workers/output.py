@@ -111,8 +111,7 @@ class Outlet:
     """
 
     def __init__(self, loop: EventLoop, fd: int) -> None:
-        self._loop = loop
-        self._fd = fd
+        self._loop, self._fd = loop, fd
         self._buffer = bytearray()
         self._watched = False
         self._closed = False
@@ -205,10 +204,7 @@ class Capture:
     def __init__(
         self, loop: EventLoop, fd: int, prefix: bytes, outlet: Outlet | None, file: BinaryIO | None
     ) -> None:
-        self._loop = loop
-        self._fd = fd
-        self._prefix = prefix
-        self._outlet = outlet
+        self._loop, self._fd, self._prefix, self._outlet = loop, fd, prefix, outlet
         self._file = file
         self._lines = Lines()
         self._state = ""  # of a line without end, as it was written last

@@ -48,10 +48,7 @@ class StandbyPool:
     """
 
     def __init__(self, job: JobSpec, loop: EventLoop, console: Console, *, size: int) -> None:
-        self.size = size
-        self._job = job
-        self._loop = loop
-        self._console = console
+        self.size, self._job, self._loop, self._console = size, job, loop, console
         self._standbys: dict[int, Standby] = {}
         self._limit = _NO_LIMIT
         self._deaths = 0

@@ -112,10 +112,7 @@ class WorkerGroup:
     def __init__(
         self, job: JobSpec, folder: Path, loop: EventLoop, console: Console, emitter: Emitter
     ) -> None:
-        self._job = job
-        self._folder = folder
-        self._loop = loop
-        self._console = console
+        self._job, self._folder, self._loop, self._console = job, folder, loop, console
         self._emitter = emitter
         self._running: dict[int, Worker] = {}
         self._ended: list[Worker] = []

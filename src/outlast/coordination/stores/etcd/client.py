@@ -45,8 +45,7 @@ class EtcdClient:
         if not endpoints:
             raise ValueError("endpoints: at least one is needed")
         self.endpoints = tuple(endpoints)
-        self.attempt_s = attempt_s
-        self._security = security
+        self.attempt_s, self._security = attempt_s, security
         try:
             self._tls = security.context()
         except OSError as e:

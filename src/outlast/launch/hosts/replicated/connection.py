@@ -61,8 +61,7 @@ class Connection:
         self.not_proved = ""  # why the handshake has failed, if the secrets are not the same
         self._loop = loop
         self._socket = sock
-        self._on_message = on_message
-        self._on_closed = on_closed
+        self._on_message, self._on_closed = on_message, on_closed
         self.connecting = dials
         self._handshake = Handshake(secret, dials=dials)
         self._early: list[bytes] = []  # what waits for the end of the handshake

@@ -72,12 +72,8 @@ class Founding:
         names = [str(index) for index in range(count)]
         # The first endpoint breaks ties, so that it alone is enough of two.
         self._quorum = Configuration(frozenset(names), None if count % 2 else "0")
-        self._count = count
-        self._own = own
-        self._me = me
-        self._began = began
-        self._lost_after_s = lost_after_s
-        self._record = record
+        self._count, self._own, self._me, self._began = count, own, me, began
+        self._lost_after_s, self._record = lost_after_s, record
         self._fresh: dict[int, float] = {}
         self._given: _Given | None = None
         self._grants: set[int] = set()

@@ -40,15 +40,9 @@ class Joining:
         refused: Callable[[str], None],
     ) -> None:
         self.endpoints = list(endpoints)
-        self._loop = loop
-        self._peers = peers
-        self._own = own
-        self._founded = founded
-        self._admitted = admitted
-        self._refused = refused
-        self._me = me
-        self._lost_after_s = lost_after_s
-        self._record = record
+        self._loop, self._peers, self._own, self._founded = loop, peers, own, founded
+        self._admitted, self._refused, self._me = admitted, refused, me
+        self._lost_after_s, self._record = lost_after_s, record
         self._founding: Founding | None = None
         if own >= 0:
             now = loop.clock.now()

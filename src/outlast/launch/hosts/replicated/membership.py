@@ -108,21 +108,14 @@ class Membership:
         ended: Callable[[str], None],
         host_refused: Callable[[str], None],
     ) -> None:
-        self.group = group
-        self._generation = generation
-        self._record = record
+        self.group, self._generation, self._record = group, generation, record
         self._recorded: object = None
         self.leader = ""
         self.term = 0
-        self._loop = loop
-        self._peers = peers
-        self._me = me
-        self._node = node
+        self._loop, self._peers, self._me, self._node = loop, peers, me, node
         self._endpoints = tuple(endpoints)
         self._addresses = {host.id: (host.address, host.port) for host in (me, *known)}
-        self._renewed = renewed
-        self._changed = changed
-        self._ended = ended
+        self._renewed, self._changed, self._ended = renewed, changed, ended
         self._host_refused = host_refused
         self._done: dict[int, Done] = {}
         self._joining: dict[str, Peer] = {}  # those that the leader waits to see in the chain

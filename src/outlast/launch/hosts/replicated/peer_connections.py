@@ -76,12 +76,8 @@ class PeerConnections:
         on_refused: Callable[[str], None],
         secret: Secret | None = None,
     ) -> None:
-        self._loop = loop
-        self._hello = hello
-        self._listener = listener
-        self._patience_s = patience_s
-        self._on_message = on_message
-        self._on_refused = on_refused
+        self._loop, self._hello, self._listener = loop, hello, listener
+        self._patience_s, self._on_message, self._on_refused = patience_s, on_message, on_refused
         self._secret = secret
         self._dials: dict[Address, _Dial] = {}
         self._strangers: dict[Connection, Timer] = {}

@@ -50,8 +50,7 @@ class Record:
     def __init__(self, path: Path, run_id: str) -> None:
         self.past = Past()  # what is known, of which the file holds a copy
         self.durable = False  # whether there is a file
-        self._path = path
-        self._run_id = run_id
+        self._path, self._run_id = path, run_id
         self._me = ""
         self._lock = -1
         self._writing = threading.Lock()

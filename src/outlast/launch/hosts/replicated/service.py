@@ -73,12 +73,8 @@ class HostService:
         self._entries = 0
         self._run_id = run_id
         self._endpoints = tuple(endpoints)
-        self._place = place
-        self._timing = timing
-        self._page = page
-        self._changed = changed
-        self._record = record
-        self._secret = secret
+        self._place, self._timing, self._page, self._changed = place, timing, page, changed
+        self._record, self._secret = record, secret
         self._random = random.Random()
         self._loop: EventLoop | None = None
         self._peers: PeerConnections
