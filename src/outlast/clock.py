@@ -9,8 +9,6 @@ from __future__ import annotations
 import time
 from typing import Protocol, runtime_checkable
 
-__all__ = ["Clock", "MonotonicClock"]
-
 
 @runtime_checkable
 class Clock(Protocol):

@@ -15,8 +15,6 @@ from outlast.async_checkpoint.restore.whole_tensors import batches, read_tensors
 from outlast.async_checkpoint.storage.entries import ITEM_BYTES, Shard, TensorEntry, ValueEntry
 from outlast.async_checkpoint.storage.manifest import checksum
 
-__all__ = ["Difference", "TensorDifference", "compare"]
-
 _SLICE = 1 << 20  # elements that are compared at a time
 _SHOWN = 60  # characters of a value
 

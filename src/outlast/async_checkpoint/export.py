@@ -23,8 +23,6 @@ from outlast.async_checkpoint.restore.whole_tensors import batches, read_tensors
 from outlast.async_checkpoint.storage.entries import ITEM_BYTES, flat_name, tree_path
 from outlast.system.files import replacing
 
-__all__ = ["SUFFIXES", "Selection", "select", "write"]
-
 SUFFIXES = {"safetensors": ".safetensors", "torch": ".pt"}
 """The formats, and how the name of a file of each ends."""
 

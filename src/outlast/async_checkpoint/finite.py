@@ -13,8 +13,6 @@ import torch
 
 from outlast.async_checkpoint.snapshot.buffers import SnapshotBuffer
 
-__all__ = ["is_finite", "not_finite_in", "total"]
-
 # torch computes a sum of fewer elements in the calling thread alone: the cores are for training.
 _CHUNK = (1 << 15) - 1
 _SUMMED = (torch.float32, torch.float64, torch.bfloat16)

@@ -7,15 +7,6 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
-__all__ = [
-    "Observer",
-    "add_observer",
-    "notify",
-    "remove_observer",
-    "set_writer_program",
-    "writer_program",
-]
-
 _WRITER = "outlast.async_checkpoint.writer.main"
 
 

@@ -18,15 +18,6 @@ from outlast.errors import CheckpointError
 if TYPE_CHECKING:
     from outlast.async_checkpoint.checkpointer import Checkpointer
 
-__all__ = [
-    "Trusted",
-    "limit_trust",
-    "newest_finite",
-    "remove_distrusted",
-    "skip_on_record",
-    "trusted",
-]
-
 _FOLDER, _FILE = "trust", "limit.json"
 _NON_FINITE = "values of the parameters became infinite or NaN"
 

@@ -14,8 +14,6 @@ from outlast.elastic import random_generators as generators
 from outlast.elastic.job.passes import Pass, length_of
 from outlast.errors import CheckpointMismatch
 
-__all__ = ["LoaderPosition", "has_no_state", "start_workers"]
-
 
 def start_workers(loader: Any) -> None:
     """Starts persistent workers that do not run yet, without a change of the generators: they draw
