@@ -134,7 +134,7 @@ class RunningFiniteCheck(Running):
         newest_finite: Callable[[], int | None] = lambda: None,
         go_back: Callable[[CallLedger, int, str], NoReturn] | None = None,
     ) -> None:
-        self._check, self._parameters, self._newest_finite = check, parameters, newest_finite
+        self._parameters, self._newest_finite = parameters, newest_finite
         self._ledger, self._emitter = ledger, emitter
         self._go_back = go_back if check.on_non_finite == "skip" else None
         self._ends_job = check.on_non_finite in ("stop", "skip")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import os
 from collections.abc import Mapping
 
@@ -12,8 +11,6 @@ from outlast.async_checkpoint import Checkpointer, SaveHandle
 from outlast.async_checkpoint.inspection import LocalStorage, candidates
 from outlast.elastic.states.content import MemoryFile
 from outlast.errors import CheckpointError
-
-log = logging.getLogger("outlast.elastic")
 
 _CLOSE_S = 10.0
 
