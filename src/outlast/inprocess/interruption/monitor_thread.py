@@ -260,7 +260,9 @@ class MonitorThread:
                 if not self._interrupter.cleans_up():
                     where = self._interrupter.where()
                     log.warning(
-                        "user code swallowed the interrupt, it is repeated; now at %s", where
+                        "something caught the interrupt, such as a bare except or C code; it is "
+                        "repeated, now at %s",
+                        where,
                     )
                     self._emit(InterruptSwallowed(where=where))
             pause = min(2 * pause, 1.0)
