@@ -24,5 +24,6 @@ def test_the_job_runs_as_with_them(tmp_path: Path, closed: str) -> None:
     command = ["sh", "-c", f'exec "$@" {closed}', "sh", *launcher, str(script), str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
-    assert (tmp_path / "0").exists() and (tmp_path / "1").exists()
-    assert ended.stdout.count("a line") == (0 if ">&-" in closed.replace("2>&-", "") else 2)
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "1", "worker.py"}
+    has_stdout = " >&-" not in f" {closed}"
+    assert ended.stdout.count("a line") == 2 * has_stdout
