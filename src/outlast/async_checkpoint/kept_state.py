@@ -92,16 +92,16 @@ class KeptState:
         off before that; `sync` as in `Beside`. Returns them, without a handle if a rank has lost
         its snapshot.
         """
-        found = [
-            (each, self._saves.resume(each, sync, finite()) if each.is_whole else None)
-            for each in self._restorer.take_left(step)
-        ]
+        left = self._restorer.take_left(step)
         if self._restorer.ranks.rank == 0:
-            for each, handle in found:
-                if handle is not None:
+            for each in left:
+                if each.is_whole:
                     text = "completing the save of step %d, which a fault had cut off"
                     notice(log, text, each.step)
-        return found
+        return [
+            (each, self._saves.resume(each, sync, finite()) if each.is_whole else None)
+            for each in left
+        ]
 
     def make_room(self, step: int, ends: float) -> None:
         """On rank 0, after a save of `step` failed: removes checkpoints that its commit would. It

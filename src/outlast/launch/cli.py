@@ -58,5 +58,17 @@ def main() -> None:
     if not os.path.isfile(__file__):
         where = os.path.dirname(outlast.__file__)
         sys.exit(f"outlast starts programs of its own, and cannot read them in {where}: install it")
+    _open_missing_streams()
     exit_fast()
     app()
+
+
+def _open_missing_streams() -> None:
+    """Opens those that this process was started without, as by `>&-` or some daemons: a socket of
+    its own would get the number of one, and so what a child process prints.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            file = open(os.devnull, mode)  # noqa: SIM115 - it gets the lowest number, and stays
+            os.set_inheritable(file.fileno(), True)
+            setattr(sys, name, file)

@@ -88,6 +88,10 @@ class EventLoop:
                     continue
                 signal.signal(number, _ignore)
                 stack.callback(signal.signal, number, handler or signal.SIG_DFL)
+            if self._wanted:
+                # The parent may have left signals blocked, which the workers would inherit, too.
+                mask = signal.pthread_sigmask(signal.SIG_SETMASK, ())
+                stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
             self.watch(receive.fileno(), selectors.EVENT_READ, lambda: self._on_wakeup(receive))
             self._wakeup = send
             self._cleanup = stack.pop_all()

@@ -20,6 +20,7 @@ Ranks = Callable[..., Job]
 
 KINDS: dict[str, dict[str, Any]] = {
     "an exception some steps later": {"rank": 1, "step": 4, "do": "raise"},
+    "an exception in a job with a text file": {"rank": 1, "step": 4, "do": "raise", "log": True},
     "a kill of rank 1 some steps later": {"rank": 1, "step": 4, "do": "kill"},
     "a kill of rank 0 some steps later": {"rank": 0, "step": 4, "do": "kill"},
     "an exception in the step, before its copy": {"rank": 1, "step": 2, "do": "raise"},

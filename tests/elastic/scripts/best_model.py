@@ -2,7 +2,7 @@
 
 The plan is JSON: `path`; `plan`, the folder of the writers' plan, by which the file of rank 1 is
 not finished until the test opens the gate; `rank`, `step` and `do` of the fault; `steps`; `lose`:
-the ranks forget their snapshots before the restart.
+the ranks forget their snapshots before the restart; `log`: the job has a text file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from outlast import inprocess
 from outlast.inprocess import Compose
 from outlast.inprocess.rank_assignment import AwaitReplacements, ShiftRanks
 
-PLAN: dict[str, Any] = {"steps": 6, "lose": False, **json.loads(sys.argv[1])}
+PLAN: dict[str, Any] = {"steps": 6, "lose": False, "log": False, **json.loads(sys.argv[1])}
 STAGE = Plan(Path(PLAN["plan"])).use(pytest.MonkeyPatch())
 MARK = Path(PLAN["plan"]) / "at gate"
 
@@ -58,6 +58,8 @@ def run(call: inprocess.CallWrapper) -> None:
     with outlast.Job(PLAN["path"], model=model, optimizer=optimizer, every=None, keep=9) as job:
         if call.iteration and RANK == 0:
             STAGE.set()
+        if PLAN["log"]:
+            job.text_file(f"{PLAN['path']}.csv")
         say("begins", step=job.restore(), source=job.restored_from, iteration=call.iteration)
         for _ in job.epochs(1):
             for inputs in job.batches(

@@ -36,6 +36,19 @@ def test_a_signal_reaches_the_workers_as_it_is(
     assert run.verdict == f"job ended by {number.name}, exit code {128 + number},"
 
 
+def test_signals_that_its_parent_has_blocked_reach_it(tmp_path: Path) -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        started = Run(tmp_path, TELLS, "--nproc-per-node=2")
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with started as run:
+        worker, _ = run.ready(0), run.ready(1)
+        worker.kill()  # noticed by SIGCHLD
+        run.until(lambda: "[1] got SIGTERM" in run.out.splitlines(), "the other to be ended")
+        assert run.wait() == 128 + signal.SIGKILL
+
+
 def test_after_the_grace_time_workers_are_killed(tmp_path: Path) -> None:
     with Run(tmp_path, TELLS, "--nproc-per-node=2", "--grace=0.2", args=["--stay"]) as run:
         for rank in range(2):

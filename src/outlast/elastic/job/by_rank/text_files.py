@@ -168,8 +168,13 @@ class TextFiles(Part):
         return self._late is not False and any(file.writes for file in self._files.values())
 
     def save(self) -> dict[str, Any]:
-        open_ = {path: f for path, f in self._files.items() if f.writes and f.is_ready}
-        marks = {path: list(file.mark()) for path, file in open_.items()}
+        # Also of files that are not open yet: saves are prepared before `begin`, and a save that a
+        # fault has cut off is completed only if the state has the same parts.
+        marks = {
+            path: list(file.mark() if file.is_ready else self._marks.get(path, (0, "")))
+            for path, file in self._files.items()
+            if file.writes
+        }
         return {str(self._rank): (marks,)} if marks else {}
 
     def load(self, state: Mapping[str, Any], steps: int) -> None:
