@@ -260,8 +260,8 @@ class MonitorThread:
                 if not self._interrupter.cleans_up():
                     where = self._interrupter.where()
                     log.warning(
-                        "something caught the interrupt, such as a bare except or C code; it is repeated, now "
-                        "at %s",
+                        "something caught the interrupt, such as a bare except or C code; it is "
+                        "repeated, now at %s",
                         where,
                     )
                     self._emit(InterruptSwallowed(where=where))

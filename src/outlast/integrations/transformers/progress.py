@@ -99,8 +99,8 @@ class Losses:
     def _batches(self, steps: int) -> int:
         """How many batches of its epoch are done after so many steps."""
         trainer = self._trainer
-        done: int = steps % (self.epoch_steps or trainer.state.max_steps)
-        return done * trainer.args.gradient_accumulation_steps
+        steps %= self.epoch_steps or trainer.state.max_steps
+        return steps * int(trainer.args.gradient_accumulation_steps)
 
     def resized(self, states: list[dict[str, Any]]) -> dict[str, Any]:
         """One state for another number of ranks: Trainer logs mean losses and summed operations."""
