@@ -15,7 +15,17 @@ from zygote import Zygote
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(360)]
 
 SEEDED = ["trainer", "trainer workers", "trainer accumulated", "accelerate"]
-OTHERS = ["accelerate generator", "accelerate stateful", "accelerate skip", "accelerate stream"]
+SAMPLERS = [
+    *("trainer group_by_length", "trainer group_by_length workers", "trainer batch_rebalance"),
+    *("trainer own generator", "trainer own epochs"),
+]
+OTHERS = [
+    "accelerate split",
+    "accelerate generator",
+    "accelerate stateful",
+    "accelerate skip",
+    "accelerate stream",
+]
 FEW = ["trainer workers", "accelerate stateful"]
 MORE = pytest.mark.exhaustive
 
@@ -30,6 +40,23 @@ def test_own(folder: Path, zygote: Zygote, kind: str) -> None:
     faulty = run(folder / "f", "framework_loaders", FAULTS, kind=kind)
     assert faulty.codes == [143, 0]
     assert len(faulty.restored()) == 5, faulty.restored()  # two beginnings, and after each fault
+    check_same(faulty, undisturbed)
+    check_exactly_once(faulty)
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=MORE if k != SAMPLERS[0] else ()) for k in SAMPLERS]
+)
+def test_samplers_of_trainer(folder: Path, zygote: Zygote, kind: str) -> None:
+    """An order that Trainer itself would draw anew, also after a fault between two epochs."""
+    pytest.importorskip("transformers", reason="make test-ports")
+    between = waiting(1, "step 9", "raise", for_other="step 9")
+    faults = [*FAULTS[:-2], *between, *FAULTS[-2:]]
+    undisturbed = run(folder / "u", "framework_loaders", kind=kind)
+    check_exactly_once(undisturbed)
+    faulty = run(folder / "f", "framework_loaders", faults, kind=kind)
+    assert faulty.codes == [143, 0]
+    assert len(faulty.restored()) == 6, faulty.restored()  # two beginnings, and after each fault
     check_same(faulty, undisturbed)
     check_exactly_once(faulty)
 

@@ -47,14 +47,97 @@ def test_another_number_of_processes_with_as_many_samples_in_a_step() -> None:
         now.load_state_dict(found)
 
 
-def test_an_order_of_samples_that_is_not_restored_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "seedable", "error"),
+    [
+        ({}, False, "use_seedable_sampler=False is not supported"),
+        ({"ignore_data_skip": True}, True, "ignore_data_skip=True.* is not supported: after a"),
+    ],
+)
+def test_an_order_of_samples_that_is_not_restored_is_refused(
+    arguments: dict[str, bool], seedable: bool, error: str
+) -> None:
     pytest.importorskip("transformers", reason="make test-ports")
     from outlast.integrations.transformers.progress import check_supported
 
-    config = SimpleNamespace(use_seedable_sampler=False)
-    accelerator = SimpleNamespace(num_processes=1, dataloader_config=config)
-    with pytest.raises(ValueError, match="use_seedable_sampler=False is not supported"):
-        check_supported(trainer(1, accelerator=accelerator))
+    config = SimpleNamespace(use_seedable_sampler=seedable)
+    found = trainer(1, accelerator=SimpleNamespace(num_processes=1, dataloader_config=config))
+    vars(found.args).update(arguments)
+    with pytest.raises(ValueError, match=error):
+        check_supported(found)
+
+
+def test_batches_that_one_process_loads_for_all_are_refused() -> None:
+    """accelerate's `skip_first_batches` counts those of each process, and skips too few."""
+    pytest.importorskip("transformers", reason="make test-ports")
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration
+    from torch.utils.data import DataLoader
+
+    from outlast.integrations.accelerate import declare_order, reset_state
+
+    reset_state()
+    configuration = DataLoaderConfiguration(dispatch_batches=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=configuration)
+    loader = accelerator.prepare(DataLoader(range(8)))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="dispatch_batches=True with a data set that has a length"):
+        declare_order(loader)
+
+
+def test_a_sampler_that_draws_another_order_is_refused(tmp_path: Path) -> None:
+    """Its order is in no generator that torch knows: another one than that of the steps done."""
+    pytest.importorskip("transformers", reason="make test-ports")
+    import torch
+    from torch.utils.data import Dataset
+    from transformers import TrainerCallback, TrainingArguments
+
+    from outlast.integrations.transformers import JobTrainer
+
+    orders = iter(([0, 1, 2, 3], [3, 2, 1, 0]))
+
+    class Data(Dataset[Any]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> Any:
+            return {"x": torch.ones(2) * index, "labels": torch.ones(1)}
+
+    class Model(torch.nn.Linear):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:  # type: ignore[override]
+            return {"loss": (super().forward(x) - labels).square().mean()}
+
+    class Sampler(torch.utils.data.Sampler[int]):
+        def __iter__(self) -> Any:
+            return iter(next(orders))
+
+        def __len__(self) -> int:
+            return 4
+
+    class Own(JobTrainer):
+        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+            return Sampler()
+
+    class Fault(TrainerCallback):
+        def on_step_begin(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+            if state.global_step == 2:
+                raise ArithmeticError("a planned fault")
+
+    def train(*callbacks: Any) -> None:
+        args = TrainingArguments(
+            str(tmp_path),
+            num_train_epochs=1,
+            per_device_train_batch_size=1,
+            save_steps=1,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+        )
+        Own(Model(2, 1), args, train_dataset=Data(), callbacks=list(callbacks)).train()
+
+    with pytest.raises(ArithmeticError):
+        train(Fault())
+    with pytest.raises(ValueError, match=r"another order than before.*torch\.Generator"):
+        train()
 
 
 def test_a_stream_that_begins_again_is_told(

@@ -1,4 +1,5 @@
-"""`LoaderPosition`: the position in a `DataLoader` that a framework iterates, for adapters.
+"""`LoaderPosition`: the position in a `DataLoader` that a framework iterates, for adapters; and
+`LoaderOrder`, its order, for a framework that has a position.
 
 A `Job` saves it as a data loader, rank by rank.
 """
@@ -6,24 +7,15 @@ A `Job` saves it as a data loader, rank by rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from outlast.elastic import random_generators as generators
-from outlast.elastic.job.passes import Pass, length_of
+from outlast.elastic.job.passes import Pass, generators_of, length_of, samplers_of
+from outlast.elastic.job.sampled_order import set_noted, states_of
 from outlast.errors import CheckpointMismatch
-
-
-def start_workers(loader: Any) -> None:
-    """Starts persistent workers that do not run yet, without a change of the generators: they draw
-    their seeds in the first epoch of a process, which may not be that of the training.
-    """
-    base = getattr(loader, "base_dataloader", loader)
-    if getattr(base, "persistent_workers", False) and getattr(base, "_iterator", None) is None:
-        before = generators.capture()
-        iter(base)
-        generators.set_all(before)
 
 
 class LoaderPosition:
@@ -104,3 +96,42 @@ def has_no_state(loader: Any) -> bool:
     """Whether this is a `DataLoader` with a length, and without a state of its own."""
     has_state = hasattr(loader, "state_dict")
     return isinstance(loader, DataLoader) and length_of(loader) >= 0 and not has_state
+
+
+class LoaderOrder:
+    """The order of a loader of which a framework itself skips what is done of an epoch: the states
+    of the generators from which its sampler draws it.
+    """
+
+    def __init__(self) -> None:
+        self._pass = Pass(None, False)  # of the present epoch
+
+    def saved(self, done: int, loader: Any) -> tuple[Any, Any]:
+        """The generators' states when this epoch began, with a digest of the first `done` batches;
+        and the present ones of the loader's own generators.
+        """
+        self._pass.taken = done
+        return self._pass.noted, states_of(generators_of(loader))
+
+    def restore(self, saved: tuple[Any, Any], done: int, loader: Any) -> None:
+        """The next `epoch` has done so many batches, and continues with the order that was saved.
+        Between two epochs, with 0, sets the loader's own generators.
+        """
+        self._pass = Pass.restored((None, False, done, False, False, 0), saved[0])
+        if not done:
+            set_noted(saved[1], generators_of(loader))
+
+    @contextmanager
+    def epoch(self, loader: Any, number: int) -> Iterator[None]:
+        """The framework begins an epoch, or what is left of it, in this context. A `ValueError` in
+        there if the first batches are not those that are done.
+        """
+        is_resumed, self._pass.done = bool(self._pass.done), 0
+        if not is_resumed:
+            self._pass = Pass(None, False)
+        for each in samplers_of(loader):  # accelerate's loader that skips does not reach all
+            if each is not getattr(loader, "dataset", None) and hasattr(each, "set_epoch"):
+                each.set_epoch(number)
+        seed, was_iterated = generators.mix64(number), number > 0 and not is_resumed
+        with self._pass.followed(loader, seed, was_iterated=was_iterated):
+            yield

@@ -203,6 +203,16 @@ def has_worker_processes(options: Mapping[str, Any]) -> bool:
     return bool(options.get("num_workers")) and method == "multiprocessing"
 
 
+def start_workers(loader: Any) -> None:
+    """Starts persistent workers that do not run yet, without a change of the generators: they draw
+    their seeds in the first epoch of a process, which may not be that of the training.
+    """
+    if getattr(loader, "persistent_workers", False) and getattr(loader, "_iterator", None) is None:
+        before = capture()
+        iter(loader)
+        set_all(before)
+
+
 class Seeded:
     """The indices of a batch, or of a sample, on their way to a worker process of a `DataLoader`,
     with the seed of the generators that load them: it is set when they arrive.

@@ -167,7 +167,10 @@ class StopRequest:
     def install(self, numbers: Iterable[int], exit_code: int) -> None:
         self._exit_code = exit_code
         if threading.current_thread() is not threading.main_thread():
-            log.info("signals are ignored: only the main thread can install handlers")
+            log.warning(
+                "a signal ends this process without a save: only the main thread can handle one. "
+                "job.stop() saves and stops the job from any thread"
+            )
             return
         keep_signals_at_forks()
         for number in numbers:

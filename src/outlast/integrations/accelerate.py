@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, SequentialSampler
+from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
 import outlast
 from outlast.async_checkpoint import SaveHandle
@@ -17,7 +17,12 @@ from outlast.integrations.common import check_all_ranks, not_installed
 
 try:
     from accelerate import Accelerator
-    from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, SeedableRandomSampler
+    from accelerate.data_loader import (
+        BatchSamplerShard,
+        DataLoaderDispatcher,
+        DataLoaderShard,
+        SeedableRandomSampler,
+    )
     from accelerate.state import AcceleratorState, GradientState
     from accelerate.utils import DistributedType
 except ImportError as e:
@@ -118,8 +123,13 @@ def declare_order(loader: Any) -> int:
     """Declares to a `Job` that another number of processes continues with a prepared loader. It
     does if its order depends on seed and epoch alone, with `SeedableRandomSampler` or without
     shuffling: each batch of all processes is then the next part of that order. Returns the number
-    of samples of such a batch; 0 for another order.
+    of samples of such a batch; 0 for another order. A `ValueError` for one that cannot continue.
     """
+    if type(loader) is DataLoaderDispatcher and not isinstance(loader.dataset, IterableDataset):
+        raise ValueError(
+            "dispatch_batches=True with a data set that has a length is not supported: after a "
+            "restart, accelerate skips too few batches, and repeats samples. Leave it out"
+        )
     if type(loader) is not DataLoaderShard:
         return 0
     batches, processes = loader.batch_sampler, 1

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -258,6 +259,38 @@ def test_a_thread_that_gets_no_cpu_time_is_given_longer(monkeypatch: pytest.Monk
     while time.thread_time() < end:
         pass
     assert not enter()
+
+
+def test_a_call_that_returned_while_its_thread_did_not_run_is_not_blocked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second request finds it where the first did, after the lock was acquired."""
+    now = 0.0
+    monkeypatch.setattr(deferral.time, "monotonic", lambda: now)
+
+    class Manager:
+        def __enter__(self) -> FrameType:
+            return sys._getframe()
+
+    one, frame = deferral.Deferral(), Manager().__enter__()
+
+    def must_wait_when_requested() -> bool:
+        one.requested()
+        waits = one.must_wait([frame], in_handler=True)
+        assert one.must_ask_again()
+        return waits
+
+    one.begin()
+    assert must_wait_when_requested()
+    now = 2 * deferral._BLOCKED_S
+    assert must_wait_when_requested()
+    assert not must_wait_when_requested()  # it is still there: it is blocked
+    one.begin()
+    assert must_wait_when_requested()
+    now = 4 * deferral._BLOCKED_S
+    assert must_wait_when_requested()
+    assert one.must_wait([frame], in_handler=True)  # asked again: the call has returned
+    assert must_wait_when_requested()
 
 
 def test_the_users_code_that_a_library_calls_is_the_users(

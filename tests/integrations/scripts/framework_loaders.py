@@ -15,7 +15,7 @@ from accelerate import Accelerator, skip_first_batches
 from accelerate.utils import DataLoaderConfiguration
 from planned_faults import PlannedFaults, say
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 from outlast import inprocess
@@ -27,6 +27,9 @@ KIND = PLAN["kind"]
 IS_EXACT = "skip" not in KIND and not PLAN.get("resized")  # else only the samples are the same
 ACCUMULATED = 2 if "accumulated" in KIND else 1
 EPOCHS, SAMPLES, STEPS = 3, 48, 4
+STRATEGIES = "group_by_length", "batch_rebalance", "sequential"
+STRATEGY = next((each for each in STRATEGIES if each in KIND), "random")
+BY_LENGTH = STRATEGY in STRATEGIES[:2]
 reach = PlannedFaults(PLAN, {}).reach
 
 
@@ -35,13 +38,34 @@ class Numbers(Dataset[dict[str, Any]]):
         return SAMPLES
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"x": torch.tensor([index, 1.0])}
+        noise = torch.rand(()).item() if "workers" in KIND else 1.0
+        found = {"x": torch.tensor([range(SAMPLES)[index], noise])}
+        # To group by their lengths; Trainer does not give them to the model.
+        return {**found, "input_ids": [0] * (1 + index % 7)} if BY_LENGTH else found
 
 
 class Stream(IterableDataset[dict[str, Any]]):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for index in torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(3)):
             yield {"x": torch.tensor([index, 1.0])}
+
+
+class Shuffled(Sampler[int]):
+    """An order from a generator of its own, or from the epoch."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(5) if KIND.endswith("generator") else None
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        generator = self.generator or torch.Generator().manual_seed(self.epoch)
+        yield from torch.randperm(SAMPLES, generator=generator).tolist()
+
+    def __len__(self) -> int:
+        return SAMPLES
 
 
 class Model(nn.Module):
@@ -63,6 +87,11 @@ class Model(nn.Module):
         losses = self.losses if IS_EXACT else []
         say("computed", name=f"step {step}", value=[epoch, self.samples, losses])
         self.samples, self.losses = [], []
+
+
+class OwnTrainer(JobTrainer):
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return Shuffled()
 
 
 def share() -> int:
@@ -90,6 +119,7 @@ def with_trainer(call: inprocess.CallWrapper, model: Model) -> None:
         num_train_epochs=EPOCHS,
         max_steps=STEPS if "stream" in KIND else -1,
         per_device_train_batch_size=share(),
+        train_sampling_strategy=STRATEGY,
         gradient_accumulation_steps=ACCUMULATED,
         dataloader_num_workers=2 if "workers" in KIND else 0,
         dataloader_persistent_workers="workers" in KIND,
@@ -102,7 +132,7 @@ def with_trainer(call: inprocess.CallWrapper, model: Model) -> None:
         report_to=[],
     )
     data: Any = Stream() if "stream" in KIND else Numbers()
-    trainer: Any = JobTrainer(
+    trainer: Any = (OwnTrainer if "own" in KIND else JobTrainer)(
         model=model, args=arguments, train_dataset=data, callbacks=[Watch()], call=call
     )
     trainer.remove_callback(PrinterCallback)
@@ -111,12 +141,15 @@ def with_trainer(call: inprocess.CallWrapper, model: Model) -> None:
 
 def with_accelerate(call: inprocess.CallWrapper, model: Model) -> None:
     configuration = DataLoaderConfiguration(
-        use_seedable_sampler="generator" not in KIND, use_stateful_dataloader="stateful" in KIND
+        use_seedable_sampler="generator" not in KIND,
+        use_stateful_dataloader="stateful" in KIND,
+        split_batches="split" in KIND,
     )
     accelerator = Accelerator(cpu=True, dataloader_config=configuration)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     data: Any = Stream() if "stream" in KIND else Numbers()
-    loader = DataLoader(data, share(), shuffle=None if "stream" in KIND else True)
+    batch = share() * (dist.get_world_size() if "split" in KIND else 1)
+    loader = DataLoader(data, batch, shuffle=None if "stream" in KIND else True)
     ddp, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     with_state = loader if "stateful" in KIND else None
     with make_job(accelerator, PLAN["path"], loader=with_state, every=100) as job:

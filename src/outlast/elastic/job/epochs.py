@@ -16,7 +16,8 @@ from outlast.elastic import random_generators as generators
 from outlast.elastic.data.loader import ElasticLoader
 from outlast.elastic.data.stream import ShardedStream
 from outlast.elastic.job.parts import Part
-from outlast.elastic.job.passes import Noted, Pass, global_batch, length_of, set_epoch
+from outlast.elastic.job.passes import Pass, global_batch, length_of, set_epoch
+from outlast.elastic.job.sampled_order import Noted
 from outlast.errors import CheckpointMismatch
 from outlast.events.hung_ranks import LEFT, NO_MORE
 from outlast.system.arguments import as_int

@@ -30,16 +30,11 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from outlast.elastic import random_generators as generators
 from outlast.elastic.data.loader import ElasticLoader
 from outlast.elastic.data.stream import ShardedStream
-from outlast.elastic.job.encoding import packed, unpacked
 from outlast.elastic.job.sampled_order import NOTE as ORDER
-from outlast.elastic.job.sampled_order import SampledOrder
+from outlast.elastic.job.sampled_order import OWN, Noted, SampledOrder, note, set_noted, states_of
 
 log = logging.getLogger("outlast.elastic")
 
-Noted = dict[str, tuple[str, bytes]]
-"""The states of generators, by name: the type of their elements, and these."""
-
-_OWN = "own"  # the names of generators that the loader was given: own0, own1, ...
 _FIRST = "first "  # before these names, of their states when the program had made them
 _UNKNOWN = -1  # the length of a loader without one
 _END = object()
@@ -101,7 +96,7 @@ class Pass:
     def generators_after(self, before: Noted | None) -> Noted:
         """The loader's generators after this pass, for the next epoch. `before`: after the last."""
         found = {}
-        for name, state in _states(self._own).items():
+        for name, state in states_of(self._own).items():
             first = f"{_FIRST}{name}"
             found[first] = (before or {}).get(first, self._given[name])
             if before is None or self._given[name] != found[first]:
@@ -116,7 +111,7 @@ class Pass:
         for name, state in self._given.items():
             is_first = before.get(f"{_FIRST}{name}") == state
             if name in before and (is_first or self._is_known):
-                _set({name: before[name]}, own)
+                set_noted({name: before[name]}, own)
 
     @property
     def is_complete(self) -> bool:
@@ -165,7 +160,7 @@ class Pass:
         own_loader = isinstance(loader, ElasticLoader | ShardedStream)
         if self.has_position and self.is_over and not own_loader:
             _go_to_end(loader)
-            _set(present)
+            set_noted(present)
             return iter(())
         # Without noted generators: by another number of ranks.
         if self.has_position or (self._noted is None and not self.is_resized):
@@ -173,7 +168,7 @@ class Pass:
             # accelerate's begins, and draws, with its first batch; in ours, that draws as always.
             if isinstance(found, Generator) and not own_loader:
                 found = chain(list(islice(found, 1)), found)
-            _set(present)
+            set_noted(present)
             return found
         dropped = max(self.done, self.left_out)
         self._dropped, self._ends = None if self.is_complete else dropped, self.is_over
@@ -184,7 +179,7 @@ class Pass:
         own = generators_of(loader)
         base = _base_of(loader)
         self._own, self._is_known = own, isinstance(base, DataLoader) and base in _samplers
-        self._given = _states(own)
+        self._given = states_of(own)
         self._go_on(own)
         if not isinstance(base, DataLoader) or isinstance(base.dataset, IterableDataset):
             if self._dropped:
@@ -198,10 +193,7 @@ class Pass:
             return
         name = "batch_sampler" if base.batch_sampler is not None else "sampler"
         sampler = _samplers.setdefault(base, _Sampler(getattr(base, name)))
-        seeds = None
-        if self.worker_seed is not None and generators.has_worker_processes(vars(base)):
-            seeds = "torch" if base.generator is None else f"{_OWN}0"  # as torch
-        sampler.prepare(self, own, seeds)
+        sampler.prepare(self, own, self._seeds_of(base))
         if self._ends and not base.persistent_workers:
             yield from sampler
             return
@@ -215,16 +207,46 @@ class Pass:
             )
         yield from () if first is _END else chain([first], batches)
 
+    @contextlib.contextmanager
+    def followed(self, loader: Any, worker_seed: int, *, was_iterated: bool) -> Iterator[None]:
+        """A framework iterates `loader` in this context, and drops the batches that are done: their
+        order is noted, or drawn as noted. `was_iterated`: before, maybe in another process.
+        """
+        own, base = generators_of(loader), _base_of(loader)
+        self.worker_seed, self._dropped, self._ends, self._present = worker_seed, 0, False, {}
+        has_batches = isinstance(base, DataLoader) and base.batch_sampler is not None
+        if not has_batches or isinstance(base.dataset, IterableDataset):
+            if was_iterated:
+                generators.start_workers(base)
+            self._begin([], own)
+            yield
+            return
+        sampler = _samplers.setdefault(base, _Sampler(base.batch_sampler))
+        with _replaced(base, "batch_sampler", sampler):
+            if was_iterated:
+                before = states_of(own)
+                sampler.prepare(Pass(None, False), own, None)
+                generators.start_workers(base)
+                set_noted(before, own)
+            sampler.prepare(self, own, self._seeds_of(base))
+            yield
+
+    def _seeds_of(self, base: Any) -> str | None:
+        """The generator from which the seeds of the loader's workers follow, if they get any."""
+        if self.worker_seed is None or not generators.has_worker_processes(vars(base)):
+            return None
+        return "torch" if base.generator is None else f"{OWN}0"  # as torch
+
     def _begin(self, source: Iterable[Any], own: Sequence[torch.Generator]) -> Iterator[Any]:
         """The rest of an iteration of `source`, which may draw from the generators `own`."""
         if self._noted is None:
-            self._noted = _note(own)
+            self._noted = note(own)
         else:
-            _set(self._noted, own)
+            set_noted(self._noted, own)
         iterator = iter(source)
         for _ in islice(iterator, self._dropped):
             pass
-        _set(self._present)
+        set_noted(self._present)
         return iter(()) if self._ends else iterator
 
     def numbered(
@@ -361,27 +383,8 @@ class _Sampler:
     def __len__(self) -> int:
         return len(self._sampler)
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)  # accelerate sets the epoch, and asks for the size
+
 
 _samplers: WeakKeyDictionary[DataLoader[Any], _Sampler] = WeakKeyDictionary()
-
-
-def _note(own: Sequence[torch.Generator]) -> Noted:
-    noted = {name: packed(state) for name, state in generators.capture().items()}
-    return {name: (dtype, content) for name, (dtype, _, content) in noted.items()} | _states(own)
-
-
-def _states(own: Sequence[torch.Generator]) -> Noted:
-    noted = {f"{_OWN}{i}": packed(each.get_state()) for i, each in enumerate(own)}
-    return {name: (dtype, content) for name, (dtype, _, content) in noted.items()}
-
-
-def _set(noted: Mapping[str, Any], own: Sequence[torch.Generator] = ()) -> None:
-    """Sets the generators to noted states, or to captured ones."""
-    for name, value in noted.items():
-        if name == ORDER:
-            continue
-        state = value if isinstance(value, torch.Tensor) else unpacked((value[0], [-1], value[1]))
-        if not name.startswith(_OWN):
-            generators.setter(name, state)()
-        elif int(name.removeprefix(_OWN)) < len(own):
-            own[int(name.removeprefix(_OWN))].set_state(state)

@@ -1,12 +1,23 @@
-"""The order in which a sampler has given its indices, as a digest after each batch."""
+"""The order in which a sampler has given its indices, as a digest after each batch; and the states
+of the generators from which it draws them.
+"""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 import xxhash
+
+from outlast.elastic import random_generators as generators
+from outlast.elastic.job.encoding import packed, unpacked
+
+Noted = dict[str, tuple[str, bytes]]
+"""The states of generators, by name: the type of their elements, and these."""
+
+OWN = "own"  # the names of generators that the loader was given: own0, own1, ...
 
 NOTE = "order"
 """Its name among what is noted of a pass."""
@@ -51,3 +62,27 @@ def _content(indices: Any) -> bytes:
         return array("q", indices).tobytes()
     except (TypeError, OverflowError):  # a single index, or indices of a type of the program
         return repr(indices).encode()
+
+
+def note(own: Sequence[torch.Generator]) -> Noted:
+    """The present states of the global generators, and of a loader's own."""
+    noted = {name: packed(state) for name, state in generators.capture().items()}
+    return {name: (dtype, content) for name, (dtype, _, content) in noted.items()} | states_of(own)
+
+
+def states_of(own: Sequence[torch.Generator]) -> Noted:
+    """Those of a loader's own generators, by their numbers."""
+    noted = {f"{OWN}{i}": packed(each.get_state()) for i, each in enumerate(own)}
+    return {name: (dtype, content) for name, (dtype, _, content) in noted.items()}
+
+
+def set_noted(noted: Mapping[str, Any], own: Sequence[torch.Generator] = ()) -> None:
+    """Sets the generators to noted states, or to captured ones."""
+    for name, value in noted.items():
+        if name == NOTE:
+            continue
+        state = value if isinstance(value, torch.Tensor) else unpacked((value[0], [-1], value[1]))
+        if not name.startswith(OWN):
+            generators.setter(name, state)()
+        elif int(name.removeprefix(OWN)) < len(own):
+            own[int(name.removeprefix(OWN))].set_state(state)

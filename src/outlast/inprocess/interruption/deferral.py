@@ -10,14 +10,15 @@ coroutine was made and is awaited next, the interrupt waits until the thread has
 
 * *Running code.* The handler asks Python to call it again at the next point (`ask_again`), so the
   interrupt comes at the first point of the user's code, after microseconds. That slows the
-  thread down, so it ends after `_DENSE_S`; from then on the handler is called once a request.
+  thread down, so it ends after `_DENSE_S` of its CPU time; from then on the handler is called once
+  a request.
 * *A blocked call.* The handler runs inside a call such as `lock.acquire()`, which returns only if
   the handler raises. That code is written for an exception here, as of Ctrl-C: the lock was not
   acquired. Right after the call it has been. Python shows the same frame and instruction, but a
   blocked call meets only requests, while after its return Python calls the handler again without
   one. So the thread is blocked if requests, and nothing else, have met it in one place for
-  `_BLOCKED_S`. A call that returns between a request and its signal, a few microseconds, would be
-  taken for a blocked one. In `Condition.wait`, where nearly all threads wait, that does no harm.
+  `_BLOCKED_S`, and once more after that: on a busy machine the call may have returned before the
+  last of them, and the thread not have run since; then the next call finds it in another place.
 * *Neither within `_PATIENCE_S`*: a loop in C over such functions. The interrupt comes anyway. If
   the thread got less than `_USED_S` of CPU time meanwhile, its machine is busy: ten times as late.
 
@@ -70,7 +71,7 @@ class Deferral:
         self._clock, self._used = time.pthread_getcpuclockid(threading.get_ident()), 0.0
         self._begun = self._arrived = 0.0
         self._requests = self._answered = 0
-        self._place = (0, 0)
+        self._place, self._is_long = (0, 0), False
 
     def begin(self) -> None:
         """Call at the first request, and when an interrupt has been raised."""
@@ -103,14 +104,15 @@ class Deferral:
         """Whether the handler, which waits, shall be called again at the next point."""
         requested = self._requests != self._answered
         self._answered = self._requests
-        return requested or time.monotonic() - self._begun < _DENSE_S
+        return requested or time.clock_gettime(self._clock) - self._used < _DENSE_S
 
     def _is_blocked(self, frame: FrameType) -> bool:
         now = time.monotonic()
         place = id(frame), frame.f_lasti  # a number: a reference would keep what the frame has
         if place != self._place or self._requests == self._answered:
-            self._place, self._arrived = place, now
-        return now - self._arrived >= _BLOCKED_S
+            self._place, self._arrived, self._is_long = place, now, False
+        was_long, self._is_long = self._is_long, now - self._arrived >= _BLOCKED_S
+        return was_long
 
 
 def _is_critical(frames: Sequence[FrameType]) -> bool:

@@ -20,7 +20,6 @@ from transformers.trainer_utils import has_length
 
 import outlast
 from outlast.elastic import random_generators
-from outlast.elastic.loader_position import start_workers
 from outlast.elastic.wrapped_modules import plain_state_dict
 from outlast.inprocess import CallWrapper
 from outlast.integrations.accelerate import declare_order
@@ -242,17 +241,16 @@ class JobTrainerMixin(_Mixed):
     def _run_epoch(self: Any, model: nn.Module, epoch: int, *args: Any, **kwargs: Any) -> None:
         if self._stopped:  # by the end of the step that was restored
             return
-        if epoch:
-            loader = kwargs["train_dataloader"] if kwargs else args[0]
-            start_workers(loader)
-            if epoch == 1 and not has_length(loader) and self.is_world_process_zero():
-                log.warning(
-                    "the data set, which has no length, begins again after step %d: after a fault "
-                    "in this pass or a later one, samples of it are repeated. A data set that "
-                    "repeats itself without an end continues at the right sample",
-                    self.state.global_step,
-                )
-        super()._run_epoch(model, epoch, *args, **kwargs)
+        loader = kwargs["train_dataloader"] if kwargs else args[0]
+        if epoch == 1 and not has_length(loader) and self.is_world_process_zero():
+            log.warning(
+                "the data set, which has no length, begins again after step %d: after a fault "
+                "in this pass or a later one, samples of it are repeated. A data set that "
+                "repeats itself without an end continues at the right sample",
+                self.state.global_step,
+            )
+        with self._losses.order.epoch(loader, epoch):
+            super()._run_epoch(model, epoch, *args, **kwargs)
 
     def _save_checkpoint(self: Any, model: nn.Module, trial: Any) -> None:
         if self.job is None:

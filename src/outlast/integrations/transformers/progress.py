@@ -11,6 +11,7 @@ from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from outlast.async_checkpoint import Retention
+from outlast.elastic.loader_position import LoaderOrder
 from outlast.errors import CheckpointMismatch
 from outlast.integrations.common import check_all_ranks
 
@@ -58,7 +59,7 @@ class TrainerProgress:
 
 
 class Losses:
-    """The losses of this rank that the Trainer has not logged yet.
+    """The losses of this rank that the Trainer has not logged yet, and the order of its samples.
 
     A `Job` saves them as a data loader, that is, rank by rank. The position in the data, which
     Trainer computes from the number of steps, fits another number of ranks if an epoch has as many
@@ -76,6 +77,7 @@ class Losses:
         self._trainer = trainer
         self._loaded: dict[str, Any] | None = None
         self.step_samples = self.epoch_steps = 0
+        self.order = LoaderOrder()
 
     def state_dict(self) -> dict[str, Any]:
         if self._loaded is not None:  # restored, and not handed to the Trainer yet
@@ -88,7 +90,17 @@ class Losses:
             saved["total"] = trainer._total_loss_scalar
             saved["logged"] = trainer._globalstep_last_logged
             saved["flos"] = trainer.current_flos
+            # Up to the step before: the state of a rank is noted within a step, and at its end.
+            ended = trainer.state.global_step - (trainer._progress.end_of_step is not None)
+            loader = trainer.callback_handler.train_dataloader
+            saved["order"] = self.order.saved(self._batches(ended), loader)
         return saved
+
+    def _batches(self, steps: int) -> int:
+        """How many batches of its epoch are done after so many steps."""
+        trainer = self._trainer
+        steps %= self.epoch_steps or trainer.state.max_steps
+        return steps * int(trainer.args.gradient_accumulation_steps)
 
     def resized(self, states: list[dict[str, Any]]) -> dict[str, Any]:
         """One state for another number of ranks: Trainer logs mean losses and summed operations."""
@@ -132,6 +144,9 @@ class Losses:
             trainer._globalstep_last_logged = losses["logged"]
             trainer.current_flos = losses["flos"]
             trainer._initial_global_step = 0
+            if losses["world_size"] == trainer.args.world_size:
+                done, loader = self._batches(trainer.state.global_step), trainer.callback_handler
+                self.order.restore(losses["order"], done, loader.train_dataloader)
 
 
 def check_supported(trainer: Trainer) -> None:
