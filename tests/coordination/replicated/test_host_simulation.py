@@ -43,7 +43,7 @@ def test_no_schedule_breaks_what_must_hold() -> None:
 @pytest.mark.parametrize(
     "first",
     [
-        pytest.param(first, marks=[pytest.mark.exhaustive] if first > 2500 else [])
+        pytest.param(first, marks=[pytest.mark.exhaustive] if first > 1000 else [])
         for first in range(100, 10_100, _CHUNK)
     ],
 )
@@ -159,6 +159,12 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if number % 3 else ())
+        for number, name in enumerate(MUTATIONS)
+    ],
+)
 def test_the_simulation_of_hosts_finds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     simulation_finds(monkeypatch, MUTATIONS[name], simulate_hosts, 1_500)

@@ -26,7 +26,13 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(plan, id=name, marks=pytest.mark.exhaustive if number % 2 else ())
+        for number, (name, plan) in enumerate(PLANS.items())
+    ],
+)
 def test_ranks_and_workers_continue_with_the_same_bits(
     ranks: Ranks, tmp_path: Path, plan: dict[str, Any]
 ) -> None:

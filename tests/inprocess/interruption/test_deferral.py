@@ -147,7 +147,9 @@ def interrupt_after(interrupter: Interrupter, seconds: float, left: threading.Ev
         left.wait(0.005)
 
 
-@pytest.mark.parametrize("times", [40, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "times", [40, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.exhaustive])]
+)
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.filterwarnings("error")
 def test_a_tight_loop_can_be_entered_again_after_each_restart(
