@@ -23,14 +23,14 @@ from procs import NET_S
 
 def test_a_frozen_process_continues_by_itself() -> None:
     with subprocess.Popen(["sleep", "1000"]) as frozen:
-        process, deadline = psutil.Process(frozen.pid), time.monotonic() + NET_S
-        fire("store_frozen", store_pid=frozen.pid, seconds=0.3)
-        seen = {process.status()}
-        while not {psutil.STATUS_STOPPED, psutil.STATUS_SLEEPING} <= seen:
-            assert time.monotonic() < deadline
-            seen.add(process.status())
-        assert process.status() == psutil.STATUS_SLEEPING
-        frozen.kill()
+        try:
+            process, deadline = psutil.Process(frozen.pid), time.monotonic() + NET_S
+            fire("store_frozen", store_pid=frozen.pid, seconds=0.3)
+            for status in (psutil.STATUS_STOPPED, psutil.STATUS_SLEEPING):
+                while process.status() != status:
+                    assert time.monotonic() < deadline
+        finally:
+            frozen.kill()
 
 
 def test_a_process_that_is_stopped_by_itself_continues() -> None:
