@@ -44,7 +44,6 @@ _SIGNALS_PER_SECOND = 2000
 _one_storm = threading.Lock()
 _FREEZE = """
 import os, signal, sys, time
-from outlast.system.parallel import start_thread
 pid, seconds = int(sys.argv[1]), float(sys.argv[2])
 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
     signal.signal(number, signal.SIG_IGN)
