@@ -111,12 +111,12 @@ test: $(STAMP)
 services:
 	.ci/services
 
-# With AFTER_TEST=1, as in CI: without those that `make test` runs, and without `exhaustive` ones. The
-# last environment is installed while the tests with hosts run. A cluster of Ray has dozens of processes
-# that import for a minute, so nothing runs beside it.
+# With AFTER_TEST=1, as in CI: without those that `make test` runs, without `exhaustive` ones, and with
+# every second one of many cases. The last environment is installed while the tests with hosts run. A
+# cluster of Ray has dozens of processes that import for a minute, so nothing runs beside it.
 test-all: $(STAMP) services
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --all --ignore tests/hosts \
-		$(if $(AFTER_TEST),-m 'slow and not exhaustive')
+		$(if $(AFTER_TEST),-m 'slow and not exhaustive' --every-second)
 	$(MAKE) --jobs 2 test-hosts $(FRAMEWORKS_STAMP)
 	$(MAKE) test-ports
 	$(MAKE) test-ray
@@ -124,13 +124,13 @@ test-all: $(STAMP) services
 # Each test has several hosts, with several processes each, which renew their leases in time.
 test-hosts: $(STAMP) services
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --all tests/hosts \
-		$(if $(AFTER_TEST),-m 'not exhaustive')
+		$(if $(AFTER_TEST),-m 'not exhaustive' --every-second)
 
 # The tests mostly wait for default timeouts, all at the same time.
 test-ports: $(FRAMEWORKS_STAMP)
 	$(FRAMEWORKS_VENV)/bin/python -m pytest --numprocesses 6 --all tests/ports tests/integrations \
 		--ignore tests/integrations/test_parallel_3d.py --ignore tests/integrations/test_own_loaders.py \
-		$(if $(AFTER_TEST),-m 'not exhaustive')
+		$(if $(AFTER_TEST),-m 'not exhaustive' --every-second)
 
 test-ray: $(FRAMEWORKS_STAMP)
 	$(FRAMEWORKS_VENV)/bin/python -m pytest --all tests/elastic/states/test_ray.py tests/hosts/test_ray.py

@@ -109,6 +109,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all", action="store_true", help="also run tests marked slow, and more examples of each"
     )
+    parser.addoption(
+        "--every-second",
+        action="store_true",
+        help="of a test with more than three cases, run every second one: in CI, after `make test`",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -126,6 +131,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--all"):
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in slow]
+    if config.getoption("--every-second"):
+        cases: dict[str, list[pytest.Item]] = {}
+        for item in items:
+            if not item.get_closest_marker("exhaustive"):
+                cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        others = {item for each in cases.values() if len(each) > 3 for item in each[1::2]}
+        config.hook.pytest_deselected(items=list(others))
+        items[:] = [item for item in items if item not in others]
     if torch.cuda.is_available():
         return
     for item in items:
