@@ -128,6 +128,21 @@ def test_accelerate(tmp_path: Path, zygote: Zygote) -> None:
     check_same(faulty, undisturbed)
 
 
+def test_fabric(tmp_path: Path, zygote: Zygote) -> None:
+    pytest.importorskip("lightning", reason="make test-ports")
+    faults = [
+        *waiting(1, "step 6", "raise", for_other="step 6"),
+        *waiting(0, "step 14", "SIGKILL", for_other="step 14"),
+        {"rank": 1, "at": "stepped 17", "do": "SIGTERM, known"},
+        *waiting(1, "step 20", "raise another", for_other="step 20"),
+    ]
+    undisturbed = run(tmp_path / "undisturbed", "own_fabric")
+    faulty = run(tmp_path / "faulty", "own_fabric", faults)
+    assert faulty.codes == [143, 0]
+    assert len(faulty.restored()) == 5, faulty.restored()
+    check_same(faulty, undisturbed)
+
+
 def test_accelerate_at_another_world_size(tmp_path: Path, zygote: Zygote) -> None:
     """The scheduler makes as many steps as the optimizer, on any number of processes."""
     pytest.importorskip("accelerate", reason="make test-ports")

@@ -344,11 +344,16 @@ def set_epoch(loader: Any, epoch: int) -> None:
     for each in samplers_of(loader):
         if callable(getattr(each, "set_epoch", None)):
             each.set_epoch(epoch)
+    if hasattr(loader, "_num_iter_calls"):  # Fabric sets this as the epoch when it is iterated
+        loader._num_iter_calls = epoch
 
 
 def _base_of(loader: Any) -> Any:
-    """The loader that iterates: accelerate's have torch's inside."""
-    return getattr(loader, "base_dataloader", loader)
+    """The loader that iterates: those of accelerate and Fabric have torch's inside."""
+    for name in ("base_dataloader", "_dataloader"):
+        if isinstance(inner := getattr(loader, name, None), DataLoader):
+            return inner
+    return loader
 
 
 @contextlib.contextmanager
