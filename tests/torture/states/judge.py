@@ -73,7 +73,7 @@ def wrong_save(case: Case, save: Callable[[Any, int], None]) -> tuple[bool, str 
     must = savable(case.spec)
     try:
         save(state, 1)
-    except CheckpointUnsavable as e:
+    except CheckpointError as e:  # of another rank, it is no `CheckpointUnsavable`
         if must == YES:
             return False, f"the save refused what it must accept: {e}"
         return False, None if names(str(e), [case.spec]) else f"a save names no entry: {e}"

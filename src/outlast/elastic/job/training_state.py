@@ -47,6 +47,7 @@ from outlast.elastic.job.parts import (
 from outlast.elastic.job.skipped import SkippedBatches
 from outlast.elastic.tensors import Backup, rewrap
 from outlast.elastic.wrapped_modules import consistent_ddp, load_plain, plain_state_dict
+from outlast.errors import CheckpointError
 
 _HAS_MOMENTS = "has_moments"  # part of the checkpoint's format
 _OPTIONAL = (
@@ -167,7 +168,10 @@ class TrainingState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         steps = steps_of(state["counters"])
         for name, part in self.parts.items():
-            part.load(state.get(name, {}), steps)
+            try:
+                part.load(state.get(name, {}), steps)
+            except KeyError as e:  # as of torch's own optimizers, which names nothing
+                raise CheckpointError(f"the state of {name!r} cannot be loaded: no {e}") from e
 
     def check_savable(self) -> None:
         """Raises a `ValueError` that names an object and a value that would not load as saved."""
