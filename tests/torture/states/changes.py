@@ -28,13 +28,19 @@ def _conjugate(value: torch.Tensor) -> torch.Tensor:
     return torch.zeros(value.shape, dtype=value.dtype).conj()
 
 
+def _negative(value: torch.Tensor) -> torch.Tensor:
+    made = torch._neg_view(torch.zeros(value.shape, dtype=value.dtype))
+    made.resolve_neg()  # an error for a dtype that has no negative values
+    return made
+
+
 # Of a tensor in the target. Those of the first group change no value: they must not be refused.
 _HARMLESS: dict[str, Callable[[Any], Any]] = {
     "transposed": _transposed,
     "offset": _offset,
     "conjugate": _conjugate,
     "parameter": lambda t: nn.Parameter(torch.zeros(t.shape, dtype=t.dtype), requires_grad=False),
-    "negative": lambda t: torch._neg_view(torch.zeros(t.shape, dtype=t.dtype)),
+    "negative": _negative,
 }
 _OTHER: dict[str, Callable[[Any], Any]] = {
     "other dtype": lambda t: torch.zeros(
