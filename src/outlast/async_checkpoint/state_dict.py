@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItemType
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from outlast.async_checkpoint.storage.entries import ITEM_BYTES, is_covered, tree_path
@@ -242,6 +243,8 @@ def _unwrapped(value: Any) -> Any:
 
 
 def _why_unsavable(tensor: torch.Tensor) -> str:
+    if is_lazy(tensor):
+        return "an uninitialized parameter, which has no data"
     if tensor.is_meta:
         return "a meta tensor, which has no data"
     if hasattr(tensor, "local_shards"):  # a ShardedTensor has few attributes of a tensor
@@ -286,7 +289,9 @@ def _paths(state_dict: Mapping[str, Any]) -> dict[Path, Path]:
                     f"{where!r} has the key {key!r}, whose text {str(key)!r} is not its value "
                     f"{plain!r}: use the value as the key"
                 )
-        found[torch_path(path)] = path
+        # A dict under 1 next to a tensor under "1" has no entry of its own.
+        if is_leaf(value) or torch_path(path) not in found:
+            found[torch_path(path)] = path
     return found
 
 

@@ -160,3 +160,23 @@ def test_a_target_that_cannot_be_filled_is_named(tmp_path: Path, what: str) -> N
         target = {"x": {2.5: torch.ones(8)}} if what == "a key" else target
         with pytest.raises(CheckpointMismatch, match="'x'"):
             checkpointer.restore(target)
+
+
+@pytest.mark.parametrize("inner", [{}, {"a": torch.ones(1)}])
+def test_a_dict_under_a_number_next_to_a_tensor_under_its_text(
+    tmp_path: Path, inner: dict[str, torch.Tensor]
+) -> None:
+    saved = {"x": {"1": torch.ones(2), 1: inner}}
+    target = {"x": {"1": torch.zeros(2), 1: {key: torch.zeros(1) for key in inner}}}
+    with Checkpointer(tmp_path, linger=0) as checkpointer:
+        checkpointer.save(1, saved).result()
+    with Checkpointer(tmp_path, linger=0) as checkpointer:
+        checkpointer.restore(target)
+    assert repr(target) == repr(saved)
+
+
+def test_a_parameter_that_is_not_initialized_is_refused_by_name(tmp_path: Path) -> None:
+    state = {"m": torch.nn.LazyLinear(2).state_dict()}
+    text = r"'m\.weight' is an uninitialized parameter"
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(CheckpointUnsavable, match=text):
+        checkpointer.save(1, state)

@@ -78,7 +78,7 @@ def changed(value: Any, leaf: Leaf) -> Any:
     op = {**ops, "tensor": _TENSOR}.get(leaf.op)
     try:
         return value if op is None else op(value)
-    except (RuntimeError, NotImplementedError, TypeError, ValueError):
+    except (AttributeError, RuntimeError, NotImplementedError, TypeError, ValueError):
         return value
 
 

@@ -233,7 +233,8 @@ def wrong_program(program: Program, changed: Program, what: str, folder: Path) -
     for moment in ("", *([] if step_fails else [" after a step"])):
         if moment:
             plain.step(), made.step()
-        one, other = (_numbers(each.state(), plain.state()) for each in (plain, made))
+        saved = Made(program, 0).optimizer.state_dict()
+        one, other = (_numbers(each.state(), saved) for each in (plain, made))
         if wrong := difference(one, other, loose=True):
             return f"with {what}, silently{moment}, {wrong}"
     return None
@@ -260,14 +261,13 @@ def _resumed_by_torch(made: Made, file: io.BytesIO) -> tuple[str, str]:
     return "", ""
 
 
-def _numbers(state: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:
+def _numbers(state: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
     """The state without what a job keeps or converts on purpose: keys of groups that only the
-    present program has (not `like`, as torch has resumed it), and the type of a learning rate.
+    present program has (not the optimizer's state `saved`), and the type of a learning rate.
     """
-    pairs = zip(
-        state["optimizer"]["param_groups"], like["optimizer"]["param_groups"], strict=True
-    )  # fmt: skip
-    plain = [{k: v for k, v in each.items() if k in there} for each, there in pairs]
+    keys = {key for each in saved["param_groups"] for key in each}
+    groups = state["optimizer"]["param_groups"]
+    plain = [{k: v for k, v in each.items() if k in keys} for each in groups]
     for each in plain:
         each.update({k: float(v) for k, v in each.items() if k in ("lr", "initial_lr")})
     return {**state, "optimizer": {**state["optimizer"], "param_groups": plain}}
