@@ -199,11 +199,7 @@ def describe(state_dict: Mapping[str, Any]) -> list[Item]:
     except RecursionError:
         raise too_deep(state_dict) from None
     except ValueError as e:
-        name = str(e).removeprefix("duplicated flatten key ")
-        raise CheckpointUnsavable(
-            f"{name!r} is the name of two entries: rename a key (1 and '1' are the same in a name, "
-            "and so are 'a.b' and 'b' in 'a')"
-        ) from None
+        raise _two_entries(str(e).removeprefix("duplicated flatten key ")) from None
     items = []
     for item in planner.create_local_plan().items:
         name = item.index.fqn
@@ -289,10 +285,17 @@ def _paths(state_dict: Mapping[str, Any]) -> dict[Path, Path]:
                     f"{where!r} has the key {key!r}, whose text {str(key)!r} is not its value "
                     f"{plain!r}: use the value as the key"
                 )
-        # A dict under 1 next to a tensor under "1" has no entry of its own.
-        if is_leaf(value) or torch_path(path) not in found:
-            found[torch_path(path)] = path
+        if torch_path(path) in found:  # one of them may be a dict, which has no entry of its own
+            raise _two_entries(".".join(map(str, torch_path(path))))
+        found[torch_path(path)] = path
     return found
+
+
+def _two_entries(name: str) -> CheckpointUnsavable:
+    return CheckpointUnsavable(
+        f"{name!r} is the name of two entries: rename a key (1 and '1' are the same in a name, and "
+        "so are 'a.b' and 'b' in 'a')"
+    )
 
 
 def _plain(path: tuple[Any, ...], state_dict: Mapping[str, Any]) -> bool:

@@ -150,7 +150,7 @@ def savable(spec: Spec) -> str:
         for _, each in walk(spec)
         if isinstance(each, Leaf) and each.family != "part"
     }
-    names = [name(path) for path, each in walk(spec) if isinstance(each, Leaf)]
+    names = [name(path) for path, _ in walk(spec)]
     keys = [key for path, _ in walk(spec) for key in path]
     odd = any(type(key) not in (str, int) or key in ODD_KEYS for key in keys)
     odd = odd or len({*names}) < len(names) or any(

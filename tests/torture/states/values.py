@@ -105,7 +105,7 @@ def _hashable(r: Random) -> Any:
 def nested(s: Source, depth: int = 0) -> Any:
     """Containers that a walk over a state does not go into, with tensors and values in them."""
     r = s.content
-    if depth > 2 or r.random() < 0.3:
+    if depth > 2 or (depth and r.random() < 0.3):  # its own kind is the same whatever it has
         kinds = ("plain", "plain", "strides", "parameter", "conjugate", "sparse")
         if r.random() < 0.4:
             return KINDS[r.choice(kinds)][0](Source(r.randrange(2**32), 0))
