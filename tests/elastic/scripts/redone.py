@@ -35,7 +35,8 @@ def train(call: CallWrapper) -> None:
         while job.steps < STEPS:
             call.ping()
             if call.iteration < len(FAILS) and job.steps + 1 == FAILS[call.iteration]:
-                job.checkpointer.wait()  # which step the restart restores must not be a race
+                job.checkpointer.wait()  # which step the restart restores must not be a race,
+                dist.barrier()  # nor whether the other rank has completed it
                 if rank == size - 1:
                     raise RuntimeError("a planned exception")
             optimizer.zero_grad()

@@ -269,7 +269,9 @@ def _numbers(state: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
     groups = state["optimizer"]["param_groups"]
     plain = [{k: v for k, v in each.items() if k in keys} for each in groups]
     for each in plain:
-        each.update({k: float(v) for k, v in each.items() if k in ("lr", "initial_lr")})
+        for rate in {"lr", "initial_lr"} & each.keys():  # as of 32 bits
+            each[rate] = torch.as_tensor(each[rate], dtype=torch.float32).item()
+        each.pop("param_names", None)  # those of the present order
     return {**state, "optimizer": {**state["optimizer"], "param_groups": plain}}
 
 
