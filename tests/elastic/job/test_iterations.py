@@ -115,6 +115,23 @@ def test_a_save_within_an_accumulation_says_what_it_lacks(
     assert all("no optimizer has stepped in step 3, which is saved" in each for each in said)
 
 
+def test_a_step_that_is_left_out_for_its_gradients_is_no_accumulation(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As by a `GradScaler`."""
+    with job(tmp_path, every=1) as one:
+        one.restore()
+        for _ in one.epochs(1):
+            for number in one.batches(range(4)):
+                one.optimizer.zero_grad()
+                factor = float("inf") if number == 2 else 1.0
+                one.model(torch.rand(1, 1)).sum().mul(factor).backward()
+                if number != 2:
+                    one.optimizer.step()
+                one.step()
+    assert not [each for each in caplog.records if "accumulated" in each.getMessage()]
+
+
 def test_a_loop_that_was_left_ends_its_step_with_its_epoch(tmp_path: Path) -> None:
     seen, ends = [], []
     for kills in (True, False):

@@ -16,20 +16,26 @@ from outlast.inprocess.running_call import RunningCall
 
 log = logging.getLogger("outlast.elastic")
 
-_FROZEN = "frozen"
+_NAMES = "parameters"  # part of the checkpoint's format
 
 
 class ModelModes(Part):
-    """The names of the parameters that are not trained. They are compared at the end of the first
-    step after a restore, not set: a wrapper such as DDP asks for them only when it is made.
+    """The names of the parameters that are not trained, or of those that are, if they are fewer, as
+    with adapters. They are compared at the end of the first step after a restore, not set: a
+    wrapper such as DDP asks for them only when it is made.
     """
 
     in_place = False
-    _expected: set[str] | None = None
+    _expected: tuple[str, ...] | None = None
 
     def save(self) -> dict[str, tuple[str, ...]]:
-        names = (plain_name(n) for n, p in self._source.named_parameters() if not p.requires_grad)
-        return {_FROZEN: tuple(names)}
+        frozen, trained = self._names(False), self._names(True)
+        found = ("trained", *trained) if len(trained) < len(frozen) else ("frozen", *frozen)
+        return {_NAMES: found}
+
+    def _names(self, trained: bool) -> list[str]:
+        named = self._source.named_parameters()
+        return [plain_name(name) for name, each in named if each.requires_grad == trained]
 
     def shared(self) -> Any:
         return {}  # what counts is known when the iteration has ended
@@ -38,7 +44,7 @@ class ModelModes(Part):
         return self.save()
 
     def load(self, state: Mapping[str, Any], steps: int) -> None:
-        self._expected = set(state[_FROZEN]) if steps and state else None
+        self._expected = state[_NAMES] if steps and state else None
 
     def check(self, rank: int, steps: int) -> None:
         """Call it at the end of each step. Warns of a parameter that was trained before a restore,
@@ -47,7 +53,9 @@ class ModelModes(Part):
         expected, self._expected = self._expected, None
         if expected is None or rank != 0:
             return
-        if names := sorted({*self.save()[_FROZEN]} - expected):
+        known = set(expected[1:])
+        names = [n for n in self._names(False) if (n in known) == (expected[0] == "trained")]
+        if names:
             log.warning(
                 "%d parameters were trained in the state that this job continued from, and are not "
                 "in step %d: %s%s. What unfreezes a parameter once has to run again before the "
