@@ -120,9 +120,10 @@ class SaveHandle(Handle[int]):
         step: the training step.
     """
 
-    def __init__(self, step: int, seal: Callable[[], None]) -> None:
+    def __init__(self, step: int) -> None:
         super().__init__()
-        self.step, self._seal = step, seal
+        self.step = step
+        self._seal: Callable[[], None] = _no_copy  # never of what holds this handle: a cycle
 
     def exception(self, timeout: Duration | None = None) -> Exception | None:
         """See `Handle.exception`."""
@@ -136,7 +137,7 @@ class SaveHandle(Handle[int]):
 
     def _end(self, error: Exception | None, result: int) -> None:
         super()._end(error, result)
-        self._seal = _ended  # a handle that a program keeps must not keep the snapshot
+        self._seal = _no_copy  # a handle that a program keeps must not keep the snapshot
 
     def _what(self) -> str:
         return f"the checkpoint of step {self.step} is"
@@ -149,7 +150,7 @@ class LaterSave(SaveHandle):
     """A save that begins later: until `begun`, a wait for it is a `ValueError`."""
 
     def __init__(self, step: int) -> None:
-        super().__init__(step, _ended)
+        super().__init__(step)
         self._save: SaveHandle | None = None
 
     def begun(self, save: SaveHandle) -> None:
@@ -173,5 +174,5 @@ class LaterSave(SaveHandle):
         return self._save
 
 
-def _ended() -> None:
-    """The seal of a save that has ended."""
+def _no_copy() -> None:
+    """The seal of a save that has no snapshot yet, or has ended."""

@@ -160,7 +160,8 @@ def test_without_a_majority_all_ranks_go_back_to_before_the_flip(
     run = Run(ranks, tmp_path / "flip", 2, **EXCLUDE, **FLIP)
     assert set(run.codes.values()) == set(undisturbed.codes.values()) == {0}, run.errors
     assert not undisturbed.mismatches
-    assert {line["step"] for line in run.of("restored") if line["iteration"] == 1} == {3}
+    restored = {line["step"] for line in run.of("restored") if line["iteration"] == 1}
+    assert restored == {3}, (run.lines, run.errors)
     assert run.weights == undisturbed.weights
 
 

@@ -91,7 +91,7 @@ class Save:
         self.round = SaveRound(
             shared.ledger, index, self.name, shared.structures.divide, shared.timeout_s, place
         )
-        self.handle = SaveHandle(step, self.seal)
+        self.handle = SaveHandle(step)
         self.taken: Snapshot | None = None
         self._beside = Beside()
         self.began, self.blocked_s = began, 0.0
@@ -126,6 +126,7 @@ class Save:
             description = self._describe(structure, values, places)
             notify("saving")
             self.taken = shared.snapshotter.take(description, values, buffer, structure, leaves)
+            self.handle._seal = self.taken.seal
         except BaseException:
             session.pool.give_back(buffer)
             raise
