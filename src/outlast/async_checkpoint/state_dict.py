@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -144,7 +145,7 @@ def _walk(value: Any, signature: list[Any], leaves: list[Any]) -> None:
         else:
             signature.append((value.shape, value.dtype, value.layout))
     elif isinstance(value, Mapping):
-        signature.append((tuple(value), tuple(map(type, value))))  # True == 1
+        signature.append((tuple(value), tuple(map(type, value)), type(value)))  # True == 1
         for each in value.values():
             _walk(each, signature, leaves)
     elif isinstance(value, list):
@@ -163,9 +164,10 @@ class Item:
     Attributes:
         name: the flat name, as in torch.distributed.checkpoint.
         path: its keys; the index of a list is a tuple, `(i,)`.
-        kind: `tensor`, or `value` for anything that is pickled, including sparse tensors.
+        kind: `tensor`, or `value` for anything that is pickled, including sparse tensors; or
+            `container` for a dict that is empty, or ordered: all ranks tell of it, none saves it.
         offsets, sizes: of this part in the tensor, which has `shape`.
-        dtype: without `torch.`.
+        dtype: without `torch.`; of a container, `OrderedDict` or `dict`.
     """
 
     name: str
@@ -189,8 +191,9 @@ class Item:
 
 
 def describe(state_dict: Mapping[str, Any]) -> list[Item]:
-    """The parts of `state_dict` that this rank holds. A `CheckpointUnsavable` for keys that are
-    neither text nor numbers, duplicate names, meta tensors, and other tensors that cannot be saved.
+    """The parts of `state_dict` that this rank holds, in its order. A `CheckpointUnsavable` for
+    keys that are neither text nor numbers, duplicate names, meta tensors, and other tensors that
+    cannot be saved.
     """
     planner = DefaultSavePlanner()
     try:
@@ -226,7 +229,15 @@ def describe(state_dict: Mapping[str, Any]) -> list[Item]:
                 dtype=dtype,
             )
         )
-    return items
+    places = {path: place for place, (path, _) in enumerate(nodes(state_dict))}
+    for path, value in nodes(state_dict):
+        is_ordered = type(value) is OrderedDict
+        if path and (is_ordered or (isinstance(value, Mapping) and not value)):
+            name = ".".join(map(str, torch_path(path)))
+            items.append(
+                Item(name, path, "container", dtype="OrderedDict" if is_ordered else "dict")
+            )
+    return sorted(items, key=lambda item: places[item.path])
 
 
 def _unwrapped(value: Any) -> Any:
@@ -320,6 +331,8 @@ def share_out(
     first: dict[str, tuple[int, Item]] = {}
     for rank, items in plans.items():
         for item in items:
+            if item.kind == "container":
+                continue
             begun = first.setdefault(item.name, (rank, item))
             other = begun[1]
             if (item.kind, item.shape, item.dtype) != (other.kind, other.shape, other.dtype):
@@ -340,7 +353,7 @@ def share_out(
             load[owner[key]] += parts[key].size_bytes + 1
     _check_covered(parts.values())
     return {
-        rank: [item.key for item in items if owner[item.key] == rank]
+        rank: [item.key for item in items if owner.get(item.key) == rank]
         for rank, items in plans.items()
     }
 

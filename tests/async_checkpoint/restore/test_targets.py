@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 from torch import nn
 
 from outlast.async_checkpoint import Checkpointer
+from outlast.async_checkpoint.storage.manifest import MANIFEST, checksum
 from outlast.errors import CheckpointMismatch
 
 
@@ -158,6 +161,56 @@ def test_an_empty_list_is_filled(tmp_path: Path) -> None:
     assert found["history"][1:] == [3, {"a": 4}]
     assert torch.equal(found["history"][0], torch.ones(2))
     assert found["empty"] == []
+
+
+def shape_of(value: Any) -> Any:
+    """The kinds of dicts and lists, and the order of keys."""
+    if isinstance(value, dict):
+        return type(value), [(key, shape_of(each)) for key, each in value.items()]
+    return [shape_of(each) for each in value] if isinstance(value, list) else type(value)
+
+
+@pytest.mark.parametrize("linger", [0, 60])
+def test_an_empty_dict_is_filled_in_the_order_and_with_the_dicts_of_the_saved_one(
+    tmp_path: Path, linger: int
+) -> None:
+    saved: dict[str, Any] = {
+        "step": 3,
+        "weights": OrderedDict(b=torch.ones(2), a=1, c=torch.ones(1)),
+        "empty": {},
+        7: [{}, 1, torch.ones(1), {"of": OrderedDict()}],
+        "rates": {"warm": {"up": {}}, "x": torch.ones(1)},
+    }
+    with Checkpointer(tmp_path, linger=linger) as checkpointer:
+        checkpointer.save(1, saved).result()
+        if linger:
+            found: dict[str, Any] = {}
+            assert checkpointer.restore(found) == 1
+            assert shape_of(found) == shape_of(saved)
+    assert shape_of(load(tmp_path, {})) == shape_of(saved)
+    parts: dict[str, Any] = {"weights": OrderedDict(), "rates": {"x": torch.zeros(1), "warm": {}}}
+    with Checkpointer(tmp_path, linger=0) as checkpointer:
+        checkpointer.restore(parts, strict=False)
+    assert list(parts["weights"]) == ["b", "a", "c"]
+    assert parts["rates"]["warm"] == {"up": {}}
+
+
+def test_a_checkpoint_of_the_format_before_is_read(tmp_path: Path) -> None:
+    save(tmp_path, {"value": 3, "tensor": torch.ones(2), "none": {}})
+    (path,) = tmp_path.rglob(MANIFEST)
+    line, _, body = path.read_bytes().partition(b"\n")
+    manifest = json.loads(body)
+    del manifest["containers"]
+    for entry in (*manifest["tensors"].values(), *manifest["values"].values()):
+        del entry["order"]
+    body = json.dumps(manifest).encode()
+    head = {**json.loads(line), "version": 2, "bytes": len(body), "xxh3_128": checksum(body)}
+    line = json.dumps({k: v for k, v in head.items() if k != "line_xxh3_128"}).encode()
+    sealed = b', "line_xxh3_128": "' + checksum(line).encode() + b'"}\n'
+    path.write_bytes(line[:-1] + sealed + body)
+    found = load(tmp_path, {})
+    assert list(found) == ["tensor", "value"]
+    assert found["value"] == 3
 
 
 def test_a_view_in_a_value_is_saved_without_the_rest_of_its_storage(tmp_path: Path) -> None:

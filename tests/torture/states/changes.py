@@ -67,6 +67,7 @@ _TENSOR: Callable[[Any], Any] = lambda value: torch.zeros(())  # noqa: E731
 
 
 _NOT_IN_PLACE = ("sparse", "quantized", "nested", "mkldnn", "own dict", "own list", "flattens")
+_NOT_IN_PLACE += ("random state",)  # NumPy's may be a dict
 _NOT_IN_PLACE += tuple(f"sparse {each}" for each in ("csr", "csc", "bsr", "bsc"))
 
 

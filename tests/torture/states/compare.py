@@ -38,6 +38,26 @@ def difference(saved: Any, found: Any, *, loose: bool, at: str = "") -> str | No
     return None
 
 
+def other_shape(saved: Any, found: Any, at: str = "") -> str | None:
+    """How the dicts and lists of what was restored into an empty one differ: in kind, or in order.
+    Of the kinds of dicts, only an `OrderedDict` comes back as such.
+    """
+    if isinstance(saved, Mapping):
+        kind = collections.OrderedDict if type(saved) is collections.OrderedDict else dict
+        if at and type(found) is not kind:
+            return f"{at} is a {type(found).__name__}, not a {kind.__name__}"
+        if [*map(str, found)] != [*map(str, saved)]:
+            return f"{at} has the keys {[*found]} instead of {[*saved]}"
+        inner = [(str(key), value, found[key]) for key, value in saved.items()]
+    elif isinstance(saved, list):
+        if len(found) != len(saved):
+            return f"{at} has {len(found)} elements instead of {len(saved)}"
+        inner = [(str(i), *each) for i, each in enumerate(zip(saved, found, strict=True))]
+    else:
+        return None
+    return next((wrong for k, a, b in inner if (wrong := other_shape(a, b, f"{at}[{k}]"))), None)
+
+
 def _of_containers(saved: Any, found: Any, loose: bool, at: str) -> str | None:
     if not loose and type(saved) is not type(found):
         return f"{at or 'the state'} is a {type(found).__name__}, not a {type(saved).__name__}"

@@ -12,7 +12,7 @@ from outlast.errors import CheckpointError, OutlastError
 
 from .cases import NO, YES, Builder, Node, dense, make_spec, name, savable, text, walk
 from .changes import change
-from .compare import difference
+from .compare import difference, other_shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +101,10 @@ def wrong_restore(case: Case, target: Target, restore: Callable[[Any], Any]) -> 
         return f"{before}the restore raised {_text(e)}"
     if found is None:
         return f"{before}the restore found no checkpoint"
-    wrong = difference(Builder(0).build(case.spec), state, loose=bool(target.what))
+    saved = Builder(0).build(case.spec)
+    wrong = difference(saved, state, loose=bool(target.what))
+    if not wrong and target.what == "(): emptied":
+        wrong = other_shape(saved, state)
     return f"{before}silently, {wrong}" if wrong else None
 
 

@@ -9,6 +9,7 @@ parameters that are DTensors, and the next step fails: after every restart again
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from outlast.async_checkpoint.restore.verified_read import Source
 from outlast.async_checkpoint.state_dict import Item, look_up, nodes
-from outlast.async_checkpoint.storage.entries import Contents, TensorEntry, tree_path
+from outlast.async_checkpoint.storage.entries import Container, Contents, TensorEntry, ValueEntry
 from outlast.async_checkpoint.subclasses import SUBCLASS, wraps
 from outlast.errors import CheckpointMismatch
 from outlast.system.units import listed
@@ -55,16 +56,30 @@ def fill_empty(
         return
     lacking = [
         (path, entry)
-        for path, entry in ((tree_path(each.path), each) for each in contents.entries.values())
+        for path, entry in contents.in_order
         if any(path[:length] in empty for length in range(len(path)))
     ]
     tensors = [entry for _, entry in lacking if isinstance(entry, TensorEntry)]
     check_sizes({shard.file for tensor in tensors for shard in tensor.shards})
     for path, entry in lacking:
-        blank: torch.Tensor | None = None
-        if isinstance(entry, TensorEntry):
-            blank = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-        put(state_dict, path, blank)
+        if not isinstance(entry, Container) or not _has(state_dict, path):
+            put(state_dict, path, _blank(entry))
+
+
+def _blank(entry: Container | TensorEntry | ValueEntry) -> Any:
+    """What is to be filled with what was saved."""
+    if isinstance(entry, Container):
+        return OrderedDict() if entry.is_ordered else {}
+    if isinstance(entry, TensorEntry):
+        return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+    return None
+
+
+def _has(state: Any, path: tuple[Any, ...]) -> bool:
+    try:
+        return look_up(state, path) is not None
+    except LookupError:
+        return False
 
 
 def empty_in(value: Any) -> list[Any]:
@@ -80,10 +95,9 @@ def blank_extra_states(state_dict: dict[str, Any], contents: Contents) -> None:
     """Makes each extra state one into which the saved one fits: the size, the keys and the type of
     what `get_extra_state` returns may change in training.
     """
-    paths = ((tree_path(each.path), each) for each in contents.entries.values())
     saved = [
         (path, each)
-        for path, each in paths
+        for path, each in contents.in_order
         if any(isinstance(key, str) and key.endswith(_EXTRA) for key in path)
     ]
     for path, value in list(nodes(state_dict)) if saved else ():
@@ -93,10 +107,8 @@ def blank_extra_states(state_dict: dict[str, Any], contents: Contents) -> None:
                 continue
             at = (*path, key)
             found = {whole[len(at) :]: each for whole, each in saved if whole[: len(at)] == at}
-            if isinstance(entry := found.get(()), TensorEntry):
-                value[key] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-            elif found and () in found:
-                value[key] = None
+            if (entry := found.get(())) is not None:
+                value[key] = _blank(entry)
             elif found:
                 value[key] = [] if isinstance(next(iter(found))[0], tuple) else {}
 

@@ -34,6 +34,7 @@ from outlast.async_checkpoint.restore.verified_read import (
 from outlast.async_checkpoint.state_dict import Item
 from outlast.async_checkpoint.storage.entries import (
     ITEM_BYTES,
+    Container,
     Contents,
     FileEntry,
     TensorEntry,
@@ -275,12 +276,12 @@ def _contents_of(description: Mapping[str, Any]) -> Contents:
         index, file = description["index"], description["values"]
         places = zip(index["values"], description["places"], strict=True)
         values = {
-            name: {"path": path, "file": file, "at": at, "size_bytes": size}
-            for (name, path), (at, size) in places
+            name: {"path": path, "file": file, "at": at, "size_bytes": size, "order": order}
+            for (name, path, order), (at, size) in places
         }
         files = {name: {"name": name, **each} for name, each in description["files"].items()}
-        parts = {"files": files, "tensors": index["tensors"], "values": values}
-        contents = msgspec.convert(parts, Contents)
+        parts = {"files": files, "values": values}
+        contents = msgspec.convert({**index, **parts}, Contents)
         contents.check(CHUNK_BYTES, complete=False)
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise CheckpointError(f"a snapshot in memory is not described correctly: {e!r}") from e
@@ -290,8 +291,10 @@ def _contents_of(description: Mapping[str, Any]) -> Contents:
 def _merged(parts: Sequence[Contents]) -> Contents:
     tensors: dict[str, TensorEntry] = {}
     values: dict[str, ValueEntry] = {}
+    containers: dict[str, Container] = {}
     for part in parts:
         values.update(part.values)
+        containers = {**part.containers, **containers}
         for name, entry in part.tensors.items():
             known = tensors.setdefault(name, msgspec.structs.replace(entry, shards=[]))
             if (known.shape, known.dtype) != (entry.shape, entry.dtype):
@@ -300,4 +303,6 @@ def _merged(parts: Sequence[Contents]) -> Contents:
     for name, entry in tensors.items():
         if not is_covered(entry.shape, [(shard.offsets, shard.sizes) for shard in entry.shards]):
             raise CheckpointError(f"the snapshots of all ranks do not cover {name!r} exactly once")
-    return Contents({}, tensors, values)
+    for name in containers.keys() & (tensors.keys() | values.keys()):
+        del containers[name]  # of another rank, where it is no dict
+    return Contents({}, tensors, values, containers)

@@ -97,11 +97,14 @@ class Restorer:
         self, session: FolderSession, ranks: Agreement, group: Any, emitter: Emitter
     ) -> None:
         self._session, self.ranks, self._group, self._emitter = session, ranks, group, emitter
-        self._items = session.memo.items
         self.copies: CopiesInReach | None = None
         self.restored_from = self.not_live = ""
         self.lacking: list[tuple[Any, ...]] = []
         self._left: list[LeftSave] = []
+
+    def _items(self, state_dict: Mapping[str, Any]) -> list[Item]:
+        found = self._session.memo.items(state_dict)
+        return [item for item in found if item.kind != "container"]
 
     def open(self, owner: str) -> None:
         """Creates and locks the directory, and removes the remains of killed saves. Called on all

@@ -37,7 +37,13 @@ from outlast.async_checkpoint.state_dict import (
     signature_and_leaves,
     torch_path,
 )
-from outlast.async_checkpoint.storage.entries import FileEntry, Shard, TensorEntry, ValueEntry
+from outlast.async_checkpoint.storage.entries import (
+    Container,
+    FileEntry,
+    Shard,
+    TensorEntry,
+    ValueEntry,
+)
 from outlast.async_checkpoint.storage.manifest import CHUNK_BYTES, Manifest, checksum, pieces
 from outlast.errors import CheckpointError
 
@@ -53,10 +59,17 @@ class Catalog:
         self.tensors: dict[str, TensorEntry] = {}
         self._described: dict[str, Any] = {}
         self._stored: dict[MetadataIndex, _StorageInfo] = {}
+        self._containers: dict[str, Container] = {}
         self._paths: dict[str, tuple[Any, ...]] = {}
         self._metadata: Last[bytes] = Last()
         for structure in self.structures.values():
             self._add(structure)
+        for structure in self.structures.values():
+            for item in structure.containers:
+                if item.name not in self._paths:  # of another rank, where it is no dict
+                    place = structure.order[item.key]
+                    entry = Container(_listed(item.path), item.dtype == "OrderedDict", place)
+                    self._containers.setdefault(item.name, entry)
 
     def manifest(
         self, records: Sequence[bytes], step: int, save_id: str, metric: float | None
@@ -78,7 +91,8 @@ class Catalog:
             if sizes != {name: size for name, _, size in structure.files}:
                 raise CheckpointError(f"rank {rank} has written other files than agreed: {sizes}")
             for item, (at, size) in zip(structure.values, record["places"], strict=True):
-                values[item.name] = ValueEntry(_listed(item.path), values_file(rank), at, size)
+                place = _listed(item.path), values_file(rank), at, size
+                values[item.name] = ValueEntry(*place, structure.order[item.key])
             if "non_finite" in record:
                 judged.append(record["non_finite"])
             for name, entry in record["files"].items():
@@ -96,6 +110,7 @@ class Catalog:
             files=files,
             tensors=self.tensors,
             values=values,
+            containers=self._containers,
             non_finite=sorted(set().union(*judged)) if judged else None,
         )
         return manifest, metadata
@@ -116,8 +131,9 @@ class Catalog:
         for item in (*structure.tensors, *structure.values):
             self._paths[item.name] = item.path
         for item, extent in zip(structure.tensors, structure.extents, strict=True):
+            path, place = _listed(item.path), structure.order[item.key]
             entry = self.tensors.setdefault(
-                item.name, TensorEntry(_listed(item.path), item.dtype, list(item.shape), [])
+                item.name, TensorEntry(path, item.dtype, list(item.shape), [], place)
             )
             entry.shards.append(
                 Shard(list(item.offsets), list(item.sizes), extent.file, extent.data_at)

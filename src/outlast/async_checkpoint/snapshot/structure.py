@@ -103,6 +103,8 @@ class Structure:
     Attributes:
         tensors, extents: the tensors, and the place of each.
         values: what is pickled.
+        containers: as in `Item`.
+        order: the place of each item among all `items`.
         files: name, offset in the buffer and size of each file of tensors, in whole pages.
         size_bytes: the size of the buffer.
         index: what is saved and where, as JSON, for a process that takes the snapshot over.
@@ -114,6 +116,8 @@ class Structure:
         self.items = list(items)
         self.tensors = [i for i in items if i.kind == "tensor" and i.key in chosen]
         self.values = [i for i in items if i.kind == "value" and i.key in chosen]
+        self.containers = [i for i in items if i.kind == "container"]
+        self.order = {item.key: place for place, item in enumerate(items)}
         self.extents: list[TensorExtent] = []
         self.files: list[tuple[str, int, int]] = []
         self.size_bytes = 0
@@ -214,6 +218,7 @@ class Structure:
                 item.name,
                 {"path": item.path, "dtype": item.dtype, "shape": item.shape, "shards": []},
             )
+            entry["order"] = self.order[item.key]
             entry["shards"].append(
                 {
                     "offsets": item.offsets,
@@ -222,9 +227,16 @@ class Structure:
                     "at": extent.data_at,
                 }
             )
-        return json.dumps(
-            {"tensors": tensors, "values": [[item.name, item.path] for item in self.values]}
-        )
+        values = [[item.name, item.path, self.order[item.key]] for item in self.values]
+        containers = {
+            item.name: {
+                "path": item.path,
+                "is_ordered": item.dtype == "OrderedDict",
+                "order": self.order[item.key],
+            }
+            for item in self.containers
+        }
+        return json.dumps({"tensors": tensors, "values": values, "containers": containers})
 
 
 def _pickle(item: Item, value: Any) -> bytes:

@@ -59,12 +59,15 @@ class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor: `dtype` without `torch.`, its global shape, and its parts."""
+    """A tensor: `dtype` without `torch.`, its global shape, its parts, and its place in the order
+    of what was saved.
+    """
 
     path: Path
     dtype: str
     shape: Annotated[list[Count], Meta(max_length=64)]
     shards: list[Shard]
+    order: Count = 0
 
     @property
     def size_bytes(self) -> int:
@@ -78,19 +81,36 @@ class ValueEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     file: str
     at: Count
     size_bytes: Count
+    order: Count = 0
+
+
+class Container(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A dict that the entries in it do not tell of: one without any, or an `OrderedDict`."""
+
+    path: Path
+    is_ordered: bool
+    order: Count
 
 
 class Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a checkpoint, or a part of it, holds: files, and tensors and values by flat name."""
+    """What a checkpoint, or a part of it, holds: files, and the rest by flat name."""
 
     files: dict[str, FileEntry]
     tensors: dict[str, TensorEntry]
     values: dict[str, ValueEntry]
+    containers: dict[str, Container] = {}
 
     @property
     def entries(self) -> dict[str, TensorEntry | ValueEntry]:
         """The tensors, then the values."""
         return {**self.tensors, **self.values}
+
+    @property
+    def in_order(self) -> list[tuple[tuple[Any, ...], TensorEntry | ValueEntry | Container]]:
+        """All entries with their paths, as they were in the state: a dict before what it holds."""
+        found: list[TensorEntry | ValueEntry | Container] = [*self.containers.values()]
+        found += self.entries.values()
+        return [(tree_path(e.path), e) for e in sorted(found, key=lambda each: each.order)]
 
     def check(self, chunk_bytes: int, *, complete: bool = True) -> None:
         """A `ValueError` names the first wrong entry. If `complete`, each tensor is all there."""
@@ -101,7 +121,7 @@ class Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             count = -(-file.size_bytes // chunk_bytes)
             if len(file.checksums) != count:
                 raise ValueError(f"the file {name!r} does not have {count} checksums")
-        _check_paths(self.tensors, self.values)
+        _check_paths(self.containers, self.tensors, self.values)
         used: dict[str, list[tuple[int, int, str]]] = {name: [] for name in self.files}
         for name, tensor in self.tensors.items():
             _check_tensor(name, tensor, complete)
@@ -203,28 +223,35 @@ def _use(
         used[file].append((at, at + size_bytes, name))
 
 
-def _check_paths(*entries: Mapping[str, TensorEntry | ValueEntry]) -> None:
+def _check_paths(*entries: Mapping[str, TensorEntry | ValueEntry | Container]) -> None:
     """Checks that paths agree with names, and that all of them together form a tree of dicts and
     lists: what `fill_empty` builds from them is then no larger than they are.
     """
     root: dict[Any, Any] = {}
     lengths: dict[int, int] = {}  # of lists, by the id of their node
+    dicts: set[int] = set()  # of containers
     spare = sum(map(len, entries)) + _SPARE_PLACES
-    for name, path in ((name, entry.path) for each in entries for name, entry in each.items()):
+    for name, entry in (each for all_of_a_kind in entries for each in all_of_a_kind.items()):
+        path, is_dict = entry.path, isinstance(entry, Container)
         if flat_name(path) != name:
             raise ValueError(f"{name!r} has the path {path!r} of another name")
         node: Any = root
         for depth, key in enumerate(path, 1):
             index = key[0] if type(key) is list else None
-            if node and (index is not None) != (id(node) in lengths):
+            if (node or id(node) in dicts) and (index is not None) != (id(node) in lengths):
                 raise ValueError(f"{name!r} is in a list that is a dict as well")
             if index is not None:
                 length = lengths.setdefault(id(node), 0)
                 lengths[id(node)] = max(length, index + 1)
                 spare -= lengths[id(node)] - length
             step = key if index is None else index
-            if spare < 0 or (depth == len(path) and step in node):
+            is_last = depth == len(path)
+            if spare < 0 or (is_last and step in node and not is_dict):
                 raise ValueError(f"{name!r} has a path that cannot be")
-            node = node.setdefault(step, None if depth == len(path) else {})
-            if node is None and depth < len(path):
+            node = node.setdefault(step, None if is_last and not is_dict else {})
+            if node is None and not is_last:
                 raise ValueError(f"{name!r} is in a tensor or a value")
+        if is_dict:
+            if id(node) in lengths:
+                raise ValueError(f"{name!r} is a list that is a dict as well")
+            dicts.add(id(node))

@@ -27,7 +27,8 @@ from outlast.errors import CheckpointError, CheckpointMismatch, CheckpointReadEr
 
 MANIFEST = "manifest.json"
 FORMAT = "outlast-checkpoint"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+_OLDEST_READ = 2  # without the order of entries, and containers
 HEAD_BYTES = 4096
 """The first line has at most this size."""
 # A million shards take about 100 MB. A save refuses more, so a larger file is no manifest.
@@ -200,7 +201,7 @@ def _head(content: bytes) -> dict[str, Any] | None:
             return None
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    return dict(found) if found["version"] >= FORMAT_VERSION else None
+    return dict(found) if found["version"] >= _OLDEST_READ else None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
