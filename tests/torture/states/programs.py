@@ -243,6 +243,7 @@ def wrong_program(program: Program, changed: Program, what: str, folder: Path) -
 def _resumed_by_torch(made: Made, file: io.BytesIO) -> tuple[str, str]:
     """Loads plainly; why that fails, and why a step after it does."""
     loaded = torch.load(file, weights_only=False)
+    loaded["optimizer"] = _by_name(loaded["optimizer"], made.optimizer.state_dict())
     try:
         made.model.load_state_dict(loaded["model"])
         made.optimizer.load_state_dict(loaded["optimizer"])
@@ -259,6 +260,31 @@ def _resumed_by_torch(made: Made, file: io.BytesIO) -> tuple[str, str]:
     except Exception as e:  # noqa: BLE001 - any may be raised
         return "", f"{type(e).__name__}: {e}"
     return "", ""
+
+
+def _by_name(saved: dict[str, Any], present: dict[str, Any]) -> dict[str, Any]:
+    """The state of an optimizer in the present order of the names, which torch does not look at, if
+    each group has the same names.
+    """
+    pairs = list(zip(saved["param_groups"], present["param_groups"], strict=False))
+    names = [[each.get("param_names") or () for each in pair] for pair in pairs]
+    if any(sorted(one) != sorted(other) or not one for one, other in names):
+        return saved
+    number = {
+        name: now
+        for _, new in pairs
+        for name, now in zip(new["param_names"], new["params"], strict=True)
+    }
+    state = {
+        number[name]: saved["state"][old]
+        for group, _ in pairs
+        for name, old in zip(group["param_names"], group["params"], strict=True)
+        if old in saved["state"]
+    }
+    groups = [
+        {**old, "params": new["params"], "param_names": new["param_names"]} for old, new in pairs
+    ]
+    return {**saved, "state": state, "param_groups": groups}
 
 
 def _numbers(state: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
