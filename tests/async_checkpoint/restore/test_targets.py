@@ -195,6 +195,12 @@ def test_an_empty_dict_is_filled_in_the_order_and_with_the_dicts_of_the_saved_on
     assert parts["rates"]["warm"] == {"up": {}}
 
 
+def test_a_name_that_would_not_be_seen_in_an_error_is_quoted(tmp_path: Path) -> None:
+    save(tmp_path, {"": torch.ones(1), "a\n": 1, "b": 2})
+    with pytest.raises(CheckpointMismatch, match=r"only in the checkpoint: '', 'a\\n'\. Build"):
+        load(tmp_path, {"b": 0})
+
+
 def test_a_checkpoint_of_the_format_before_is_read(tmp_path: Path) -> None:
     save(tmp_path, {"value": 3, "tensor": torch.ones(2), "none": {}})
     (path,) = tmp_path.rglob(MANIFEST)

@@ -189,7 +189,8 @@ def _mismatch(where: str, differences: Sequence[str], only_names: bool) -> Check
 
 
 def _few(what: str, names: Sequence[str]) -> list[str]:
-    return [f"{what}: {listed(names, _SHOWN)}"] if names else []
+    shown = [name if name.isprintable() and name else repr(name) for name in names]
+    return [f"{what}: {listed(shown, _SHOWN)}"] if names else []
 
 
 def check_mixture(
