@@ -18,7 +18,7 @@ from outlast.async_checkpoint import Checkpointer, SaveHandle
 from outlast.elastic.stop_signals import SIGNALS, StopSignals
 from outlast.errors import CheckpointError, CheckpointMismatch
 from outlast.integrations.common import (
-    not_installed,
+    not_importable,
     pack,
     set_generators,
     unpack,
@@ -31,7 +31,7 @@ try:
     from deepspeed.runtime.zero import parameter_offload
     from deepspeed.runtime.zero.partition_parameters import Init
 except ImportError as e:
-    raise not_installed("deepspeed", "deepspeed") from e
+    raise not_importable("deepspeed", "deepspeed", e) from e
 
 __all__ = ["BackgroundCheckpointEngine", "DeepSpeedCheckpoints", "reset"]
 
