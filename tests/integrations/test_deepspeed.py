@@ -43,12 +43,17 @@ def test_zero_survives_faults_bit_by_bit(tmp_path: Path, stage: int, zygote: Zyg
     assert found == expected
 
 
-def _train(folder: Path, stage: int, steps: int, nprocs: int, **environment: str) -> list[float]:
-    """The weights of rank 0 after so many steps, from the newest checkpoint in the folder."""
+def _run(folder: Path, stage: int, steps: int, nprocs: int, code: int, **environment: str) -> Run:
     options = [RESIZED.read_text(), f"--nproc-per-node={nprocs}"]
     folder.mkdir(exist_ok=True)
     with Run(folder, *options, args=[str(stage), str(steps)], env=environment) as run:
-        assert run.wait() == 0, run.err[-10_000:]
+        assert run.wait() == code, run.err[-10_000:]
+    return run
+
+
+def _train(folder: Path, stage: int, steps: int, nprocs: int, **environment: str) -> list[float]:
+    """The weights of rank 0 after so many steps, from the newest checkpoint in the folder."""
+    run = _run(folder, stage, steps, nprocs, 0, **environment)
     (line,) = re.findall(r"^\[0\] steps (.*), weights \[(.*)\]$", run.out, re.MULTILINE)
     assert line[0] == f"{steps}, state {{'told': {steps}}}"
     return [float(each) for each in line[1].split(", ")]
@@ -58,11 +63,13 @@ def _train(folder: Path, stage: int, steps: int, nprocs: int, **environment: str
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_without_zero_any_number_of_ranks_continues(tmp_path: Path, zygote: Zygote) -> None:
-    """Also with the client state that `restore` has returned, saved again: it contains none of
-    DeepSpeed's own states, which would be those of an earlier step.
+    """Also with the client state that `restore` has returned, saved again: by the program, or for a
+    stop that was requested before a restart in place.
     """
     expected = _train(tmp_path / "undisturbed", 0, 12, 2)
     _train(tmp_path / "resumed", 0, 3, 2)
+    stopped = _run(tmp_path / "resumed", 0, 6, 2, 143, STOPPED="3")
+    assert "stopping after step 3: " in stopped.err
     _train(tmp_path / "resumed", 0, 6, 2)
     _train(tmp_path / "resumed", 0, 9, 1)
     assert _train(tmp_path / "resumed", 0, 12, 3) == pytest.approx(expected, abs=1e-4)
@@ -79,13 +86,9 @@ def test_zero_refuses_another_number_of_ranks_until_it_is_converted(
     files, saved = tmp_path / "files", tmp_path / "saved"
     _train(saved, stage, 4, 2, EXPORT=str(files))
     for ranks in (1, 3):
-        with Run(
-            saved, RESIZED.read_text(), f"--nproc-per-node={ranks}", args=[str(stage), "8"]
-        ) as run:
-            assert run.wait() == 93
         assert (
             f"the checkpoint of step 4 was saved with ZeRO stage {stage}, 2 ranks, and the engine "
-            f"has ZeRO stage {stage}, {ranks} ranks: " in run.err
+            f"has ZeRO stage {stage}, {ranks} ranks: " in _run(saved, stage, 8, ranks, 93).err
         )
     subprocess.run(
         [

@@ -3,10 +3,11 @@
 outlast run deepspeed_resized.py STAGE STEPS
 
 EXPORT: also saves DeepSpeed's own files, into that folder. UNIVERSAL: begins with the universal
-checkpoint in that folder.
+checkpoint in that folder. STOPPED: is told to stop in the step after this one, and fails in it.
 """
 
 import os
+import signal
 import sys
 
 os.environ["DS_ACCELERATOR"] = "cpu"
@@ -19,6 +20,7 @@ from outlast import inprocess
 from outlast.integrations.deepspeed import DeepSpeedCheckpoints, reset
 
 STAGE, STEPS = int(sys.argv[1]), int(sys.argv[2])
+STOPPED = int(os.environ.get("STOPPED", "-1"))
 EXPORT, UNIVERSAL = os.environ.get("EXPORT"), os.environ.get("UNIVERSAL")
 
 
@@ -50,6 +52,9 @@ def train(call: inprocess.CallWrapper) -> None:
         inputs = torch.randn(12, 16, generator=generator)
         targets = torch.randint(4, (12,), generator=generator)
         loss = torch.nn.functional.cross_entropy(engine(inputs[rank::ranks]), targets[rank::ranks])
+        if step == STOPPED and rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise RuntimeError("a fault after the request to stop")
         engine.backward(loss)
         engine.step()
         print(f"step {step + 1}: loss {loss.item()!r}", flush=True)
