@@ -202,9 +202,9 @@ class DeepSpeedCheckpoints:
             if found is None:
                 self._stop.begin(int(self.engine.global_steps), self.save)
                 return None
-            if state["layout"] != (now := self._layout()):
+            if state["layout"] not in ("", now := self._layout()):  # older ones have none
                 raise CheckpointMismatch(
-                    f"the checkpoint of step {found} was saved with {state['layout'] or 'others'}, "
+                    f"the checkpoint of step {found} was saved with {state['layout']}, "
                     f"and the engine has {now}: DeepSpeed partitions the optimizer's state in "
                     "another way. Continue as it was saved; or, for another number of ranks, "
                     "restore it as it was saved, call engine.save_checkpoint(folder), and convert "
