@@ -59,7 +59,11 @@ def run(
     folder.mkdir(exist_ok=True)
     argument = json.dumps({"path": str(folder / "state"), "faults": faults, **plan})
     options = [f"--nproc-per-node={nprocs}", "--max-restarts=8"]
-    environment = {"PYTHONPATH": str(PLANNED_FAULTS), "HF_HUB_OFFLINE": "1"}
+    environment = {
+        "PYTHONPATH": str(PLANNED_FAULTS),
+        "HF_HUB_OFFLINE": "1",
+        "TENSORBOARD_LOGGING_DIR": str(folder / "state-runs"),
+    }
     result = Result([], [], "")
     source = (SCRIPTS / f"{script}.py").read_text()
     while not result.codes or result.codes[-1] == 143:

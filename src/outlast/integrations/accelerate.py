@@ -13,7 +13,7 @@ import outlast
 from outlast.async_checkpoint import SaveHandle
 from outlast.elastic import ElasticLoader
 from outlast.errors import CheckpointMismatch
-from outlast.integrations.common import check_all_ranks, not_installed
+from outlast.integrations.common import check_all_ranks, not_importable
 
 try:
     from accelerate import Accelerator
@@ -26,7 +26,7 @@ try:
     from accelerate.state import AcceleratorState, GradientState
     from accelerate.utils import DistributedType
 except ImportError as e:
-    raise not_installed("accelerate", "transformers") from e
+    raise not_importable("accelerate", "transformers", e) from e
 
 __all__ = ["declare_order", "make_job", "reset_state"]
 

@@ -17,12 +17,15 @@ OPTIONAL = (f"{_RANDOM}.",)
 """A restore passes this: a rank that is new has no random generators in a checkpoint."""
 
 
-def not_installed(framework: str, extra: str) -> ImportError:
-    """The error of an adapter whose framework is not installed: says which extra to install."""
+def not_importable(framework: str, extra: str, cause: ImportError) -> ImportError:
+    """The error of an adapter whose framework is not installed, or lacks something: another
+    version, or one of its own requirements. Says which extra to install.
+    """
+    what = f"needs the package {framework}, which is not installed"
+    if not isinstance(cause, ModuleNotFoundError) or cause.name != framework:
+        what = f"cannot import the package {framework} as it is installed ({cause})"
     return ImportError(
-        f"outlast.integrations.{framework} needs the package {framework}, which is not installed: "
-        f"pip install 'outlast[{extra}]'",
-        name=framework,
+        f"outlast.integrations.{framework} {what}: pip install 'outlast[{extra}]'", name=framework
     )
 
 

@@ -7,18 +7,18 @@ background. A checkpoint becomes visible when the files of all ranks are durable
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from outlast.async_checkpoint import Checkpointer, SaveHandle
 from outlast.elastic.stop_signals import SIGNALS, StopSignals
-from outlast.errors import CheckpointError
+from outlast.errors import CheckpointError, CheckpointMismatch
 from outlast.integrations.common import (
-    OPTIONAL,
-    not_installed,
+    not_importable,
     pack,
     set_generators,
     unpack,
@@ -31,11 +31,11 @@ try:
     from deepspeed.runtime.zero import parameter_offload
     from deepspeed.runtime.zero.partition_parameters import Init
 except ImportError as e:
-    raise not_installed("deepspeed", "deepspeed") from e
+    raise not_importable("deepspeed", "deepspeed", e) from e
 
 __all__ = ["BackgroundCheckpointEngine", "DeepSpeedCheckpoints", "reset"]
 
-_TAG = "outlast"
+_TAG = _CLIENT_STATE = "outlast"
 
 
 def reset() -> None:
@@ -66,8 +66,9 @@ class BackgroundCheckpointEngine(CheckpointEngine):
 
     `save` collects the files of this rank, and `commit` schedules the save, with the random
     generators of this rank. `load` returns what `DeepSpeedCheckpoints.restore` has read. `step` is
-    that of the save that DeepSpeed begins next, `handle` that of the last save; `loaded` has the
-    packed files of the restored checkpoint, by name.
+    that of the save that DeepSpeed begins next, `layout` what a restore must have in common with
+    it, `handle` that of the last save; `loaded` has the packed files of the restored checkpoint, by
+    name.
     """
 
     def __init__(self, checkpointer: Checkpointer) -> None:
@@ -77,6 +78,7 @@ class BackgroundCheckpointEngine(CheckpointEngine):
         self.step = 0
         self.handle: SaveHandle | None = None
         self.loaded: dict[str, Any] = {}
+        self.layout = ""
         self._files: dict[str, Any] = {}
 
     def create(self, info: Any) -> None:
@@ -90,13 +92,14 @@ class BackgroundCheckpointEngine(CheckpointEngine):
 
     def commit(self, info: Any) -> bool:
         files, self._files = self._files, {}
-        state = with_generators({"files": files}, self.checkpointer.rank)
+        state = {"files": files, "layout": self.layout}
+        state = with_generators(state, self.checkpointer.rank)
         self.handle = self.checkpointer.save(self.step, state)
         return True
 
     def load(self, path: str, map_location: Any = None) -> Any:
         name = os.path.basename(path)
-        if name not in self.loaded:
+        if not self.loaded.get(name):
             raise CheckpointError(
                 f"DeepSpeed asks for {name}, which is not among the files that this rank has "
                 f"restored ({', '.join(self.loaded) or 'none'}): load checkpoints by "
@@ -112,11 +115,12 @@ class BackgroundCheckpointEngine(CheckpointEngine):
 class DeepSpeedCheckpoints:
     """Saves and restores a DeepSpeed engine. All ranks call the same methods in the same order.
 
-    The world size must be that of the save, as with DeepSpeed's own checkpoints. Restoring
-    unpickles what DeepSpeed pickled, which may run code: use folders that you trust.
+    With ZeRO, the world size must be that of the save, as with DeepSpeed's own checkpoints, which
+    `engine.save_checkpoint` still makes. Restoring unpickles what DeepSpeed pickled, which may run
+    code: use folders that you trust.
 
     Args:
-        engine: the result of `deepspeed.initialize`. Its `checkpoint_engine` is replaced.
+        engine: the result of `deepspeed.initialize`.
         path: the folder, or a URL.
         signals: the signals on which `step` saves and exits, as for `Job`.
         arguments: those of `outlast.Checkpointer`, except `overlap`: DeepSpeed's optimizers do not
@@ -141,7 +145,6 @@ class DeepSpeedCheckpoints:
         self.engine = engine
         self.checkpointer = Checkpointer(path, **arguments)
         self._files = BackgroundCheckpointEngine(self.checkpointer)
-        engine.checkpoint_engine = self._files
         self._stop = StopSignals(self.checkpointer, arguments.get("group"), signals=signals)
 
     def save(self, client_state: Mapping[str, Any] | None = None) -> SaveHandle:
@@ -153,12 +156,12 @@ class DeepSpeedCheckpoints:
         Raises:
             CheckpointError: if an earlier save failed, as `Checkpointer.save`.
         """
-        self._files.step = int(self.engine.global_steps)
-        with tempfile.TemporaryDirectory(prefix="outlast-deepspeed-") as folder:
+        self._files.step, self._files.layout = int(self.engine.global_steps), self._layout()
+        # Under a name of its own: DeepSpeed puts it over its own states, such as the optimizer's.
+        state = {_CLIENT_STATE: dict(client_state or {})}
+        with self._own_files() as folder:
             # Into the folder, DeepSpeed copies only its script for converting its own files.
-            self.engine.save_checkpoint(
-                folder, tag=_TAG, client_state=dict(client_state or {}), save_latest=False
-            )
+            self.engine.save_checkpoint(folder, tag=_TAG, client_state=state, save_latest=False)
         assert self._files.handle is not None
         return self._files.handle
 
@@ -183,20 +186,30 @@ class DeepSpeedCheckpoints:
             The client state; `None` if there is no checkpoint. `engine.global_steps` is the step.
 
         Raises:
-            CheckpointMismatch: if the checkpoint is of another world size or ZeRO stage.
+            CheckpointMismatch: if the checkpoint is of another ZeRO stage or, with ZeRO, of another
+                number of ranks; says what to do.
             CheckpointError: if there are checkpoints but none is valid.
         """
-        with tempfile.TemporaryDirectory(prefix="outlast-deepspeed-") as folder:
+        with self._own_files() as folder:
             model = self.engine._get_ckpt_name(folder, _TAG)
             paths = [model]
             if self.engine.zero_optimization():
                 paths.append(self.engine._get_zero_ckpt_name(folder, _TAG))
             files: dict[str, Any] = {os.path.basename(path): {} for path in paths}
-            state = with_generators({"files": files}, self.checkpointer.rank)
-            found = self.checkpointer.restore(state, step=step, optional=OPTIONAL)
+            state = with_generators({"files": files, "layout": ""}, self.checkpointer.rank)
+            # Not strict: with another layout there are other files, and names do not say why.
+            found = self.checkpointer.restore(state, step=step, strict=False)
             if found is None:
-                self._stop.begin(0, self.save)
+                self._stop.begin(int(self.engine.global_steps), self.save)
                 return None
+            if state["layout"] not in ("", now := self._layout()):  # older ones have none
+                raise CheckpointMismatch(
+                    f"the checkpoint of step {found} was saved with {state['layout']}, "
+                    f"and the engine has {now}: DeepSpeed partitions the optimizer's state in "
+                    "another way. Continue as it was saved; or, for another number of ranks, "
+                    "restore it as it was saved, call engine.save_checkpoint(folder), and convert "
+                    "that with deepspeed.checkpoint.ds_to_universal"
+                )
             self._files.loaded = files
             # DeepSpeed looks for its model file by name before it asks the engine for it.
             Path(model).parent.mkdir(parents=True)
@@ -208,9 +221,29 @@ class DeepSpeedCheckpoints:
             if loaded is None:
                 raise CheckpointError(f"DeepSpeed did not load the checkpoint of step {found}")
             set_generators(state, self.checkpointer.rank)
-            saved = dict(client_state)
-            self._stop.begin(int(self.engine.global_steps), lambda: self.save(saved))
-            return saved
+            saved = dict(client_state[_CLIENT_STATE])
+        self._stop.begin(int(self.engine.global_steps), lambda: self.save(saved))
+        return saved
+
+    @contextlib.contextmanager
+    def _own_files(self) -> Iterator[str]:
+        """A folder whose files DeepSpeed saves and loads through the checkpointer. Outside of this,
+        the program may save and load DeepSpeed's own files, also its universal ones.
+        """
+        engine, config = self.engine, self.engine._config
+        before = engine.checkpoint_engine, config.load_universal_checkpoint
+        engine.checkpoint_engine, config.load_universal_checkpoint = self._files, False
+        try:
+            with tempfile.TemporaryDirectory(prefix="outlast-deepspeed-") as folder:
+                yield folder
+        finally:
+            engine.checkpoint_engine, config.load_universal_checkpoint = before
+
+    def _layout(self) -> str:
+        """What decides which files there are, and what is in them."""
+        stage, ranks = int(self.engine.zero_optimization_stage()), self.checkpointer.world_size
+        bf16 = ", bf16" if self.engine.bfloat16_enabled() else ""
+        return f"ZeRO stage {stage}{bf16}, {ranks} ranks" if stage else "no ZeRO"
 
     def close(self) -> None:
         """Waits for saves in progress, and restores the handlers of signals.

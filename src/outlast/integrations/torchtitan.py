@@ -16,7 +16,7 @@ from typing import Any
 
 from outlast.async_checkpoint import Checkpointer, Retention
 from outlast.elastic.stop_signals import StopSignals
-from outlast.integrations.common import OPTIONAL, not_installed, set_generators, with_generators
+from outlast.integrations.common import OPTIONAL, not_importable, set_generators, with_generators
 
 try:
     from torchtitan.components.checkpointer.base import (
@@ -28,7 +28,7 @@ try:
         ModelWrapper,
     )
 except ImportError as e:
-    raise not_installed("torchtitan", "torchtitan") from e
+    raise not_importable("torchtitan", "torchtitan", e) from e
 
 __all__ = ["OutlastCheckpointManager"]
 

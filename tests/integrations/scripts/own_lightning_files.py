@@ -1,5 +1,6 @@
-"""A Lightning user's program with a data module, a `CSVLogger`, and a `ModelCheckpoint` that keeps
-the best: `outlast run own_lightning_files.py PLAN`, see `own_programs.py`.
+"""A Lightning user's program with a data module, a `CSVLogger` or a `TensorBoardLogger`, and a
+`ModelCheckpoint` that keeps the best: `outlast run own_lightning_files.py PLAN`, see
+`own_programs.py`.
 
 Its points: `step N`, at the begin of a batch; `validation E`; `epoch E`, at its end.
 """
@@ -12,7 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
 from planned_faults import RANK, PlannedFaults, say
 from torch import nn
@@ -87,6 +88,9 @@ def main(call: inprocess.CallWrapper) -> None:
             assert job.job is not None
             say("restored", step=job.job.steps, source=job.job.restored_from)
 
+    logger = CSVLogger(f"{PLAN['path']}-logs")
+    if PLAN.get("tensorboard"):
+        logger = TensorBoardLogger(f"{PLAN['path']}-logs", purge_step=0)
     best = ModelCheckpoint(monitor="loss", save_top_k=2, enable_version_counter=False)
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -95,7 +99,7 @@ def main(call: inprocess.CallWrapper) -> None:
         max_epochs=5,
         log_every_n_steps=2,
         callbacks=[best, job, Restored()],
-        logger=CSVLogger(f"{PLAN['path']}-logs"),
+        logger=logger,
         enable_progress_bar=False,
         enable_model_summary=False,
     )

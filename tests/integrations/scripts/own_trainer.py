@@ -87,7 +87,7 @@ def main(call: inprocess.CallWrapper) -> None:
         ddp_backend="gloo",
         ddp_find_unused_parameters=False,
         disable_tqdm=True,
-        report_to=[],
+        report_to=PLAN.get("report_to", []),
     )
     config = GPT2Config(vocab_size=26, n_positions=16, n_embd=16, n_layer=1, n_head=2)
     config.bos_token_id = config.eos_token_id = 0

@@ -15,7 +15,7 @@ import outlast
 from outlast.elastic.loader_position import LoaderPosition, has_no_state
 from outlast.inprocess import CallWrapper
 from outlast.integrations.lightning.callback_states import CallbackStates
-from outlast.integrations.lightning.csv_logs import CsvLogs
+from outlast.integrations.lightning.log_files import LogFiles
 from outlast.integrations.lightning.states import LoopStates, states_of
 
 log = logging.getLogger("outlast.integrations")
@@ -58,7 +58,7 @@ class JobCallback(Callback):
         self._states, self._options = dict(states or {}), options
         self._handlers: dict[int, Any] = {}  # the job's, by signal
         self._global_step = 0
-        self._logs: CsvLogs | None = None
+        self._logs: LogFiles | None = None
 
     # ------------------------------------------------------------------------- begin and end
 
@@ -68,7 +68,7 @@ class JobCallback(Callback):
         """
         if stage == "fit":
             trainer.callbacks = [self, *(each for each in trainer.callbacks if each is not self)]
-            self._logs = CsvLogs(trainer, self._path)
+            self._logs = LogFiles(trainer, self._path)
             self._logs.continue_versions()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

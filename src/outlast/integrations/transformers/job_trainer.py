@@ -8,6 +8,7 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import Trainer, TrainerCallback
+from transformers.integrations import TensorBoardCallback
 from transformers.trainer_utils import has_length
 
 import outlast
@@ -212,6 +214,11 @@ class JobTrainerMixin(_Mixed):
         def on_train_begin(*args: Any, **kwargs: Any) -> Any:
             del handler.on_train_begin
             self.job.watch_ddp(self.model_wrapped)  # Trainer has just wrapped it
+            # What was logged for steps that are made again is not shown any more.
+            first = self.job.steps + (self._progress.end_of_step is None)
+            for each in handler.callbacks:
+                if isinstance(each, TensorBoardCallback):
+                    each._SummaryWriter = partial(each._SummaryWriter, purge_step=first)
             self.control = begin(*args, **kwargs)
             if resumed:
                 self._finish_step()

@@ -1,9 +1,10 @@
-"""`CsvLogs`: after a restart, a fit continues the files of Lightning's `CSVLogger`.
+"""`LogFiles`: after a restart, a fit continues the files of `CSVLogger` and `TensorBoardLogger`.
 
-A new logger takes the next free version; if its version is given, it deletes the existing file.
-`CsvLogs` stores the versions of the first fit beside the checkpoints, and sets them before anything
-else reads them, because the folder of a `ModelCheckpoint` may contain the version. It keeps the
-rows up to the restored step. The later ones are logged again, when their steps are repeated.
+A new logger takes the next free version; if its version is given, a `CSVLogger` deletes the
+existing file. `LogFiles` stores the versions of the first fit beside the checkpoints, and sets them
+before anything else reads them, because the folder of a `ModelCheckpoint` may contain the version.
+It keeps the rows of a `CSVLogger` up to the restored step. The later ones are logged again, when
+their steps are repeated. TensorBoard shows the last value of each step by itself.
 """
 
 from __future__ import annotations
@@ -19,24 +20,25 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from outlast.system.files import replace_durably
 
 log = logging.getLogger("outlast.integrations")
 
 _VERSIONS = ".lightning-versions"
+_KINDS = CSVLogger, TensorBoardLogger
 
 
-class CsvLogs:
-    """The CSV files of one fit; if the job's `path` is a URL, versions are Lightning's own."""
+class LogFiles:
+    """The log files of one fit; if the job's `path` is a URL, versions are Lightning's own."""
 
     def __init__(self, trainer: Trainer, path: str | os.PathLike[str]) -> None:
         self._trainer = trainer
         self._loggers = [
             each
             for each in trainer.loggers
-            if isinstance(each, CSVLogger) and "://" not in str(each.save_dir)
+            if isinstance(each, _KINDS) and "://" not in str(each.save_dir)
         ]
         self._file = None if "://" in os.fspath(path) else Path(path) / _VERSIONS
         self._rows: list[_Rows] = []
@@ -53,17 +55,30 @@ class CsvLogs:
         for logger, version in zip(self._loggers, stored, strict=True):
             unused = logger.log_dir
             if logger.version != version:
-                logger._version, logger._experiment = version, None
+                logger._version = version
                 if self._trainer.is_global_zero:
                     with contextlib.suppress(OSError):  # it is not empty
+                        _close(logger, empty=unused)
                         os.rmdir(unused)
+                logger._experiment = None
 
     def begin(self, step: int) -> None:
         """Stores the versions, and keeps the rows up to `step`, whose state was restored."""
-        if self._trainer.is_global_zero and self._file is not None and self._loggers:
+        if not self._trainer.is_global_zero or not self._loggers:
+            return
+        if self._file is not None:
             versions = [each.version for each in self._loggers]
             replace_durably(self._file, json.dumps(versions).encode())
-            self._rows = [_Rows(each, step) for each in self._loggers]
+            self._rows = [
+                _Rows(each, step) for each in self._loggers if isinstance(each, CSVLogger)
+            ]
+        for each in self._loggers:
+            # Only where the program asks for it: this hides all that has another number than its
+            # step, such as samples. One more than the restored step, as the program may have logged
+            # that step by this number, and it is not made again.
+            if isinstance(each, TensorBoardLogger) and "purge_step" in each._kwargs:
+                _close(each)
+                each._kwargs["purge_step"] = step + 1
 
     def completed(self, step: int) -> None:
         for each in list(self._rows):
@@ -72,6 +87,18 @@ class CsvLogs:
             except OSError as e:  # without hard links, for example: a log must not end a training
                 log.warning("%s is not continued after a fault: %s", each.path, e)
                 self._rows.remove(each)
+
+
+def _close(logger: Any, empty: str | None = None) -> None:
+    """Closes the event file that Lightning has opened before the fit's begin; the next event opens
+    another one. Removes it if it is the only file of an `empty` folder: it has no events yet.
+    """
+    if isinstance(logger, TensorBoardLogger):
+        logger.finalize("")
+        logger._experiment = None
+        files = [] if empty is None else os.listdir(empty)
+        if empty is not None and len(files) == 1 and files[0].startswith("events.out.tfevents."):
+            os.unlink(os.path.join(empty, files[0]))
 
 
 class _Rows:
