@@ -13,7 +13,6 @@ import fsspec.asyn
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 from async_checkpoint.storage.s3 import Server, keys, uploads
 from outlast import Checkpointer
@@ -22,6 +21,11 @@ from outlast.async_checkpoint.storage import directory as folders
 from outlast.async_checkpoint.storage.remote import RemoteStorage
 from outlast.errors import CheckpointError
 from procs import Job
+
+try:
+    from torch.distributed.checkpoint.fsspec_filesystem import FsspecReader
+except ImportError:  # before torch 2.15
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 
 def state(value: float, megabytes: int = 1) -> dict[str, Any]:
