@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import signal
 from collections.abc import Callable
@@ -73,6 +74,8 @@ def test_plain_torch_reads_it(s3: Server) -> None:
         checkpointer.save(7, state(7)).wait()
         (info,) = checkpointer.checkpoints()
     loaded = state(0)
+    if "kwargs" not in inspect.signature(FsspecReader).parameters:
+        pytest.skip("in torch 2.6, it has no connections of its own")
     reader = FsspecReader(f"{url}/{info.folder}", skip_instance_cache=True)
     with pytest.warns(UserWarning, match="assuming the intent is to load in a single process"):
         dcp.load(loaded, storage_reader=reader)

@@ -40,6 +40,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 
 from outlast.errors import RankShouldRestart
 from outlast.inprocess.interruption.gloo import GlooAbort, any_blocked, pair_sockets
@@ -52,6 +53,9 @@ _SHARER = resource_sharer.__file__
 _MOST_KEPT = 64
 """References to groups that the function has destroyed, until the end of the iteration."""
 _OWN_REFERENCES = 2  # the variable, and the argument of `getrefcount`
+_DESTROYS_WITH_THE_GIL = TorchVersion(torch.__version__) < "2.7"
+"""A worker thread that still needs it, after a collective, and the destructor would wait for ever."""
+_WORKERS_END_S = 0.02
 _DRAIN_S = 5.0
 """How long worker threads may take to leave their waits before the release continues."""
 
@@ -99,6 +103,8 @@ class Releaser:
                 threading.Thread(target=old.clear, name="outlast-release", daemon=True).start()
             groups = list(dist.distributed_c10d._world.pg_map)
             destroy(*args, **kwargs)
+            if _DESTROYS_WITH_THE_GIL:
+                time.sleep(_WORKERS_END_S)  # in which they get it
             while groups:
                 group = groups.pop()  # the only reference, unless a module has it
                 left = group in dist.distributed_c10d._world.pg_map
