@@ -14,7 +14,7 @@ Calling `destroy_process_group()` is not enough, for four reasons:
   may wait for its connections to close.
 * gloo's event loops wake up only every 10 ms, and the destructor waits for them. No rank needs to
   wait for the destructor: a separate thread drops the references. torch's destructor of a group
-  runs without the GIL.
+  runs without the GIL; where it does not (torch 2.6), these threads get the GIL before.
 * torch's records of groups whose creation or destruction was interrupted must be cleared, above all
   the counter that names groups: if the ranks' counters differ, each waits for the others under a
   different name.
@@ -53,8 +53,9 @@ _SHARER = resource_sharer.__file__
 _MOST_KEPT = 64
 """References to groups that the function has destroyed, until the end of the iteration."""
 _OWN_REFERENCES = 2  # the variable, and the argument of `getrefcount`
-_DESTROYS_WITH_THE_GIL = TorchVersion(torch.__version__) < "2.7"
-"""A worker thread that still needs it, after a collective, and the destructor would wait for ever."""
+_DESTROYS_WITH_THE_GIL = TorchVersion(torch.__version__) < "2.13"
+"""Seen on 2.6: a worker thread that still needs it, after a collective, and the destructor wait for
+each other for ever."""
 _WORKERS_END_S = 0.02
 _DRAIN_S = 5.0
 """How long worker threads may take to leave their waits before the release continues."""
@@ -171,6 +172,8 @@ def _drain() -> None:
     while any_blocked() and time.monotonic() < deadline:
         gloo.wake_blocked(settled=not gloo.shut_down())
         time.sleep(0.002)  # no event is signaled when a gloo thread leaves a wait
+    if _DESTROYS_WITH_THE_GIL:
+        time.sleep(_WORKERS_END_S)
 
 
 def _forget_groups() -> None:
