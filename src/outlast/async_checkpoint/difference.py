@@ -143,7 +143,7 @@ def _numbers(values: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any] |
     wide = torch.complex128 if content.is_complex() else torch.float64
     try:
         return content.to(wide).numpy()
-    except NotImplementedError:  # bits8, int3, float4_e2m1fn_x2 (two numbers in one element)
+    except RuntimeError:  # bits8, int3, float4_e2m1fn_x2 (two numbers in one element)
         return None
 
 
