@@ -122,7 +122,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselects slow tests unless `--all` is given, and gives them a longer limit, which is only a
-    net against hangs; skips GPU tests without a GPU.
+    net against hangs; skips tests of what this machine or this torch does not have.
     """
     slow = [item for item in items if item.get_closest_marker("slow")]
     for item in slow:
@@ -139,6 +139,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = {item for each in cases.values() if len(each) > 3 for item in each[1::2]}
         config.hook.pytest_deselected(items=list(others))
         items[:] = [item for item in items if item not in others]
+    if not hasattr(torch.cpu.Stream, "record_event"):
+        for item in items:
+            if item.get_closest_marker("fsdp2"):
+                item.add_marker(pytest.mark.skip(reason="FSDP2 of this torch needs a GPU"))
     if torch.cuda.is_available():
         return
     for item in items:

@@ -25,3 +25,11 @@ assert not hasattr(outlast, "nothing")
 def test_the_packages_are_there_after_the_import_of_outlast() -> None:
     done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_job_without_numpy_is_refused_when_it_is_imported() -> None:
+    """Not in each iteration of a job, by "Numpy is not available" from torch."""
+    program = "import sys; sys.modules['numpy'] = None; import outlast; outlast.Job"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "ModuleNotFoundError: import of numpy" in done.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import math
 import pickle
 from typing import Any
@@ -141,10 +140,10 @@ def _numbers(values: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any] |
     import torch  # has more dtypes than NumPy
 
     content = torch.from_numpy(values.view(np.uint8)).view(getattr(torch, dtype))
-    wide = torch.complex128 if dtype.startswith("complex") else torch.float64
+    wide = torch.complex128 if content.is_complex() else torch.float64
     try:
         return content.to(wide).numpy()
-    except NotImplementedError:  # bits8, int3, float4_e2m1fn_x2 (two numbers in one element)
+    except RuntimeError:  # bits8, int3, float4_e2m1fn_x2 (two numbers in one element)
         return None
 
 
@@ -186,10 +185,10 @@ def _compare_values(one: bytes, other: bytes) -> tuple[str, str] | None:
 
 
 def _text(content: bytes) -> str:
-    import torch
+    from outlast.async_checkpoint import torch_values
 
     try:
-        value = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        value = torch_values.read(content)
     except pickle.UnpicklingError:  # of a class that only the program has
         return f"an object {checksum(content)}"
     return " ".join(repr(value).split())

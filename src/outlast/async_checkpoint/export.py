@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import io
 import json
 import os
 import pickle
@@ -141,6 +140,7 @@ def _write_torch(
 ) -> dict[str, str]:
     import torch
 
+    from outlast.async_checkpoint import torch_values
     from outlast.async_checkpoint.restore.fit import put
 
     found: dict[str, Any] = {}
@@ -150,9 +150,9 @@ def _write_torch(
         content = torch.from_numpy(values.reshape(-1).view("uint8"))
         found[name] = content.view(getattr(torch, entry.dtype)).reshape(entry.shape)
     for name in chosen.values:
-        value = io.BytesIO(read_value(chosen.source, name))
+        value = read_value(chosen.source, name)
         try:
-            found[name] = torch.load(value, map_location="cpu", weights_only=True)
+            found[name] = torch_values.read(value)
         except pickle.UnpicklingError:
             left_out[name] = "torch.load with weights_only=True would refuse its class"
     paths = {**chosen.tensors, **chosen.values}

@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 
+from outlast.async_checkpoint import torch_values
+
 _TAG = "__outlast__"  # the key that marks a node; part of the checkpoint's format
 # Longer integers are pickled in a way that torch does not read.
 _MOST_BITS = 2000
@@ -227,8 +229,7 @@ def _check_loads(value: Any) -> None:
     file = io.BytesIO()
     try:
         torch.save(value, file)
-        file.seek(0)
-        torch.load(file, map_location="cpu", weights_only=True)
+        torch_values.read(file.getvalue())
     except Exception as e:
         what = "lambda" if getattr(value, "__name__", "") == "<lambda>" else type(value).__name__
         raise Unsavable(

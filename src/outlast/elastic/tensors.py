@@ -7,6 +7,7 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy  # noqa: F401 - torch installs without it, and says so only at the first tensor's bytes
 import torch
 import xxhash
 from torch import nn

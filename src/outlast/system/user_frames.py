@@ -46,6 +46,8 @@ def is_own(frame: FrameType, but: Collection[str] = ()) -> bool:
 def in_standard_library(frame: FrameType) -> bool:
     """Whether it is a frame of Python's own library."""
     file = frame.f_code.co_filename
+    if file == "<string>":  # the constructor of a named tuple, as asyncio's selectors make them
+        return str(frame.f_globals.get("__name__")).startswith("namedtuple_")
     installed = "site-packages" in file or "dist-packages" in file
     return file.startswith((*_standard_library(), "<frozen ")) and not installed
 

@@ -47,6 +47,7 @@ def trained(ranks: Ranks, path: Path) -> tuple[list[dict[int, str]], list[list[s
     return losses, refused
 
 
+@pytest.mark.fsdp2
 def test_an_fsdp2_model_continues_bit_identically(ranks: Ranks, tmp_path: Path) -> None:
     """By the recipe of the guide; the state dict of a new optimizer is refused."""
     undisturbed, _ = trained(ranks, tmp_path)

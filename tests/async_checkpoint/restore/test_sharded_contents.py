@@ -55,6 +55,7 @@ def test_the_number_of_ranks_makes_no_difference(ranks: Ranks, tmp_path: Path) -
     assert files[0] == files[1] == files[2]
 
 
+@pytest.mark.fsdp2
 def test_a_damaged_part_of_one_rank(ranks: Ranks, tmp_path: Path) -> None:
     folder = saved(ranks, tmp_path / "c", 2)
     file = folder / "x.safetensors"

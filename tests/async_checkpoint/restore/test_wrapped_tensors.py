@@ -171,6 +171,7 @@ def test_what_does_not_tell_its_tensors_is_refused(tmp_path: Path) -> None:
         checkpointer.save(1, {"x": {"w": Opaque(torch.ones(4, 4))}})
 
 
+@pytest.mark.filterwarnings("ignore:DTensor random operators may not")  # torch 2.6
 def test_a_sharded_one_is_refused(tmp_path: Path) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:

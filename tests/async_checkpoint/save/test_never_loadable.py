@@ -31,6 +31,7 @@ class Own(str):
 
 class Plain(enum.IntEnum):
     A = 1
+    __str__ = int.__repr__  # as Python has it since 3.11
 
 
 PLAIN = [Plain.A, "a", 3]

@@ -11,6 +11,7 @@ parcels, or two reads of another process's memory), `last save` (before the job 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import random
 import sys
@@ -155,6 +156,8 @@ def received() -> None:
     rescue._Rescue._collect = collected  # type: ignore[method-assign]
 
 
+# Torch 2.6 has no such option.
+HAS_INIT_SYNC = "init_sync" in inspect.signature(DistributedDataParallel).parameters
 WAITS = [AwaitReplacements(60)] if PLAN["await"] else []
 
 
@@ -181,7 +184,8 @@ def train(call: inprocess.CallWrapper) -> str:
         say("restored", step=step, source=job.restored_from, iteration=call.iteration, size=size)
         reach("restored", call.iteration)
         known = PLAN["kept"] and step is not None
-        called = called or DistributedDataParallel(model, init_sync=not known)
+        sync = {"init_sync": not known} if HAS_INIT_SYNC else {}
+        called = called or DistributedDataParallel(model, **sync)
         for epoch in job.epochs(PLAN["epochs"]):
             for inputs, targets in job.batches(loader):
                 if job.steps == 4:

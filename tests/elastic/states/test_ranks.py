@@ -183,7 +183,7 @@ def test_generators_that_stood_alike_stand_alike_again(run: Callable[..., Job]) 
     assert drawn(run("loads_random", nprocs=3)) == [before[0]] * 3
 
 
-@pytest.mark.parametrize("kind", ["sharded", "ddp"])
+@pytest.mark.parametrize("kind", [pytest.param("sharded", marks=pytest.mark.fsdp2), "ddp"])
 @pytest.mark.parametrize(
     ("before", "after"),
     [(3, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 3), (2, 1), (1, 2)))],
@@ -197,6 +197,7 @@ def test_a_model_trains_on_at_another_size(
         assert values == pytest.approx(saved[0][0], rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.fsdp2
 def test_a_sharded_module_is_refused_as_a_whole_one(run: Callable[..., Job]) -> None:
     run("sharded", "save", nprocs=2)
     job = run("sharded", "refused", nprocs=2)

@@ -99,6 +99,8 @@ class Training:
         return [copy.deepcopy(part.state_dict()) for part in parts]
 
 
+# A `SequentialLR` of torch 2.6 calls its schedulers in this way.
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
 def test_a_training_goes_on_as_if_it_had_not_ended(folder: Path) -> None:
     training = Training(0)
     for _ in range(4):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from inprocess.job_output import assert_never_together, errors, full, views
 from outlast.events.report import build, load
@@ -68,6 +69,10 @@ def test_the_culprit_of_a_hang_is_named_though_its_victims_time_out_first(
             marks=pytest.mark.slow,
         ),
     ],
+)
+@pytest.mark.skipif(
+    not hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"),
+    reason="this torch has no flight recorder for gloo",
 )
 def test_ranks_that_all_wait_in_torch(
     ranks: Ranks, how: str, named: list[int], said: list[str]

@@ -87,7 +87,8 @@ def one_after_another(call: CallWrapper) -> list[str]:
         return ways
     way = ways[call.iteration]
     # Separate connections: one of the ways blocks that of call.state.store.
-    store = call.state.store.clone()
+    shared = call.state.store  # in torch 2.6, without `clone`
+    store = shared.clone() if hasattr(shared, "clone") else dist.TCPStore(shared.host, shared.port)
     block = WAYS[way](call)
     if rank() == 1:
         store.wait(["asleep"])

@@ -84,7 +84,8 @@ def test_every_call_of_torchs_client(server: ServerProcess) -> None:
     assert store.num_keys() == 5
     large = bytes(range(256)) * 20_000
     store.set("large", large)
-    assert store.clone().get("large") == large
+    if hasattr(store, "clone"):  # not in torch 2.6
+        assert store.clone().get("large") == large
     store.set_timeout(datetime.timedelta(seconds=NET_S))
     if hasattr(store, "list_keys"):  # since torch 2.12
         assert sorted(store.list_keys()) == ["k2", "large", "log", "m1", "m2", "n"]

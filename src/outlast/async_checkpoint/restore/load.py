@@ -6,13 +6,13 @@ they overlap only in part, or the tensor is on a GPU, they go through a bounded 
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from outlast.async_checkpoint import torch_values
 from outlast.async_checkpoint.plain_values import decode
 from outlast.async_checkpoint.restore.fit import Content, put
 from outlast.async_checkpoint.restore.verified_read import Piece, Source, check_sizes, read_verified
@@ -208,7 +208,7 @@ def _load_values(
         data = bytes(memory_at(buffer.data_ptr(), buffer.nbytes))
         present = look_up(state_dict, item.path)
         try:
-            plain = torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
+            plain = torch_values.read(data, weights_only=weights_only)
             value = decode(plain, like=present)
         except Exception as e:
             raise CheckpointMismatch(

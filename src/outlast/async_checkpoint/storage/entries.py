@@ -18,7 +18,7 @@ from msgspec import Meta
 
 ITEM_BYTES = {
     **dict.fromkeys(("float64", "complex64", "int64", "uint64"), 8),
-    **dict.fromkeys(("float32", "complex32", "int32", "uint32"), 4),
+    **dict.fromkeys(("float32", "complex32", "bcomplex32", "int32", "uint32"), 4),
     **dict.fromkeys(("float16", "bfloat16", "int16", "uint16", "bits16"), 2),
     **dict.fromkeys(("bool", "int8", "uint8", "bits8", "bits4x2", "bits2x4", "bits1x8"), 1),
     **dict.fromkeys(("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"), 1),

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.serialization import safe_globals
 
+from outlast.async_checkpoint import torch_values
 from outlast.elastic.tensors import bytes_of
 from outlast.errors import CheckpointMismatch
 
@@ -52,7 +53,7 @@ def load_state(header: bytes, known: Sequence[type]) -> Any:
     (size,) = _SIZE.unpack_from(header)
     with safe_globals(list(known)):
         try:
-            return torch.load(io.BytesIO(header[_SIZE.size + size :]), weights_only=True)
+            return torch_values.read(header[_SIZE.size + size :], map_location=None)
         except pickle.UnpicklingError as e:
             raise ValueError(f"it contains more than tensors and plain values: {e}") from e
 

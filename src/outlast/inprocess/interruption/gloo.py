@@ -24,10 +24,9 @@ waiting longer replaces the first condition.
 
 All this depends on how torch was built. So the symbols and the layout of the objects are checked
 once, before the first use. Where a build does not fit, the threads in that wait are not woken, and
-one warning says that it may last for the timeout of its group: torch 2.6, for example, was built
-with another `std::string`, and has no `signalExceptionExternal` of this name. On aarch64, this
-method is not called: it returns a large object, whose address belongs in register x8, which ctypes
-cannot set. There the wait for a peer to connect is left to the timeouts.
+one warning says that it may last for the timeout of its group. On aarch64,
+`signalExceptionExternal` is not called: it returns a large object, whose address belongs in
+register x8, which ctypes cannot set. There the wait for a peer to connect is left to the timeouts.
 """
 
 from __future__ import annotations
@@ -55,9 +54,9 @@ _TASKS = "/proc/self/task"
 _FUTEX = {"x86_64": b"202", "aarch64": b"98"}.get(os.uname().machine, b"none")
 _ABORTS_SEND = "_ZN4gloo9transport3tcp13UnboundBuffer13abortWaitSendEv"
 _ABORTS_RECV = "_ZN4gloo9transport3tcp13UnboundBuffer13abortWaitRecvEv"
-_SIGNALS = (
-    "_ZN4gloo9transport3tcp4Pair23signalExceptionExternalERKNSt7__cxx1112basic_string"
-    "IcSt11char_traitsIcESaIcEEE"
+_NEW_STRING = bool(torch._C._GLIBCXX_USE_CXX11_ABI)  # the builds of torch 2.6 on PyPI have the old
+_SIGNALS = "_ZN4gloo9transport3tcp4Pair23signalExceptionExternalERK" + (
+    "NSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE" if _NEW_STRING else "Ss"
 )
 _BUFFER = b"N4gloo9transport3tcp13UnboundBufferE"
 _PAIR = b"N4gloo9transport3tcp4PairE"
@@ -77,7 +76,6 @@ if os.uname().machine == "x86_64":
     _WAITS_IN["_ZN4gloo9transport3tcp4Pair18waitUntilConnectedERSt11unique_lockISt5mutexEb"] = _PAIR
     _CALLS[_PAIR] = (_SIGNALS,)
 
-# A std::string that is short enough to be stored inline: pointer, length, 16 characters.
 _TEXT = b"aborted"
 _Wait = tuple[int, int, bytes, int]
 _EVENT = re.compile(rb"^tfd:\s+(\d+) events:\s+[0-9a-f]+ data:\s+([0-9a-f]+)", re.MULTILINE)
@@ -303,11 +301,24 @@ def _wake(name: bytes, address: int) -> None:
             call(ctypes.c_void_p(address))
         return
     signal = _function(_SIGNALS)
-    text = ctypes.create_string_buffer(bytes(16) + _TEXT, 32)
-    words = ctypes.cast(text, ctypes.POINTER(ctypes.c_size_t))
-    words[0], words[1] = ctypes.addressof(text) + 16, len(_TEXT)
     result = ctypes.c_void_p()  # a std::exception_ptr, which is not needed
-    signal(ctypes.byref(result), ctypes.c_void_p(address), text)
+    signal(ctypes.byref(result), ctypes.c_void_p(address), _string())
+
+
+@functools.cache
+def _string() -> Any:
+    """A std::string with `_TEXT`."""
+    if _NEW_STRING:  # short enough to be stored inline: pointer, length, 16 characters
+        text = ctypes.create_string_buffer(bytes(16) + _TEXT, 32)
+        words = ctypes.cast(text, ctypes.POINTER(ctypes.c_size_t))
+        words[0], words[1] = ctypes.addressof(text) + 16, len(_TEXT)
+        return text
+    # A pointer to the characters, which come after length, capacity and the number of references:
+    # -1, so that a copy of the string does not share, and free, this memory.
+    shared = ctypes.create_string_buffer(struct.pack("NNi4x", len(_TEXT), len(_TEXT), -1) + _TEXT)
+    found = ctypes.c_void_p(ctypes.addressof(shared) + 24)
+    found.memory = shared  # type: ignore[attr-defined]
+    return ctypes.byref(found)
 
 
 def _has_type(name: bytes) -> bool:

@@ -158,6 +158,8 @@ def _lookup(expression: ast.expr, frame: FrameType) -> Any:
 def _blocks(frame: FrameType) -> list[Any] | None:
     """The `try` and `with` statements in the frame's function; `None` without its source."""
     code = frame.f_code
+    if code.co_filename == "<string>":
+        return None  # since Python 3.13, its lines would be those of `python -c`, of whatever code
     blocks = _of_source("".join(linecache.getlines(code.co_filename, frame.f_globals)))
     return blocks and [block for block in blocks if block.lineno >= code.co_firstlineno]
 

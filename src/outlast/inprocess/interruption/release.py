@@ -14,7 +14,7 @@ Calling `destroy_process_group()` is not enough, for four reasons:
   may wait for its connections to close.
 * gloo's event loops wake up only every 10 ms, and the destructor waits for them. No rank needs to
   wait for the destructor: a separate thread drops the references. torch's destructor of a group
-  runs without the GIL.
+  runs without the GIL; where it does not (torch 2.6), these threads get the GIL before.
 * torch's records of groups whose creation or destruction was interrupted must be cleared, above all
   the counter that names groups: if the ranks' counters differ, each waits for the others under a
   different name.
@@ -40,6 +40,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 
 from outlast.errors import RankShouldRestart
 from outlast.inprocess.interruption.gloo import GlooAbort, any_blocked, pair_sockets
@@ -52,6 +53,10 @@ _SHARER = resource_sharer.__file__
 _MOST_KEPT = 64
 """References to groups that the function has destroyed, until the end of the iteration."""
 _OWN_REFERENCES = 2  # the variable, and the argument of `getrefcount`
+_DESTROYS_WITH_THE_GIL = TorchVersion(torch.__version__) < "2.13"
+"""Seen on 2.6: a worker thread that still needs it, after a collective, and the destructor wait for
+each other for ever."""
+_WORKERS_END_S = 0.02
 _DRAIN_S = 5.0
 """How long worker threads may take to leave their waits before the release continues."""
 
@@ -99,6 +104,8 @@ class Releaser:
                 threading.Thread(target=old.clear, name="outlast-release", daemon=True).start()
             groups = list(dist.distributed_c10d._world.pg_map)
             destroy(*args, **kwargs)
+            if _DESTROYS_WITH_THE_GIL:
+                time.sleep(_WORKERS_END_S)  # in which they get it
             while groups:
                 group = groups.pop()  # the only reference, unless a module has it
                 left = group in dist.distributed_c10d._world.pg_map
@@ -165,6 +172,8 @@ def _drain() -> None:
     while any_blocked() and time.monotonic() < deadline:
         gloo.wake_blocked(settled=not gloo.shut_down())
         time.sleep(0.002)  # no event is signaled when a gloo thread leaves a wait
+    if _DESTROYS_WITH_THE_GIL:
+        time.sleep(_WORKERS_END_S)
 
 
 def _forget_groups() -> None:
