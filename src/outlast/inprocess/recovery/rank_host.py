@@ -111,7 +111,8 @@ class RankHost(RankFaults):
     def progress(self) -> dict[str, int]:
         knows = self.running.least_is_known or self.settings.await_replacements is not None
         least = self.running.least if knows else -1
-        return {"step": self.page.step, "pings": self.pings, "least": least}
+        active = self.state.active_world_size
+        return {"step": self.page.step, "pings": self.pings, "least": least, "active": active}
 
     @property
     def keeps(self) -> bool:
