@@ -146,6 +146,22 @@ def test_installed_it_stands_in_for_the_old_import(old_import: str) -> None:
     assert sum("_Finder" in repr(finder) for finder in sys.meta_path) == 1
 
 
+def test_installed_it_is_not_taken_for_a_later_version(old_import: str) -> None:
+    """Megatron-core 0.17 and later look for four modules, and then assert that the version is 0.6
+    or later.
+    """
+    nvrx.install()
+    package = importlib.import_module(old_import)
+    assert package.__version__ == "0.4.1"
+    where = f"{old_import}.checkpointing.async_ckpt"
+    for name in ("core", "filesystem_async", "state_dict_saver"):
+        importlib.import_module(f"{where}.{name}")
+    for name in (f"{where}.cached_metadata_filesystem_reader", f"{old_import}.shared_utils"):
+        with pytest.raises(ModuleNotFoundError, match=r"no counterpart .*docs/migration\.md") as e:
+            importlib.import_module(name)
+        assert e.value.name == name
+
+
 def test_the_real_package_is_not_replaced(old_import: str) -> None:
     sys.modules[old_import] = types.ModuleType(old_import)
     with pytest.raises(RuntimeError, match="imported already"):

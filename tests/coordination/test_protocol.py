@@ -232,6 +232,20 @@ def test_who_adds_the_last_fact_that_a_held_restart_waits_for_decides() -> None:
     assert call(call.membership.decision(1)).unreplaced == {1}
 
 
+@pytest.mark.parametrize("active", [2, 3])
+def test_a_restart_is_held_where_fewer_members_are_left_than_were_active(active: int) -> None:
+    call = Call(4, Rules(await_size=4, reserve=True))
+    call(call.membership.register(0, "a"))
+    call.start(0, 0, 1, 2, 3)
+    for member in (2, 3):
+        call(call.membership.report_lost(LostRecord(member, "gone"), 0))
+    expected = call(call.membership.view(0)).expected
+    for member in (0, 1):
+        call(call.membership.leave(0, member, expected, {"active": active}))
+    record = decode_record(call.store.table["decision/1/0"])
+    assert isinstance(record, Held) == (active == 3)
+
+
 def test_a_member_of_a_held_restart_that_was_mistaken_for_lost_is_told() -> None:
     call = Call(3, Rules(await_size=3))
     call(call.membership.register(0, "a"))

@@ -126,6 +126,7 @@ class Rules:
     grow: bool = True  # new processes are admitted
     repeated: RepeatedFaults | None = None  # `None`: the job restarts without limit
     await_size: int = 0  # a restart is held until there are this many members; 0: it is not held
+    reserve: bool = False  # idle members take over: it is held only for as many as were active
     chosen_s: float = 0.0  # how long it is held at most, if `AwaitReplacements` says so
     hosts: bool = False  # launchers look for broken links between the hosts of the job
 
@@ -283,7 +284,7 @@ def next_record(
         missing = _missing(facts, rules)
         unreplaced &= missing  # a rank that has come back is waited for again
         awaited = missing - unreplaced - facts.given_up
-        if len(facts.present) < rules.await_size and awaited:
+        if len(facts.present) < _needed(facts, rules) and awaited:
             if expired is None or expired.links:
                 return Held(False, lost, tuple(sorted(awaited)), _size(facts, rules))
             unreplaced |= missing
@@ -327,6 +328,14 @@ def _cause_of_abort(facts: Facts, faults: list[FaultRecord]) -> FaultRecord | No
     enders = {record.member for record in facts.ledger if record.ends_job}
     others = [fault for fault in faults if fault.member not in enders]
     return first_cause([fault for fault in others if not fault.may_be_harmless])
+
+
+def _needed(facts: Facts, rules: Rules) -> int:
+    """The number of members for which a restart is held."""
+    if not rules.reserve:
+        return rules.await_size
+    active = max((each.get("active", 0) for each in facts.arrived.values()), default=0)
+    return min(active, rules.await_size)
 
 
 def _missing(facts: Facts, rules: Rules) -> frozenset[int]:

@@ -60,6 +60,7 @@ class FaultRecord:
     where: str = ""  # the place where the exception was raised, if there was one
     permanent: str = ""  # whether a restart would raise it again: `always`, `at start`, or empty
     step: int = 0  # the last training step in this iteration; 0 if none is known
+    ran: float = 0.0  # how long it had made progress since its last ping, step or entry, in seconds
     overtaken: bool = False  # see `error_kinds.overtaken`
     mistake: bool = False  # a mistake in the user's program raises such an exception
     ends_job: bool = False  # the member ends the job, and leaves once it has saved what it keeps

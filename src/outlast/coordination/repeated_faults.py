@@ -23,7 +23,9 @@ mistake in the program, and no restart changes it: so it ends the job at once.
 from the beginning of the training, so repeated steps are not progress. Where no steps are known,
 the pings of the rank that failed are compared with those at the last equal fault: more are
 progress, and as many are the same place. Fewer may be the same place after a checkpoint, or an
-earlier one: the count starts again with these two.
+earlier one: the count starts again with these two. Of a program that neither steps nor pings,
+nothing is known: its faults count only if each comes soon after the function was entered, as in a
+crash loop.
 """
 
 from __future__ import annotations
@@ -55,6 +57,8 @@ class RepeatedFaults:
 
     Attributes:
         max_equal: the job ends after this many equal faults without progress in between.
+        crash_loop: where no rank steps or pings, a fault counts as one without progress only if it
+            comes within this time of the entry into the function.
         max_mistakes: the job ends when an exception that a mistake in the program raises
             (`KeyError`, `TypeError`, ...) has come this often from the same line, progress or not;
             `None`: such exceptions count like all others.
@@ -65,6 +69,7 @@ class RepeatedFaults:
 
     max_equal: int = 3
     max_mistakes: int | None = 3
+    crash_loop: Duration = datetime.timedelta(seconds=10)
     backoff: Duration = datetime.timedelta(seconds=0.5)
     max_backoff: Duration = datetime.timedelta(seconds=30)
 
@@ -72,7 +77,7 @@ class RepeatedFaults:
         check_int("RepeatedFaults max_equal", self.max_equal, at_least=1)
         if self.max_mistakes is not None:
             check_int("RepeatedFaults max_mistakes", self.max_mistakes, at_least=1)
-        for name in ("backoff", "max_backoff"):
+        for name in ("crash_loop", "backoff", "max_backoff"):
             value = as_timedelta(f"RepeatedFaults {name}", getattr(self, name), allow_zero=True)
             object.__setattr__(self, name, value)
 
@@ -145,7 +150,10 @@ def add_fault(
     signature, times = signature_of(cause), 1
     if signature:
         before = next((each for each in made.seen if each.signature == signature), None)
-        if before is not None:
+        unknown = made.step == 0 and cause.pings == 0
+        if policy is not None and unknown and cause.ran > seconds(policy.crash_loop):
+            times = 1
+        elif before is not None:
             times = _times(before, cause.pings, steps_known=made.step > 0)
         others = [each for each in made.seen if each.signature != signature]
         seen = (*others, EqualFaults(signature, times, cause.pings))[-_REMEMBERED:]

@@ -40,8 +40,8 @@ class RankAssignment(abc.ABC):
     If it raises, the exception is propagated unchanged: this rank leaves, and the others continue.
 
     Attributes:
-        keeps_reserve: whether inactive ranks may take the place of lost ones: then a restart does
-            not wait for replacements by default.
+        keeps_reserve: whether inactive ranks may take the place of lost ones: then a restart waits
+            for replacements, by default, only if fewer ranks are left than were active.
     """
 
     keeps_reserve: ClassVar[bool] = False

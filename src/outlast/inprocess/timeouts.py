@@ -107,6 +107,8 @@ class Timeouts:
         heartbeat_timeout: a rank without a heartbeat for this long counts as missing.
         barrier_timeout: for the barriers, and for connecting to the store.
         completion_timeout: from the return of this rank's function to the return of all.
+        last_call_wait: accepted, and never waited for: a fault that is reported late, of the same
+            iteration, belongs to the same restart.
         termination_grace_time: time between SIGTERM and SIGKILL after the hard timeout.
         monitor_thread_interval: backstop for the monitor thread's waits.
         monitor_process_interval: time between two heartbeats of the monitor process.
@@ -122,6 +124,7 @@ class Timeouts:
     heartbeat_timeout: Duration = 30.0
     barrier_timeout: Duration = 120.0
     completion_timeout: Duration = 120.0
+    last_call_wait: Duration = 1.0
     termination_grace_time: Duration = 5.0
     monitor_thread_interval: Duration = 1.0
     monitor_process_interval: Duration = 1.0
@@ -130,7 +133,8 @@ class Timeouts:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if not (name == "soft_timeout" and isinstance(value, Adaptive)):
-                object.__setattr__(self, name, as_timedelta(name, value))
+                checked = as_timedelta(name, value, allow_zero=name == "last_call_wait")
+                object.__setattr__(self, name, checked)
         chains = (
             ("soft_timeout", "hard_timeout", "barrier_timeout"),
             ("monitor_process_interval", "heartbeat_timeout", "barrier_timeout"),

@@ -38,6 +38,20 @@ R = TypeVar("R")
 _HINT = "a parameter gets the CallWrapper if it is annotated with it, as in `call: CallWrapper`"
 
 
+def _with_durations(init: F) -> F:
+    """`init` with a signature that names each duration, for `help()`."""
+    signature = inspect.signature(init)
+    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    parameters += [
+        inspect.Parameter(
+            f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type
+        )
+        for f in dataclasses.fields(Timeouts)
+    ]
+    init.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return init
+
+
 class Wrapper:
     """Restarts the decorated function in place, in the same processes, on a fault of any rank.
 
@@ -76,13 +90,16 @@ class Wrapper:
         event_sink: where events go; by default a file in `OUTLAST_EVENTS_DIR`, if that is set.
         completion: rank-local; runs when all ranks have completed.
         terminate: rank-local; runs when this rank leaves the job with an exception.
-        durations: each attribute of `Timeouts` by its name: it replaces that of `timeouts`.
+        soft_timeout, ...: each attribute of `Timeouts`: it replaces that of `timeouts`.
+
+    Each argument is an attribute of the `Wrapper`; a duration is a `datetime.timedelta` there.
 
     Raises:
         TypeError, ValueError: naming the invalid argument. The decorated function raises a
             `ValueError` if `torch.distributed` is initialized when it is called.
     """
 
+    @_with_durations
     def __init__(
         self,
         *,
@@ -108,8 +125,7 @@ class Wrapper:
             raise TypeError(f"enabled must be a bool, not {enabled!r}")
         if not isinstance(timeouts, Timeouts):
             raise TypeError(f"timeouts must be a Timeouts, not {timeouts!r}")
-        options = options_of(Wrapper.__init__) | {f.name for f in dataclasses.fields(Timeouts)}
-        check_options("Wrapper", durations, options - {"self"})
+        check_options("Wrapper", durations, options_of(Wrapper.__init__) - {"self"})
         tell_end_of_script(launched_job())
         self.enabled, self.event_sink = enabled, event_sink
         self.settings = Settings(
@@ -128,6 +144,13 @@ class Wrapper:
             terminate=terminate,
             repeated_faults=repeated_faults,
         )
+
+    def __getattr__(self, name: str) -> Any:
+        settings = self.__dict__.get("settings")
+        for values in () if settings is None else (settings, settings.timeouts):
+            if any(each.name == name for each in dataclasses.fields(values)):
+                return getattr(values, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # Hidden from type checkers, for which `@Wrapper` without parentheses is an error.
     if not TYPE_CHECKING:

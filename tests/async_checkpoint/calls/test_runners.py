@@ -250,10 +250,18 @@ def test_a_caller(persistent: bool, tmp_path: Path) -> None:
     )
     gate.arrived()
     assert not caller.is_current_async_call_done()
-    with pytest.raises(RuntimeError, match="still runs"):
-        caller.schedule_async_call(None, ())
+    assert caller.process is not None
+    assert caller.process.is_running()
+    assert caller.start_time is not None
+    caller.schedule_async_call(None, ())
+    caller.schedule_async_call(work.end_by, ["exit"], save_kwargs=None)  # type: ignore[arg-type]
+    assert not caller.is_current_async_call_done()  # the first one is not
     gate.open()
-    assert caller.is_current_async_call_done(blocking=True)
+    with pytest.raises(AsyncCallError, match="code 3"):
+        caller.is_current_async_call_done(blocking=True)
+    assert (tmp_path / "o").exists()
+    assert caller.is_current_async_call_done()
+    assert (caller.process, caller.start_time) == (None, None)
     caller.schedule_async_call(work.end_by, ("exit",))
     with pytest.raises(AsyncCallError, match="code 3"):
         caller.is_current_async_call_done(blocking=True)

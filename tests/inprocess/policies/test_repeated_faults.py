@@ -50,6 +50,14 @@ def after(faults: Sequence[FaultRecord | None], policy: RepeatedFaults = POLICY)
     return history
 
 
+def test_without_steps_and_pings_only_a_crash_loop_is_known_to_make_no_progress() -> None:
+    assert not after([fault(ran=3600.0)] * 50).stop
+    assert not after([fault(), fault(), fault(ran=3600.0), fault()]).stop
+    assert after([fault(ran=3600.0), fault(), fault(ran=9.0)]).stop
+    assert after([fault(ran=3600.0, pings=7)] * 3).stop
+    assert after([fault(ran=3600.0, step=7)] * 3).stop
+
+
 def test_the_third_equal_fault_ends_the_job_and_the_pause_grows() -> None:
     assert after([fault()]).pause == 0.0
     assert after([fault()] * 2).pause == 1.0

@@ -73,6 +73,34 @@ def train(call_wrapper: inprocess.CallWrapper = None):
 train()
 """
 
+TREE = """
+import os, signal
+import torch.distributed as dist
+import outlast.compat.nvrx.inprocess as inprocess
+
+policies = inprocess.rank_assignment
+layer = policies.Layer(min_ranks=3, max_ranks=3, flag=policies.LayerFlag.RESERVE)
+
+def kill_once(name):
+    if not os.path.exists(name):
+        open(name, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+@inprocess.Wrapper(rank_assignment=policies.Tree(layers=[layer]))
+def train(call_wrapper: inprocess.CallWrapper = None):
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        kill_once("first")
+    dist.barrier()
+    if dist.get_rank() == 2:
+        kill_once("second")
+    dist.barrier()
+    print("DONE", dist.get_rank(), dist.get_world_size(), flush=True)
+    dist.destroy_process_group()
+
+train()
+"""
+
 STATE = """
 import os, sys
 print(os.environ.get("OUTLAST_CHAOS_STATE", ""), os.path.isdir(os.environ["OUTLAST_CHAOS_STATE"]))
@@ -98,6 +126,18 @@ def test_a_job_that_no_restart_fixes_ends_with_93_and_its_cause(tmp_path: Path) 
     assert "Traceback" not in summary  # the rank has shown it
     assert "exited with code" not in run.err
     assert "replacement" not in run.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nprocs", [3, 4])
+def test_a_tree_that_needs_all_ranks_waits_for_replacements_where_it_has_no_reserve(
+    tmp_path: Path, nprocs: int
+) -> None:
+    with Run(tmp_path, TREE, f"--nproc-per-node={nprocs}", "--max-restarts=4") as run:
+        assert run.wait() == 0, run.err
+    assert sorted(each.partition("] ")[2] for each in run.out.splitlines()) == [
+        f"DONE {rank} 3" for rank in range(3)
+    ]
 
 
 @pytest.mark.slow

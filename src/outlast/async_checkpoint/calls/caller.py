@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import psutil
+
 from outlast.async_checkpoint.calls.queue import AsyncCallsQueue, AsyncRequest
-from outlast.async_checkpoint.calls.runners import name_of
 from outlast.coordination.call_ledger import CallLedger
 from outlast.coordination.collectives import least, raise_together, rank_of
 from outlast.coordination.stores.store import MemoryStore
@@ -27,41 +29,51 @@ class DistributedAsyncCaller:
             is a fork.
         group: the ranks; the default process group, or this process alone if there is none.
         nice: niceness of the background process, 0 to 19.
+
+    Attributes:
+        start_time: when the current call was started, by `time.time()`; `None` if there is none.
     """
 
     def __init__(self, persistent: bool = False, group: Any = None, *, nice: int = 10) -> None:
         self._group = group
         self._options: dict[str, Any] = {"persistent": persistent, "nice": nice}
         self._queue: AsyncCallsQueue | None = None  # of this rank alone
-        self._index, self._name = -1, ""
-        self._open = False  # whether the outcome of a call is still to be returned
+        self._index = -1
         self._error: AsyncCallError | None = None
+        self.start_time: float | None = None
 
     def schedule_async_call(
         self,
         async_fn: Callable[..., Any] | None,
         save_args: tuple[Any, ...],
-        save_kwargs: Mapping[str, Any] = _NONE,
+        save_kwargs: Mapping[str, Any] | None = _NONE,
     ) -> None:
-        """Starts `async_fn` in the background; does nothing for `None`. Called on all ranks.
+        """Starts `async_fn` in the background; does nothing for `None`. Called on all ranks. If an
+        earlier call is not done, the current one is done when both are.
 
         Raises:
-            RuntimeError: if the previous call is not known to be done.
             TypeError: if the function cannot be pickled for a persistent worker; names it.
             OSError: if the system cannot start another process.
         """
-        if self._open:
-            raise RuntimeError(f"{self._name} still runs, or was never asked whether it is done")
         if self._queue is None:
             self._queue = AsyncCallsQueue(**self._options)
             self._queue._ledger = CallLedger(MemoryStore(), "caller", rank_of(self._group), 1)
         self._index += 1
         if async_fn is not None:
-            self._name = name_of(async_fn)
             self._queue.schedule_async_request(
-                AsyncRequest(async_fn, save_args, [], dict(save_kwargs))
+                AsyncRequest(async_fn, tuple(save_args), [], dict(save_kwargs or {}))
             )
-            self._open = True
+            self.start_time = time.time()
+
+    @property
+    def process(self) -> psutil.Process | None:
+        """The process of the current call; `None` if there is none, or it has ended."""
+        reporter = None if self._queue is None else self._queue._reporter
+        pid = None if reporter is None or self.start_time is None else reporter.runner.pid
+        try:
+            return None if pid is None else psutil.Process(pid)
+        except psutil.NoSuchProcess:
+            return None
 
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = True) -> bool:
         """Whether the call has succeeded. True before the first one.
@@ -80,13 +92,15 @@ class DistributedAsyncCaller:
             try:
                 self._queue.maybe_finalize_async_calls(blocking)
             except AsyncCallError as e:
-                self._error = e
+                self._error = self._error or e
+                if blocking and self._queue.get_num_unfinalized_calls():
+                    return self.is_current_async_call_done(blocking, no_dist)
             ended = self._queue.get_num_unfinalized_calls() == 0
         if not no_dist:
             ended = bool(least(int(ended), self._group))
         if not ended:
             return False
-        self._open = False
+        self.start_time = None
         error, self._error = self._error, None
         if not no_dist:
             what = f"background call {self._index} failed"
@@ -97,7 +111,7 @@ class DistributedAsyncCaller:
 
     def close(self) -> None:
         """Kills the process, if there is one, and releases its resources."""
-        queue, self._queue, self._open = self._queue, None, False
+        queue, self._queue, self.start_time = self._queue, None, None
         if queue is not None:
             reporter = queue._reporter
             queue.abort()

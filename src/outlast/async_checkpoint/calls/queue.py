@@ -138,7 +138,7 @@ class AsyncCallsQueue:
 
     # -- what users call -----------------------------------------------------------------------
 
-    def schedule_async_request(self, request: AsyncRequest) -> int:
+    def schedule_async_request(self, async_request: AsyncRequest) -> int:
         """Starts a request's function in the background. Called on all ranks, in the same order.
 
         An earlier failure does not prevent this; the next check raises it. So the ranks stay in
@@ -155,6 +155,7 @@ class AsyncCallsQueue:
             ValueError: if the queue is closed.
             StoreError: if the store cannot be reached.
         """
+        request = async_request
         ledger, reporter = self._open()
         if self._max_unfinalized is not None:
             while len(self._calls) >= self._max_unfinalized:
@@ -217,6 +218,16 @@ class AsyncCallsQueue:
             elif self._failed_before:
                 raise self._failed_before.popleft()
         return finalized
+
+    @property
+    def async_calls(self) -> deque[Any]:
+        """The calls that are not finalized, oldest first. Each has an `index` and a `name`."""
+        return self._calls
+
+    @property
+    def call_idx(self) -> int:
+        """The index of the last call; -1 before the first."""
+        return self._next_index - 1
 
     def get_num_unfinalized_calls(self) -> int:
         """The number of scheduled calls that are neither finalized nor known to have failed."""

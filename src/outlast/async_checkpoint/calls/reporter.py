@@ -104,7 +104,7 @@ class Reporter:
     def __init__(
         self, make_runner: Callable[[Ended], Runner], ledger: CallLedger, verdicts: Verdicts
     ) -> None:
-        self._runner = make_runner(self._ended)
+        self.runner = make_runner(self._ended)
         self._ledger, self._verdicts = ledger, verdicts
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # for the thread
         # Of the thread:
@@ -126,7 +126,7 @@ class Reporter:
             self.report(index, name, Outcome())
             return
         self._work.put(lambda: self._names.update({index: name}))  # first: it may end at once
-        self._runner.start(index, fn, args, kwargs)
+        self.runner.start(index, fn, args, kwargs)
 
     def report(self, index: int, name: str, outcome: Outcome) -> None:
         """Reports an outcome that does not come from a background process. Takes no lock."""
@@ -183,10 +183,10 @@ class Reporter:
             self._verdicts.give_up(error)
         finally:
             set_working(self, False)
-            self._runner.close()
+            self.runner.close()
 
     def _drop(self, calls: Mapping[int, str], cause: str) -> None:
-        self._runner.kill()
+        self.runner.kill()
         # A call that this rank has just finished is dropped too: others may not have, and nothing
         # waits for them now. If all have, this claim comes too late and changes nothing.
         for index, name in {**calls, **self._names}.items():

@@ -77,7 +77,12 @@ Ended = Callable[[int, Outcome], None]
 
 
 class Runner(Protocol):
-    """Runs calls in the background; the main thread uses it."""
+    """Runs calls in the background; the main thread uses it. `pid` is that of the last process that
+    it has started, `None` while there is none.
+    """
+
+    @property
+    def pid(self) -> int | None: ...
 
     def start(
         self, index: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -136,6 +141,7 @@ class ForkRunner:
         self._ended, self._nice = ended, nice
         self._calls: dict[int, threading.Thread] = {}  # by pidfd
         self._reaping = threading.Lock()  # guards `_calls`, and its descriptors
+        self.pid: int | None = None
         self._killed = False
 
     def start(
@@ -158,6 +164,7 @@ class ForkRunner:
                     os.kill(pid, signal.SIGKILL)
                     os.waitpid(pid, 0)
             raise
+        self.pid = pid
         with self._reaping:
             self._calls[pidfd] = start_thread("outlast-call", self._wait, index, pidfd, report)
             if self._killed:  # by another thread, while this one forked
@@ -218,7 +225,6 @@ class WorkerRunner:
 
     @property
     def pid(self) -> int | None:
-        """The process id of the worker; `None` while there is none."""
         worker = self._worker
         return None if worker is None else worker.pid
 

@@ -46,7 +46,13 @@ from collections.abc import Sequence
 
 __all__ = ["install"]
 
+__version__ = "0.4.1"
+"""Of the package whose names these are."""
+
 _REPLACED = "nvidia_resiliency_ext"
+# Megatron-core 0.17 and later use the asynchronous saves of 0.6 where all of four modules are
+# found, and end with an assertion where these are older. Without this one, they use their own.
+_PROBED = f"{_REPLACED}.checkpointing.async_ckpt.cached_metadata_filesystem_reader"
 
 
 def install() -> None:
@@ -68,8 +74,14 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if not fullname.startswith(f"{_REPLACED}.") or _standing_in(fullname) is None:
+        if not fullname.startswith(f"{_REPLACED}."):
             return None
+        if fullname == _PROBED or _standing_in(fullname) is None:
+            raise ModuleNotFoundError(
+                f"{fullname} has no counterpart among the modules that outlast.compat.nvrx."
+                "install() puts in its place; docs/migration.md says what to write instead",
+                name=fullname,
+            )
         return importlib.util.spec_from_loader(fullname, self)
 
     def exec_module(self, module: types.ModuleType) -> None:

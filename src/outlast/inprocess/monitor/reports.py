@@ -149,13 +149,15 @@ def fault_here(
         cause=cause,
         pings=page.pings,
         step=page.step,
+        ran=max(0.0, page.progress - page.pinged),
     )
 
 
 def fault_event(fault: FaultRecord) -> Fault:
     """The event equivalent to the record."""
     values = dataclasses.asdict(fault)
-    for name in ("pid", "permanent", "step", "mistake", "ends_job"):  # its own pid is its writer's
+    # Its own pid is its writer's.
+    for name in ("pid", "permanent", "step", "ran", "mistake", "ends_job"):
         del values[name]
     return Fault(**values)
 

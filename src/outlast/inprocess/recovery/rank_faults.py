@@ -28,6 +28,7 @@ from outlast.inprocess.interruption.error_kinds import (
 from outlast.inprocess.interruption.monitor_thread import StackSample
 from outlast.inprocess.interruption.release import QuietTorchLog
 from outlast.inprocess.monitor.reports import fault_event, fault_here
+from outlast.inprocess.monitor.shared_page import Activity
 from outlast.inprocess.recovery.host_protocol import Interrupted, Raised, Returned
 from outlast.inprocess.recovery.launcher_notice import LauncherNotice
 from outlast.inprocess.running_call import RunningCall
@@ -61,13 +62,17 @@ class RankFaults:
         self._leaving: FaultRecord | None = None
         self.error: BaseException | None = None  # that the function, or initialize, raised
         self._overtaken: FaultRecord | None = None
+        self.ran = 0.0  # of a fault after the function
 
     def fault(self, iteration: int, cause: str) -> FaultRecord:
         return self._noted(self._fault(iteration, Interruption.EXCEPTION, cause))
 
     def _fault(self, iteration: int, interruption: Interruption, cause: str) -> FaultRecord:
         place = self.page, self.state.rank, self.emitter.host, os.getpid()
-        return dataclasses.replace(fault_here(*place, interruption, cause), iteration=iteration)
+        fault = fault_here(*place, interruption, cause)
+        if self.page.activity != Activity.FUNCTION:
+            fault = dataclasses.replace(fault, ran=self.ran)
+        return dataclasses.replace(fault, iteration=iteration)
 
     def fault_of(self, iteration: int, error: BaseException) -> FaultRecord:
         return self._noted(self._record_of(iteration, Interruption.BASE_EXCEPTION, "", error))

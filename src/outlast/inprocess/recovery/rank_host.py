@@ -111,7 +111,8 @@ class RankHost(RankFaults):
     def progress(self) -> dict[str, int]:
         knows = self.running.least_is_known or self.settings.await_replacements is not None
         least = self.running.least if knows else -1
-        return {"step": self.page.step, "pings": self.pings, "least": least}
+        active = self.state.active_world_size
+        return {"step": self.page.step, "pings": self.pings, "least": least, "active": active}
 
     @property
     def keeps(self) -> bool:
@@ -119,7 +120,7 @@ class RankHost(RankFaults):
 
     async def assign(self, link: Link, record: ViewRecord, member: int) -> AssignedRank:
         assignment, rank_filter = self.settings.rank_assignment, self.settings.rank_filter
-        self.saves, self.refusal = record.saves, None
+        self.saves, self.refusal, self.ran = record.saves, None, 0.0
         if record.saves:
             assignment, rank_filter = ShiftRanks(), None
         await exchange_values(link, self, record, member, self.state, assignment)
@@ -226,7 +227,7 @@ class RankHost(RankFaults):
                 watch.sample = sample_of_error(error, page, now, watch, self._least_hang)
                 self.modes.restore()
                 count_restart()
-        self.pings = page.pings
+        self.pings, self.ran = page.pings, self.clock.now() - page.pinged
         # A function that has pinged, and made no `Job`, makes none: it runs with any number.
         self.running.least_is_known |= self.pings > 0
         # In this order: once `left` is set, the monitor thread no longer writes `activity`.

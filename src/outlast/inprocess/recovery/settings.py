@@ -101,20 +101,23 @@ class Settings:
                 return seconds(part.timeout)
         return None
 
+    @property
+    def keeps_reserve(self) -> bool:
+        parts = assignment_parts(self.rank_assignment)
+        return self.rank_filter is not None or any(part.keeps_reserve for part in parts)
+
     def hold(self, launch: Launch) -> tuple[int, float]:
         """The number of members for which a restart is held, and for how many seconds; 0 for none.
 
         `AwaitReplacements` decides, if there is one. Otherwise a restart is held under
-        `outlast run`, which replaces lost ranks; but not if no replacement would be admitted, or if
-        there may be reserve ranks, which take over at once.
+        `outlast run`, which replaces lost ranks, unless no replacement would be admitted. Where
+        reserve ranks take over, it is held only if fewer are left than were active.
         """
         chosen_s = self.await_replacements
         if chosen_s is not None:
             return (launch.world_size if chosen_s else 0), chosen_s
         admits = self.grow_policy is not GrowPolicy.NEVER
-        parts = assignment_parts(self.rank_assignment)
-        reserve = self.rank_filter is not None or any(part.keeps_reserve for part in parts)
-        held = launch.agent and admits and not reserve
+        held = launch.agent and admits
         return (launch.world_size, _REPLACEMENT_LIMIT_S) if held else (0, 0.0)
 
     def rules(self, launch: Launch) -> Rules:
@@ -125,6 +128,7 @@ class Settings:
             grow=self.grow_policy is not GrowPolicy.NEVER,
             repeated=None if overridden else self.repeated_faults,
             await_size=self.hold(launch)[0],
+            reserve=self.keeps_reserve and self.await_replacements is None,
             chosen_s=self.await_replacements or 0.0,
             hosts=bool(launch.host_id),
         )
