@@ -40,6 +40,7 @@ from outlast.launch.agent.last_lines import Ending, summary
 from outlast.launch.agent.replacement import CallWatch, Replacements
 from outlast.launch.agent.resources import JobResources
 from outlast.launch.agent.shutdown import Shutdown
+from outlast.launch.agent.stopped import StoppedWorkers
 from outlast.launch.config.job_spec import JobSpec, Placement
 from outlast.launch.workers.descendants import OomKills, kill_descendants
 from outlast.launch.workers.worker_group import Worker
@@ -68,6 +69,7 @@ class Agent:
         self._replacements = Replacements(self._resources, self._deaths, self._replacement_lost)
         self._call_watch = CallWatch(self._resources)
         self._departed = DepartedWorkers(self._resources, self._on_left)
+        self._stopped = StoppedWorkers(self._resources)
         self._oom_kills = OomKills()
         self._phase = Phase.WAITING
         self._received: signal.Signals | None = None
@@ -182,6 +184,7 @@ class Agent:
         waits = self._phase in (Phase.WAITING, Phase.FINISHED)
         if number is signal.SIGCHLD:
             self._on_children_ended()
+            self._stopped.look()
         elif self._phase in (Phase.RUNNING, Phase.RESTARTING) or (waits and not self._received):
             self._resources.emitter.emit(StopRequested(reason=f"{number.name} to the launcher"))
             self._resources.coordinator.stop(number)
@@ -309,6 +312,8 @@ class Agent:
     def _killer(self, worker: Worker, code: int, job: JobRecord) -> str:
         if code not in (-signal.SIGKILL, -signal.SIGTERM):
             return ""
+        if worker.killer:
+            return worker.killer
         coordinator = self._resources.coordinator
         process = process_name(coordinator.host_id, worker.pid)
         if why := coordinator.keys.killed_by_monitor(job, process):

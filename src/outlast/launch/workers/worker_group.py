@@ -50,6 +50,7 @@ class Worker:
     at_end: bool = False  # its script is at its end
     settled: bool = False  # its rank is treated as if this process had ended
     ended_by_launcher: bool = False  # because it did not end by itself
+    killer: str = ""  # who kills it, and why, if the launcher does
 
     @property
     def pid(self) -> int:
