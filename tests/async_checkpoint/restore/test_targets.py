@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -188,6 +188,10 @@ def test_an_empty_dict_is_filled_in_the_order_and_with_the_dicts_of_the_saved_on
             assert checkpointer.restore(found) == 1
             assert shape_of(found) == shape_of(saved)
     assert shape_of(load(tmp_path, {})) == shape_of(saved)
+    assert shape_of(load(tmp_path, {**saved, 7: [], "rates": defaultdict(list)})["rates"]) == (
+        defaultdict,
+        shape_of(saved["rates"])[1],
+    )
     parts: dict[str, Any] = {"weights": OrderedDict(), "rates": {"x": torch.zeros(1), "warm": {}}}
     with Checkpointer(tmp_path, linger=0) as checkpointer:
         checkpointer.restore(parts, strict=False)

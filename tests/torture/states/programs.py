@@ -230,7 +230,9 @@ def wrong_program(program: Program, changed: Program, what: str, folder: Path) -
         return f"with {what}, the job raised {type(e).__name__}: {e}"
     if load_fails:
         return f"with {what}, the job resumes, and torch does not: {load_fails}"
-    for moment in ("", *([] if step_fails else [" after a step"])):
+    # A rate that is a tensor stays one, of 32 bits, and torch's load makes it a float.
+    rounds = "tensor lr" in (program.optimizer, changed.optimizer)
+    for moment in ("", *([] if step_fails or rounds else [" after a step"])):
         if moment:
             plain.step(), made.step()
         saved = Made(program, 0).optimizer.state_dict()
@@ -298,7 +300,14 @@ def _numbers(state: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
         for rate in {"lr", "initial_lr"} & each.keys():  # as of 32 bits
             each[rate] = torch.as_tensor(each[rate], dtype=torch.float32).item()
         each.pop("param_names", None)  # those of the present order
-    return {**state, "optimizer": {**state["optimizer"], "param_groups": plain}}
+    states = {
+        name: {**each, "_last_lr": [float(torch.as_tensor(x, dtype=torch.float32)) for x in last]}
+        if (last := each.get("_last_lr"))
+        else each
+        for name, each in state["states"].items()
+    }
+    optimizer = {**state["optimizer"], "param_groups": plain}
+    return {**state, "optimizer": optimizer, "states": states}
 
 
 def program_cases(seed: int, folder: Path) -> tuple[int, list[str]]:

@@ -75,11 +75,15 @@ def _blank(entry: Container | TensorEntry | ValueEntry) -> Any:
     return None
 
 
-def _has(state: Any, path: tuple[Any, ...]) -> bool:
-    try:
-        return look_up(state, path) is not None
-    except LookupError:
-        return False
+def _has(value: Any, path: tuple[Any, ...]) -> bool:
+    for key in path:
+        if isinstance(value, Mapping):
+            value = value.get(key)  # a defaultdict would make the value
+        elif isinstance(value, list) and isinstance(key, tuple):
+            value = value[key[0]] if key[0] < len(value) else None
+        else:
+            return value is not None
+    return value is not None
 
 
 def empty_in(value: Any) -> list[Any]:
