@@ -44,8 +44,7 @@ OTHERS = {
     "run_within.timeout",  # called by parts that have checked theirs
     "RepeatedFaults.pause.times",  # a count
     "seconds.value",
-    "Wrapper.timeouts",  # `Timeouts`, and
-    "Wrapper.durations",  # its attributes by name
+    "Wrapper.timeouts",  # `Timeouts`
 }
 HANDLES, WAITS = ("PendingSave", "SaveHandle"), ("exception", "result", "wait")
 NONE_ALLOWED = {  # no limit, or none given
@@ -178,6 +177,7 @@ CALLS: dict[str, Call] = {
         rank=0, kind=chaos.Kind.SLOW_DISK, seconds=value
     ),
     "RepeatedFaults.backoff": lambda path, value: inprocess.RepeatedFaults(backoff=value),
+    "RepeatedFaults.crash_loop": lambda path, value: inprocess.RepeatedFaults(crash_loop=value),
     "RepeatedFaults.max_backoff": lambda path, value: inprocess.RepeatedFaults(max_backoff=value),
     "TCPStore.timeout": lambda path, value: store.TCPStore(timeout=value),
     "ThreadedFinalize.timeout": lambda path, value: finalize.ThreadedFinalize(value, print),

@@ -29,7 +29,6 @@ from outlast.inprocess.initialize import Initialize
 from outlast.inprocess.rank_filter import RankFilter as CoreRankFilter
 from outlast.inprocess.state import State, Status
 from outlast.inprocess.store import StoreMixin, TCPStore
-from outlast.system.arguments import as_timedelta
 
 __all__ = ["CallWrapper", "Wrapper"]
 
@@ -99,8 +98,8 @@ class Wrapper:
             warnings.warn(
                 "rank_filter is deprecated: use rank_assignment", DeprecationWarning, stacklevel=2
             )
-        as_timedelta("last_call_wait", last_call_wait, allow_zero=True)  # it has no effect
-        self.enabled = enabled
+        self.enabled, self.rank_assignment = enabled, rank_assignment
+        vars(self).update(intervals, **{name: value for name, (value, *_) in policies.items()})
         self._core = CoreWrapper(
             store_factory=store_factory,
             store_kwargs=store_kwargs,
@@ -113,12 +112,18 @@ class Wrapper:
             heartbeat_timeout=heartbeat_timeout,
             barrier_timeout=barrier_timeout,
             completion_timeout=completion_timeout,
+            last_call_wait=last_call_wait,
             termination_grace_time=termination_grace_time,
             monitor_process_logfile=monitor_process_logfile,
             enabled=enabled,
             repeated_faults=None,
             **adapted,
         )
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_core":  # not made yet
+            raise AttributeError(name)
+        return getattr(self._core, name)
 
     def __call__(self, function: F) -> F:
         if not self.enabled:
