@@ -115,6 +115,27 @@ def test_any_value_is_a_group_key() -> None:
         assert ra.Tree([ra.Layer(key_or_fn=key)])(ctx(1, 2)).state.active_rank == 1
 
 
+def test_a_wait_for_replacements_beside_any_assignment() -> None:
+    policies = inprocess.rank_assignment
+    wait, tree = policies.AwaitReplacements(5), policies.Tree([policies.Layer()])
+    both = inprocess.Compose(policies.ActivateAllRanks(), wait, policies.ShiftRanks())
+    for assignment, first in (
+        (inprocess.Compose(wait, tree), "Tree"),
+        (both, "CoreAssignment"),
+        (wait, "CoreAssignment"),
+    ):
+        found = inprocess.Wrapper(rank_assignment=assignment)._core
+        assert found.settings.await_replacements == 5
+        assert type(found.rank_assignment._parts[0]).__name__ == first
+    order = [
+        type(part).__name__
+        for part in inprocess.Wrapper(rank_assignment=both)
+        ._core.rank_assignment._parts[0]
+        ._assignment._parts
+    ]
+    assert order == ["ActivateAllRanks", "ShiftRanks"]
+
+
 def test_a_tree_has_one_root() -> None:
     with pytest.raises(RuntimeError, match="one key in the first layer"):
         ra.Tree([ra.Layer(key_or_fn=lambda state: state.rank % 2)])(ctx(0, 2))

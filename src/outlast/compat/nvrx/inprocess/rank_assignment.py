@@ -6,19 +6,21 @@ import abc
 import dataclasses
 import datetime
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from outlast.compat.nvrx import tree
 from outlast.compat.nvrx.state import Mode, State, from_core, to_core
 from outlast.compat.nvrx.tree import Layer, LayerFlag
 from outlast.errors import RankDiscarded
 from outlast.inprocess import rank_assignment as core
+from outlast.inprocess.compose import Compose, iter_parts
 from outlast.inprocess.state import LazyStore
-from outlast.system.arguments import check_callable, check_int
+from outlast.system.arguments import Duration, check_callable, check_int
 
 __all__ = [
     "ActivateAllRanks",
     "ActiveWorldSizeDivisibleBy",
+    "AwaitReplacements",
     "FillGaps",
     "FilterCountGroupedByKey",
     "Layer",
@@ -172,6 +174,16 @@ class Tree(RankAssignment):
         return ctx
 
 
+class AwaitReplacements(RankAssignment):
+    """Not in 0.4: `outlast.inprocess.rank_assignment.AwaitReplacements`, beside any others."""
+
+    def __init__(self, timeout: Duration) -> None:
+        self.core = core.AwaitReplacements(timeout)
+
+    def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
+        return ctx
+
+
 class _CallCtx(RankAssignmentCtx):
     """A context whose store is connected on first use: most assignments do not use it."""
 
@@ -222,7 +234,14 @@ class CoreAssignment(core.RankAssignment):
 
 def as_core(assignment: Any) -> core.RankAssignment:
     """The assignment for the wrapper of `outlast.inprocess`. A `Tree` exchanges keys with it."""
-    return assignment.core if isinstance(assignment, Tree) else CoreAssignment(assignment)
+    parts = list(iter_parts(assignment))[::-1]  # those are in the order of the calls
+    waits = [part.core for part in parts if isinstance(part, AwaitReplacements)]
+    others = [part for part in parts if not isinstance(part, AwaitReplacements)]
+    if not waits:
+        found: Any = assignment.core if isinstance(assignment, Tree) else CoreAssignment(assignment)
+        return cast(core.RankAssignment, found)
+    rest = Compose(*others) if others else Compose(ActivateAllRanks(), ShiftRanks())
+    return Compose(as_core(others[0] if len(others) == 1 else rest), *waits)
 
 
 def _active_size(state: State) -> int:
