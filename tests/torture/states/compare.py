@@ -64,8 +64,8 @@ def _of_containers(saved: Any, found: Any, loose: bool, at: str) -> str | None:
     one, other = _as_dict(saved, loose), _as_dict(found, loose)
     for key, value in one.items():
         if key not in other:
-            if loose and isinstance(value, Mapping | list) and not value:
-                continue  # an empty container is in no checkpoint
+            if loose and _has_nothing(value):
+                continue  # a program that has no place for nothing loses nothing
             return f"{at}[{key!r}] is missing"
         if wrong := difference(value, other[key], loose=loose, at=f"{at}[{key!r}]"):
             return wrong
@@ -76,6 +76,12 @@ def _of_containers(saved: Any, found: Any, loose: bool, at: str) -> str | None:
     if not loose and [*one] != [*other]:
         return f"{at} has the order {[*other]} instead of {[*one]}"
     return None
+
+
+def _has_nothing(value: Any) -> bool:
+    """Whether it is a container without any value in it."""
+    inner = value.values() if isinstance(value, Mapping) else value
+    return isinstance(value, Mapping | list) and all(map(_has_nothing, inner))
 
 
 def _as_dict(value: Any, loose: bool) -> dict[Any, Any]:
