@@ -231,7 +231,8 @@ def _check_loads(value: Any) -> None:
         torch.save(value, file)
         torch_values.read(file.getvalue())
     except Exception as e:
-        what = "lambda" if getattr(value, "__name__", "") == "<lambda>" else type(value).__name__
+        is_function = isinstance(value, types.FunctionType)
+        what = "lambda" if is_function and value.__name__ == "<lambda>" else type(value).__name__
         raise Unsavable(
             f"a {what} could not be loaded again without running code: save what it consists of, "
             "or call torch.serialization.add_safe_globals for a class of your own"

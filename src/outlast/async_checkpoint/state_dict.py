@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -33,6 +33,11 @@ V = TypeVar("V")
 Path = tuple[Any, ...]
 Key = tuple[str, tuple[int, ...]]
 
+# A dict of any other class comes back as a dict.
+_CLASSES: dict[Any, str] = {
+    OrderedDict: "OrderedDict",
+    Counter: "Counter",
+}
 _DEEP = 150  # levels, for messages
 # Most leaves are of these types: to look at the type alone makes a walk twice as fast.
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)})
@@ -172,9 +177,10 @@ class Item:
         name: the flat name, as in torch.distributed.checkpoint.
         path: its keys; the index of a list is a tuple, `(i,)`.
         kind: `tensor`, or `value` for anything that is pickled, including sparse tensors; or
-            `container` for a dict that is empty, or ordered: all ranks tell of it, none saves it.
+            `container` for a dict that is empty, or of another class: all ranks tell of it, and
+            none saves it.
         offsets, sizes: of this part in the tensor, which has `shape`.
-        dtype: without `torch.`; of a container, `OrderedDict` or `dict`.
+        dtype: without `torch.`; of a container, that of `Container`.
     """
 
     name: str
@@ -284,8 +290,8 @@ def _paths(state_dict: Mapping[str, Any]) -> tuple[dict[Path, Path], list[Item]]
     containers = []
     for path, value in nodes(state_dict):
         is_dict = type(value) not in _PLAIN and isinstance(value, Mapping)
-        if is_dict and path and (not value or type(value) is OrderedDict):
-            kind = "OrderedDict" if type(value) is OrderedDict else "dict"
+        kind = _CLASSES.get(type(value), "dict") if is_dict else ""
+        if is_dict and path and (not value or kind != "dict"):
             name = ".".join(map(str, torch_path(path)))
             containers.append(Item(name, path, "container", dtype=kind))
         if isinstance(value, torch.Tensor) and (why := _why_unsavable(value)):

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 
 from outlast.async_checkpoint.state_dict import look_up, nodes, torch_path
 from outlast.async_checkpoint.subclasses import SUBCLASS, check_same, inner, parts, wraps
+from outlast.system.shared_memory import memory_at
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 _count = operator.attrgetter("_version")
@@ -32,11 +33,19 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return local(tensor).contiguous().flatten().view(torch.uint8)
 
 
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in CPU memory, which the caller keeps. Not by `numpy()`:
+    torch lets nobody resize a storage that NumPy has seen, as observers of quantization do.
+    """
+    return memory_at(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else memoryview(b"")
+
+
 def digest(tensor: torch.Tensor) -> str:
     """Of the local tensor's contents."""
     found = xxhash.xxh3_64()
     for _, each in parts(tensor):
-        found.update(bytes_of(each).cpu().numpy().data)
+        content = bytes_of(each).cpu()
+        found.update(memory_of(content))
     return found.hexdigest()
 
 

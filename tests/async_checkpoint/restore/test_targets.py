@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -178,6 +178,8 @@ def test_an_empty_dict_is_filled_in_the_order_and_with_the_dicts_of_the_saved_on
         "step": 3,
         "weights": OrderedDict(b=torch.ones(2), a=1, c=torch.ones(1)),
         "empty": {},
+        "counts": Counter("aab"),
+        "none": Counter(),
         7: [{}, 1, torch.ones(1), {"of": OrderedDict()}],
         "rates": {"warm": {"up": {}}, "x": torch.ones(1)},
     }

@@ -9,7 +9,7 @@ parameters that are DTensors, and the next step fails: after every restart again
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -69,7 +69,7 @@ def fill_empty(
 def _blank(entry: Container | TensorEntry | ValueEntry) -> Any:
     """What is to be filled with what was saved."""
     if isinstance(entry, Container):
-        return OrderedDict() if entry.is_ordered else {}
+        return {"OrderedDict": OrderedDict, "Counter": Counter, "dict": dict}[entry.kind]()
     if isinstance(entry, TensorEntry):
         return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
     return None

@@ -68,7 +68,7 @@ class Catalog:
             for item in structure.containers:
                 if item.name not in self._paths:  # of another rank, where it is no dict
                     place = structure.order[item.key]
-                    entry = Container(_listed(item.path), item.dtype == "OrderedDict", place)
+                    entry = Container(_listed(item.path), item.dtype, place)  # type: ignore[arg-type]
                     self._containers.setdefault(item.name, entry)
 
     def manifest(

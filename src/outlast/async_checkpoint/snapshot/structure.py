@@ -231,7 +231,7 @@ class Structure:
         containers = {
             item.name: {
                 "path": item.path,
-                "is_ordered": item.dtype == "OrderedDict",
+                "kind": item.dtype,
                 "order": self.order[item.key],
             }
             for item in self.containers

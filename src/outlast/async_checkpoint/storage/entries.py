@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -85,10 +85,10 @@ class ValueEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Container(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A dict that the entries in it do not tell of: one without any, or an `OrderedDict`."""
+    """A dict that the entries in it do not tell of: one without any, or of another class."""
 
     path: Path
-    is_ordered: bool
+    kind: Literal["dict", "OrderedDict", "Counter"]
     order: Count
 
 

@@ -19,7 +19,7 @@ import torch
 from torch.serialization import safe_globals
 
 from outlast.async_checkpoint import torch_values
-from outlast.elastic.tensors import bytes_of
+from outlast.elastic.tensors import bytes_of, memory_of
 from outlast.errors import CheckpointMismatch
 
 KEY = "(skeleton)"
@@ -68,8 +68,9 @@ def load_plain(pickled: bytes) -> Any:
 
 def packed(tensor: torch.Tensor) -> tuple[str, list[int], bytes]:
     """A tensor as plain values."""
-    content = bytes_of(tensor).cpu().numpy().tobytes()
-    return str(tensor.dtype).removeprefix("torch."), list(tensor.shape), content
+    content = bytes_of(tensor).cpu()
+    name = str(tensor.dtype).removeprefix("torch.")
+    return name, list(tensor.shape), memory_of(content).tobytes()
 
 
 def unpacked(value: tuple[str, list[int], bytes]) -> torch.Tensor:

@@ -201,8 +201,11 @@ class Pass:
             batches = iter(loader)
             first = next(batches, _END)
         if not sampler.has_begun:
+            what = "persistent workers of this DataLoader were"
+            if not base.persistent_workers:
+                what = "iterator of this DataLoader was"
             raise ValueError(
-                "the persistent workers of this DataLoader were started outside of job.batches(), "
+                f"the {what} started outside of job.batches(), "
                 "so the order of its batches cannot be noted: iterate it with job.batches() only"
             )
         yield from () if first is _END else chain([first], batches)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -12,13 +13,14 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 from outlast.async_checkpoint.beside import Beside
 from outlast.async_checkpoint.plain_values import Unsavable, encode
-from outlast.async_checkpoint.state_dict import is_leaf, nodes
+from outlast.async_checkpoint.state_dict import is_leaf, look_up, nodes
 from outlast.async_checkpoint.subclasses import parts, wraps
 from outlast.coordination.call_ledger import CallLedger
 from outlast.elastic.data.loader import ElasticLoader
@@ -148,22 +150,29 @@ class TrainingState:
         of_moments = [
             f"optimizer.{name}.state." if name != ONLY else "optimizer.state."
             for name, part in self._optimizer_parts.items()
-            if self.optimizers[name].state and not part.replaces_moments
+            if self.optimizers[name].state and not part.loads_anew
         ]
         return target, (*_OPTIONAL, *of_moments)
 
     def drop_moments(self, state: dict[str, Any], lacking: Iterable[tuple[Any, ...]]) -> None:
         """Removes from a filled target what is there of the moments of parameters that have none
         in the checkpoint, such as those of an expert that was not used yet: in this process, or by
-        `create_sharded_moments`. `lacking` are the paths that were not found.
+        `create_sharded_moments`. And each other value that came later, to an optimizer that is kept
+        over a restart. `lacking` are the paths that were not found.
         """
-        for name in self._optimizer_parts:
+        for name, part in self._optimizer_parts.items():
             moments = (state["optimizer"] if name == ONLY else state["optimizer"][name])["state"]
             at = ("optimizer", "state") if name == ONLY else ("optimizer", name, "state")
-            absent = Counter(path[len(at)] for path in lacking if path[: len(at)] == at)
+            paths = [path[len(at) :] for path in lacking if path[: len(at)] == at]
+            absent = Counter(path[0] for path in paths)
             for key, count in absent.items():
                 if count == sum(is_leaf(each) for _, each in nodes(moments[key])):
                     del moments[key]
+            later = [path for path in paths if path[0] in moments and not part.created]
+            for path in reversed(later):  # from the end of each list
+                inner = look_up(moments, path[:-1])
+                if not isinstance(inner, torch.Tensor):
+                    del inner[path[-1][0] if isinstance(path[-1], tuple) else path[-1]]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         steps = steps_of(state["counters"])
@@ -185,6 +194,13 @@ class TrainingState:
                 raise ValueError(f"{f'states.{name}{e.where}'!r} cannot be saved: {e}") from None
 
     def backup(self) -> Backup:
+        """A `ValueError` names a parameter of a lazy module that has no shape yet."""
+        for name, each in (*self.module.named_parameters(), *self.module.named_buffers()):
+            if is_lazy(each):
+                raise ValueError(
+                    f"the model's {name!r} is uninitialized: call the model once before "
+                    "job.restore(), so that its lazy modules have their shapes"
+                )
         state = self.state_dict()
         of_optimizers = state["optimizer"]
         not_copied = [
@@ -198,6 +214,10 @@ class TrainingState:
         state = backup.roll_back()
         for name, part in self.parts.items():
             part.roll_back(name, state.get(name, {}), state["counters"]["steps"])
+
+
+_USED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""The optimizers of all jobs so far."""
 
 
 class ModelPart(Part):
@@ -224,6 +244,12 @@ class OptimizerPart(Part):
         super().__init__(optimizer)
         self._module, self._is_named = module, is_named
         self._first_added = len(getattr(optimizer, "param_groups", ()))
+        self.created = False  # the present moments are those of `create_sharded_moments`
+        # What a constructor makes, the first step expects. Of an optimizer that was used, nothing.
+        is_new = optimizer not in _USED
+        self._made_with = frozenset(optimizer.state) if is_new else frozenset()
+        if is_new:
+            _USED.add(optimizer)
 
     def save(self) -> dict[str, Any]:
         state = self._source.state_dict()
@@ -240,7 +266,7 @@ class OptimizerPart(Part):
         their number, keys and types may have changed since.
         """
         saved = {**saved, "param_groups": []}
-        return {**saved, "state": {}} if self.replaces_moments else saved
+        return {**saved, "state": {}} if self.loads_anew else saved
 
     def load(self, state: Any, steps: int) -> None:
         state = dict(state)
@@ -255,10 +281,12 @@ class OptimizerPart(Part):
         ]
         rewrap(state, self.with_moments, "optimizer")
         self._source.load_state_dict(state)
+        self._keep_dtypes(state)
         if steps and has_moments:
             self._match_strides()
-        else:
-            self._source.state.clear()
+            return
+        for each in [each for each in self._source.state if each not in self._made_with]:
+            del self._source.state[each]
 
     def shared(self) -> list[dict[str, Any]]:
         """The hyperparameters: a scheduler changes them."""
@@ -277,9 +305,19 @@ class OptimizerPart(Part):
         """Creates the moments, since a DTensor can only be loaded into an existing one. torch does
         this with a step at a learning rate of 0, which counts as a step.
         """
-        is_sharded = any(isinstance(p, DTensor) for p in parameters_of(self._source))
-        if is_sharded and not self._source.state:
+        parameters = list(parameters_of(self._source))
+        self.created = any(isinstance(p, DTensor) for p in parameters) and not self._source.state
+        if not self.created:
+            return
+        frozen = [each for each in parameters if not each.requires_grad]  # it may have moments
+        try:
+            for each in frozen:
+                each.requires_grad_()
             get_optimizer_state_dict(self._module, self._source)
+        finally:
+            for each in frozen:
+                each.requires_grad_(False)
+                each.grad = None
 
     @property
     def replaces_moments(self) -> bool:
@@ -291,6 +329,30 @@ class OptimizerPart(Part):
             for moments in self._source.state.values()
             for value in moments.values()
         )
+
+    @property
+    def loads_anew(self) -> bool:
+        """Whether the moments are loaded into new memory: what is there now may be more or less
+        than was saved, such as a history. Not on a GPU, and not what is filled in place.
+        """
+        leaves = (leaf for each in self._source.state.values() for _, leaf in nodes(each))
+        return all(not isinstance(each, torch.Tensor) or is_plain_tensor(each) for each in leaves)
+
+    def _keep_dtypes(self, saved: dict[str, Any]) -> None:
+        """Puts back what torch has converted to the type of the parameter: moments of 32 bits of
+        one of 16 bits, or counts.
+        """
+        source: Any = self._source
+        hooks = (f"_optimizer_load_state_dict_{when}_hooks" for when in ("pre", "post"))
+        own = type(source).load_state_dict is not Optimizer.load_state_dict
+        if own or any(getattr(source, name, None) for name in hooks):
+            return
+        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        for number, parameter in zip(numbers, parameters_of(source), strict=True):
+            for name, value in saved["state"].get(number, {}).items():
+                now = source.state[parameter].get(name)
+                if type(now) is type(value) is torch.Tensor and now.dtype != value.dtype:
+                    source.state[parameter][name] = value.to(now.device)
 
     def _match_strides(self) -> None:
         """Gives the moments the memory format of their parameters (`torch.channels_last`): a fused

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from outlast.async_checkpoint.subclasses import wraps
 from outlast.elastic.silent_faults.layout import Part, Piece
-from outlast.elastic.tensors import local
+from outlast.elastic.tensors import local, memory_of
 from outlast.system.streams import current_stream, on_stream
 
 Digest = Callable[[], str]
@@ -33,7 +33,8 @@ def cpu_digest(piece: Piece, tensors: Sequence[torch.Tensor]) -> str:
     """Hashes the pieces' bytes in memory; `tensors` are those of the layout."""
     digest = xxhash.xxh3_64()
     for part in piece.parts:
-        content = _bytes_of(tensors[part.parameter], part).numpy().data
+        held = _bytes_of(tensors[part.parameter], part)
+        content = memory_of(held)
         for begin in range(0, len(content), _CHUNK_BYTES):
             digest.update(content[begin : begin + _CHUNK_BYTES])
     return digest.hexdigest()

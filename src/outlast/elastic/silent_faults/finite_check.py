@@ -228,6 +228,10 @@ class RunningFiniteCheck(Running):
         return parts
 
     def _note_gradient(self, gradient: torch.Tensor) -> None:
+        if gradient.layout is torch.sparse_coo:
+            gradient = gradient._values()
+        if gradient.layout is not torch.strided:
+            return
         # With gradient accumulation there are several of one step.
         found = total(gradient.detach().reshape(-1)[:_GRADIENT_ELEMENTS])
         self._gradient = found if self._gradient is None else self._gradient + found

@@ -25,7 +25,7 @@ from outlast.coordination.collectives import device_of
 from outlast.elastic.job.encoding import load_shapes
 from outlast.elastic.job.live.frozen import Frozen
 from outlast.elastic.job.live.same_host import OwnersMemory, lent, reader
-from outlast.elastic.tensors import bytes_of
+from outlast.elastic.tensors import bytes_of, memory_of
 
 log = logging.getLogger("outlast.elastic")
 
@@ -253,5 +253,6 @@ def _scatter(views: Sequence[torch.Tensor], parcel: Sequence[Piece], content: to
 
 def _checksum(content: torch.Tensor) -> int:
     """Of the bytes, as a signed number of 64 bits."""
-    value = xxhash.xxh3_64_intdigest(content.cpu().numpy().data)
+    content = content.cpu()
+    value = xxhash.xxh3_64_intdigest(memory_of(content))
     return value - (1 << 64) if value >= 1 << 63 else value

@@ -17,12 +17,14 @@ import pickle
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from outlast.async_checkpoint.subclasses import parts, wraps
 from outlast.elastic.tensors import Versions, digest, versions
+from outlast.system.shared_memory import memory_at
 
 _ELEMENTS = 16  # of each parameter
 _values = operator.methodcaller("values")
@@ -69,7 +71,7 @@ class Writes:
         places = list(map(torch.Tensor.data_ptr, tensors))
         if places != self._places:
             views = [view for each in tensors for view in _view_of_some(each.detach())]
-            self._views = [view.numpy() for view in views if view.device.type == "cpu"]
+            self._views = [_array(view) for view in views if view.device.type == "cpu"]
             alike: dict[Any, list[torch.Tensor]] = {}  # those that one `cat` can copy
             for view in views:
                 if view.device.type != "cpu":
@@ -112,7 +114,7 @@ class Writes:
 
 def _view_of_some(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
     """A view of the bytes of some elements; none if the elements do not lie together in memory."""
-    if tensor.is_conj() or tensor.is_neg() or not tensor.numel():
+    if tensor.is_conj() or tensor.is_neg() or not tensor.untyped_storage().nbytes():
         return []
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     dense = tensor.permute(order)
@@ -120,6 +122,14 @@ def _view_of_some(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
         return []
     content = dense.view(-1).view(torch.uint8).view(tensor.numel(), -1)
     return [content[:: max(1, tensor.numel() // _ELEMENTS)][:_ELEMENTS]]
+
+
+def _array(view: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A view of bytes as an array: see `memory_of`."""
+    span = sum((n - 1) * step for n, step in zip(view.shape, view.stride(), strict=True)) + 1
+    memory = memory_at(view.data_ptr(), span)
+    made: np.ndarray[Any, Any] = np.ndarray(view.shape, np.uint8, memory, strides=view.stride())
+    return made
 
 
 class Snapshot:
