@@ -34,10 +34,7 @@ Path = tuple[Any, ...]
 Key = tuple[str, tuple[int, ...]]
 
 # A dict of any other class comes back as a dict.
-_CLASSES: dict[Any, str] = {
-    OrderedDict: "OrderedDict",
-    Counter: "Counter",
-}
+_CLASSES: dict[Any, str] = {OrderedDict: "OrderedDict", Counter: "Counter"}
 _DEEP = 150  # levels, for messages
 # Most leaves are of these types: to look at the type alone makes a walk twice as fast.
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)})
@@ -310,9 +307,8 @@ def _paths(state_dict: Mapping[str, Any]) -> tuple[dict[Path, Path], list[Item]]
                     f"{where!r} has the key {key!r}, whose text {str(key)!r} is not its value "
                     f"{plain!r}: use the value as the key"
                 )
-        if (
-            flat := torch_path(path)
-        ) in found:  # one of them may be a dict, which has no entry of its own
+        flat = torch_path(path)
+        if flat in found:  # one of them may be a dict, which has no entry of its own
             raise _two_entries(".".join(map(str, flat)))
         found[flat] = path
     return found, containers
