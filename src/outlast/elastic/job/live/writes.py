@@ -114,7 +114,8 @@ class Writes:
 
 def _view_of_some(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
     """A view of the bytes of some elements; none if the elements do not lie together in memory."""
-    if tensor.is_conj() or tensor.is_neg() or not tensor.untyped_storage().nbytes():
+    is_there = tensor.numel() and tensor.untyped_storage().nbytes()  # an offloaded one is not
+    if tensor.is_conj() or tensor.is_neg() or not is_there:
         return []
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     dense = tensor.permute(order)
