@@ -240,7 +240,7 @@ def test_a_program_without_the_guard_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_a_caller(persistent: bool, tmp_path: Path) -> None:
+def test_a_caller(persistent: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caller, gate = DistributedAsyncCaller(persistent, nice=0), Gate(tmp_path)
     assert caller.is_current_async_call_done()
     caller.schedule_async_call(None, ())
@@ -265,6 +265,12 @@ def test_a_caller(persistent: bool, tmp_path: Path) -> None:
     caller.schedule_async_call(work.end_by, ("exit",))
     with pytest.raises(AsyncCallError, match="code 3"):
         caller.is_current_async_call_done(blocking=True)
+    caller.schedule_async_call(work.end_by, ("exit",))
+    caller.schedule_async_call(work.end_by, ("exception",))
+    with pytest.raises(AsyncCallError, match="code 3"):
+        caller.is_current_async_call_done(blocking=True)
+    assert "another background call failed, too: " in caplog.text
+    assert "the disk is full of ideas" in caplog.text
     assert caller.is_current_async_call_done()
     caller.close()
 

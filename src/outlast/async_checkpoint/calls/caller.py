@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -16,6 +17,8 @@ from outlast.coordination.stores.store import MemoryStore
 from outlast.errors import AsyncCallError
 
 __all__ = ["DistributedAsyncCaller"]
+
+log = logging.getLogger("outlast.async_checkpoint")
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
@@ -92,6 +95,8 @@ class DistributedAsyncCaller:
             try:
                 self._queue.maybe_finalize_async_calls(blocking)
             except AsyncCallError as e:
+                if self._error is not None:
+                    log.error("another background call failed, too: %s", e)  # one is raised
                 self._error = self._error or e
                 if blocking and self._queue.get_num_unfinalized_calls():
                     return self.is_current_async_call_done(blocking, no_dist)
