@@ -46,7 +46,7 @@ from outlast.inprocess.recovery.host_protocol import (
     Returned,
 )
 from outlast.inprocess.recovery.monitor_supervisor import MonitorSupervisor
-from outlast.inprocess.recovery.next_ranks import exchange_values, state_in_view
+from outlast.inprocess.recovery.next_ranks import exchange_values, returned_state, state_in_view
 from outlast.inprocess.recovery.rank_faults import RankFaults
 from outlast.inprocess.recovery.settings import Settings
 from outlast.inprocess.running_call import RunningCall
@@ -194,7 +194,8 @@ class RankHost(RankFaults):
                     self._notify_recovering(iteration)
             if self.settings.initialize is not None:
                 with self._user_code(), self.emitter.span(ev.InitializeDone):
-                    self.state = self._kept(self.settings.initialize(self.state))
+                    if (found := self.settings.initialize(self.state)) is not None:
+                        self.state = returned_state(self.settings.initialize, found)
             # A failure here does not exclude the rank: the check after the restart decides that.
             where = "health_check: "
             self._check_health(None)
@@ -271,9 +272,9 @@ class RankHost(RankFaults):
             self._notify_recovering(iteration)
             self.releaser.release()
             if self.settings.finalize is not None:
-                result = self.settings.finalize(self.state, train_ex)
+                result: Any = self.settings.finalize(self.state, train_ex)
                 self.state = self._kept(result)
-                if isinstance(result, tuple):
+                if isinstance(result, tuple) and len(result) == 2:
                     train_ex = result[1]
         try:
             self._check_health(train_ex)
@@ -357,13 +358,9 @@ class RankHost(RankFaults):
         return self.watch
 
     def _kept(self, result: Any) -> State:
-        """The state that a policy returned, alone or with `train_ex`; `None` is no change."""
+        """The state that a policy returned, alone or with `train_ex`; all else is no change."""
         state = result[0] if isinstance(result, tuple) and len(result) == 2 else result
-        if state is None:
-            return self.state
-        if not isinstance(state, State):
-            raise TypeError(f"a policy must return the state that it was given, not {result!r}")
-        return state
+        return state if isinstance(state, State) else self.state
 
     def _check_health(self, train_ex: BaseException | None) -> None:
         check = self.settings.health_check
