@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -13,7 +14,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from outlast.compat.nvrx.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncRequest
+from outlast.compat.nvrx.checkpointing.async_ckpt.core import (
+    AsyncCaller,
+    AsyncCallsQueue,
+    AsyncRequest,
+    PersistentAsyncCaller,
+    TemporalAsyncCaller,
+)
 from outlast.compat.nvrx.checkpointing.async_ckpt.torch_ckpt import TorchAsyncCheckpoint
 
 from outlast.compat.nvrx import inprocess
@@ -198,7 +205,7 @@ def test_a_filter_that_returns_no_state_is_named_and_all_others_may_return_anyth
         def __call__(self, state: Any) -> Any:
             return "nothing"
 
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns(DeprecationWarning, match="rank_filter"):
         settings = inprocess.Wrapper(
             rank_filter=Wrong(), finalize=Wrong(), initialize=Wrong()
         )._core.settings
@@ -329,3 +336,43 @@ def test_torch_save_in_the_background(tmp_path: Any) -> None:
     saver.finalize_async_save(blocking=True, terminate=True)
     found = torch.load(tmp_path / "file")
     assert (found["weights"].tolist(), found["step"]) == ([1, 1, 1], 4)
+
+
+@pytest.mark.parametrize("make", [TemporalAsyncCaller, PersistentAsyncCaller])
+def test_a_caller_runs_one_request_after_another(make: Any, tmp_path: Any) -> None:
+    caller = make()
+    assert isinstance(caller, AsyncCaller)
+    assert caller.is_current_async_call_done()
+    for n in range(2):
+        path = str(tmp_path / str(n))
+        request = AsyncRequest(torch.save, (torch.ones(2), None), [], {}, lambda path=path: path)
+        caller.schedule_async_call(request)
+        if n:
+            assert caller.is_current_async_call_done(blocking=True)
+        caller.close()  # waits
+        assert torch.load(path).tolist() == [1, 1]
+    assert caller.sync_all_async_calls(False)
+    assert not caller.sync_all_async_calls(1)
+    caller.schedule_async_call(AsyncRequest(time.sleep, (1e6,), []))
+    assert not caller.is_current_async_call_done()
+    caller.close(abort=True)
+    assert caller.process is None
+
+
+@pytest.mark.parametrize("abort", [False, True])
+def test_a_closed_queue_and_a_closed_torch_checkpoint_can_be_used_again(
+    abort: bool, tmp_path: Any
+) -> None:
+    saver = TorchAsyncCheckpoint(persistent_queue=False)
+    for n in range(2):
+        saver.async_save({"n": n}, str(tmp_path / "file"))
+        saver.close(abort=abort)
+    if not abort:
+        assert torch.load(tmp_path / "file") == {"n": 1}
+    queue = AsyncCallsQueue(False, cpu_priority=19)
+    for _ in range(2):
+        for _ in range(2):
+            index = queue.schedule_async_request(AsyncRequest(None, (), []))
+        assert (index, queue.get_num_unfinalized_calls()) == (1, 2)
+        queue.close(abort)
+    assert queue.get_num_unfinalized_calls() == 0

@@ -118,9 +118,8 @@ class FillGaps(RankAssignment):
     With n ranks left, ranks below n are kept. The others, in order, move into the gaps, in
     ascending order.
 
-    With a state without a store, which is that of no job, the rank r goes to the gap number r - n,
-    as in nvidia-resiliency-ext. That is another one if a rank between n and r is lost too, and may
-    be outside the new size.
+    Without a store, outside of a job, rank r moves into gap number r - n, as the policy of
+    nvidia-resiliency-ext does: outside the new size, perhaps, if a rank between them is lost too.
     """
 
     def __call__(

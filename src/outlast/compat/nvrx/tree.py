@@ -14,7 +14,6 @@ import enum
 import json
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from typing import Any
 
 from outlast.compat.nvrx.state import from_core
@@ -144,7 +143,7 @@ class Tree(RankAssignment):
 
     def __call__(
         self, state: State, terminated_ranks: Collection[int]
-    ) -> tuple[State, AbstractSet[int]]:
+    ) -> tuple[State, frozenset[int]]:
         gone = as_ranks(terminated_ranks)
         received, self._received = self._received, None
         arrangement = self._in_a_job(received) if received else self._outside(state, gone)
@@ -168,7 +167,7 @@ class Tree(RankAssignment):
         after = state.copy(
             rank=rank, world_size=size, active_world_size=arrangement.active, status=status
         )
-        return after, set()
+        return after, frozenset()
 
     def _in_a_job(self, received: Mapping[int, str]) -> Arrangement:
         """The arrangement from what all ranks have published: the same on each."""
@@ -187,7 +186,7 @@ class Tree(RankAssignment):
         assert last is not None
         return next_arrangement(last, paths, newcomers, self.layers, self.world_size_filter)
 
-    def _outside(self, state: State, gone: AbstractSet[int]) -> Arrangement:
+    def _outside(self, state: State, gone: Collection[int]) -> Arrangement:
         """Outside of a wrapped call: the keys of all ranks are computed here."""
         if self._last is not None and len(self._last.paths) == state.world_size:
             paths = {r: p for r, p in enumerate(self._last.paths) if r not in gone}

@@ -67,8 +67,7 @@ def state_in_view(
     The assignment gets the member's index in `record.slots()` as its rank, the number of slots, and
     the empty slots as terminated ranks; the filter gets the result. All ranks are active, unless
     the assignment or the filter sets a lower active world size. The status is `INACTIVE` for a
-    reserve rank, and `INITIALIZED` otherwise. The empty slots may be left in the set that the
-    assignment returns, if its world size is without them.
+    reserve rank, and `INITIALIZED` otherwise.
 
     A `RestartError` names the terminated ranks that the assignment leaves unhandled, or the ranks
     that do not exist; a `TypeError` the policy that does not return what it must; a `ValueError`
@@ -89,9 +88,9 @@ def state_in_view(
     result: Any = assignment(before, set(empty))  # the policy may change the set
     if not isinstance(result, (tuple, list)) or len(result) != 2:
         raise TypeError(f"{assignment!r} must return (state, terminated_ranks), not {result!r}")
-    after, unhandled = returned_state(assignment, result[0]), frozenset(result[1] or ())
-    left = len(slots) - len(unhandled)
-    if unhandled and (after.world_size > left or not unhandled >= empty):
+    after, unhandled = _state(assignment, result[0]), frozenset(result[1] or ())
+    # What it has dropped from the world size, it may leave in the set.
+    if unhandled and (after.world_size > len(slots) - len(unhandled) or not unhandled >= empty):
         raise RestartError(
             f"{assignment!r} leaves terminated ranks {sorted(unhandled)} unhandled: it must be "
             "followed by a policy that drops them, as in Compose(ShiftRanks(), ...)"
@@ -102,7 +101,7 @@ def state_in_view(
         )
     # A user's assignment need not know of reserve ranks, and may leave the size as it was.
     after = after.copy(active_world_size=min(after.active_world_size, after.world_size))
-    filtered = after if rank_filter is None else returned_state(rank_filter, rank_filter(after))
+    filtered = after if rank_filter is None else _state(rank_filter, rank_filter(after))
     if filtered.rank >= filtered.active_world_size:
         filtered = filtered.copy(status=Status.INACTIVE)
     if not 1 <= filtered.active_world_size <= filtered.world_size:
@@ -113,8 +112,7 @@ def state_in_view(
     return filtered
 
 
-def returned_state(policy: object, returned: object) -> State:
-    """What the policy has returned, if that is a state."""
+def _state(policy: object, returned: object) -> State:
     if not isinstance(returned, State):
         raise TypeError(f"{policy!r} must return the state, not {returned!r}")
     return returned

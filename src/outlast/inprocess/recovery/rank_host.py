@@ -46,7 +46,7 @@ from outlast.inprocess.recovery.host_protocol import (
     Returned,
 )
 from outlast.inprocess.recovery.monitor_supervisor import MonitorSupervisor
-from outlast.inprocess.recovery.next_ranks import exchange_values, returned_state, state_in_view
+from outlast.inprocess.recovery.next_ranks import exchange_values, state_in_view
 from outlast.inprocess.recovery.rank_faults import RankFaults
 from outlast.inprocess.recovery.settings import Settings
 from outlast.inprocess.running_call import RunningCall
@@ -194,8 +194,7 @@ class RankHost(RankFaults):
                     self._notify_recovering(iteration)
             if self.settings.initialize is not None:
                 with self._user_code(), self.emitter.span(ev.InitializeDone):
-                    if (found := self.settings.initialize(self.state)) is not None:
-                        self.state = returned_state(self.settings.initialize, found)
+                    self.state = self._kept(self.settings.initialize(self.state))
             # A failure here does not exclude the rank: the check after the restart decides that.
             where = "health_check: "
             self._check_health(None)

@@ -114,11 +114,7 @@ class ShiftRanks(_Moves):
 
 
 class FillGaps(_Moves):
-    """Fills the gaps from the end: `outlast.inprocess.rank_assignment.FillGaps`.
-
-    In a job, that is the arrangement that 0.4 documents. Called by itself, the policy returns what
-    0.4 returns.
-    """
+    """Fills the gaps from the end: `outlast.inprocess.rank_assignment.FillGaps`."""
 
     _core = core.FillGaps()
 
