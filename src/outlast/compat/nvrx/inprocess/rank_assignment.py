@@ -100,7 +100,7 @@ class _Moves(RankAssignment):
     _core: core.RankAssignment
 
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        before = to_core(ctx.state, getattr(ctx, "_held", None))
+        before = to_core(ctx.state, getattr(ctx, "_held", None) or ctx.store)
         state, left = self._core(before, set(ctx.terminated_ranks))
         ctx.state = dataclasses.replace(ctx.state, rank=state.rank, world_size=state.world_size)
         ctx.terminated_ranks = set(left)
