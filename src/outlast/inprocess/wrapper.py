@@ -24,6 +24,7 @@ from outlast.inprocess.interruption.error_kinds import remove_own_frames
 from outlast.inprocess.rank_assignment import RankAssignment, ShiftRanks
 from outlast.inprocess.rank_filter import RankFilter
 from outlast.inprocess.recovery.host_protocol import GrowPolicy
+from outlast.inprocess.interruption.program_stores import ProgramStores
 from outlast.inprocess.recovery.session import run_call
 from outlast.inprocess.recovery.settings import Settings
 from outlast.inprocess.store import StoreMixin, TCPStore
@@ -205,7 +206,8 @@ class Wrapper:
                 return function(*given, **named)
 
             try:
-                return run_call(self.settings, once, name, self.event_sink)
+                stores = ProgramStores(args, kwargs)
+                return run_call(self.settings, once, name, self.event_sink, stores)
             except BaseException as error:
                 remove_own_frames(error)
                 raise error
