@@ -13,6 +13,8 @@ import pytest
 from launch.runs import Run
 from procs import free_port
 
+pytestmark = pytest.mark.usefixtures("zygote")
+
 PROGRAM = """
 import json, os, signal, sys
 import torch, torch.distributed as dist
@@ -24,7 +26,7 @@ RANK, SIZE, PORT = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(s
 PLACE, FAULTS = sys.argv[2], json.loads(sys.argv[3])
 
 def open_store():
-    return dist.TCPStore("127.0.0.1", PORT, SIZE, RANK == 0, multi_tenant=True, wait_for_workers=True)
+    return dist.TCPStore("127.0.0.1", PORT, SIZE, RANK == 0, wait_for_workers=True)
 
 def fail(how):
     if how == "kill":
@@ -47,7 +49,8 @@ def train(store, call: inprocess.CallWrapper):
     if rank == who:
         fail(how)
     dist.all_reduce(total := torch.ones(1))
-    print(json.dumps({"pid": os.getpid(), "rank": rank, "env": {}, "total": total.item()}), flush=True)
+    said = {"pid": os.getpid(), "rank": rank, "env": {}, "total": total.item()}
+    print(json.dumps(said), flush=True)
     dist.destroy_process_group()
 
 KEPT = None if PLACE == "in the function" else open_store()
@@ -73,9 +76,6 @@ def survivors(tmp_path: Path, place: str, *faults: tuple[int, str, str]) -> set[
     assert said in run.words[-1], run.err
     first = dict(re.findall(r"rank (\d) is pid (\d+)", run.words[0]))
     return {each.rank for each in last if str(each.pid) == first[str(each.rank)]}
-
-
-pytestmark = pytest.mark.usefixtures("zygote")
 
 
 def test_a_wait_for_a_rank_that_fails_is_ended_and_the_store_serves_on(tmp_path: Path) -> None:

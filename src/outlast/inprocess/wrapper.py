@@ -21,10 +21,10 @@ from outlast.inprocess.finalize import Finalize
 from outlast.inprocess.health_check import HealthCheck
 from outlast.inprocess.initialize import Initialize
 from outlast.inprocess.interruption.error_kinds import remove_own_frames
+from outlast.inprocess.interruption.program_stores import ProgramStores
 from outlast.inprocess.rank_assignment import RankAssignment, ShiftRanks
 from outlast.inprocess.rank_filter import RankFilter
 from outlast.inprocess.recovery.host_protocol import GrowPolicy
-from outlast.inprocess.interruption.program_stores import ProgramStores
 from outlast.inprocess.recovery.session import run_call
 from outlast.inprocess.recovery.settings import Settings
 from outlast.inprocess.store import StoreMixin, TCPStore

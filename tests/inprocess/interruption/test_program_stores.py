@@ -1,4 +1,4 @@
-"""Stores that the program opened before the wrapped call: waits in them end, and they are renewed."""
+"""Stores that the program opened before the call: waits in them end, and they are renewed."""
 
 from __future__ import annotations
 

@@ -26,11 +26,12 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch.distributed as dist
+import torch.distributed
 
 from outlast.system.sockets import awaited, peer, shut_down, socket_inode, socket_inodes
 
 log = logging.getLogger("outlast.inprocess")
+dist: Any = torch.distributed  # its stubs do not export the stores
 
 _PATIENCE_S = 2.0
 """How long the function waits for a store. The server of a replacement has answered by then: it has
