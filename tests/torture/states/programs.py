@@ -230,6 +230,8 @@ def wrong_program(program: Program, changed: Program, what: str, folder: Path) -
         return f"with {what}, the job raised {type(e).__name__}: {e}"
     if load_fails:
         return f"with {what}, the job resumes, and torch does not: {load_fails}"
+    if step_fails and not program.steps:
+        return None  # a job keeps no moments of an optimizer that has not stepped; nor can torch
     # A rate that is a tensor stays one, of 32 bits, and torch's load makes it a float.
     rounds = "tensor lr" in (program.optimizer, changed.optimizer)
     for moment in ("", *([] if step_fails or rounds else [" after a step"])):
