@@ -14,9 +14,16 @@ from outlast.events.emitter import JsonlSink
 from outlast.events.report import Restart, build
 from outlast.events.types import Entered, Fault, LauncherEnded, NothingToRestore, Seen
 from outlast.inprocess.monitor.shared_page import SharedPage
-from outlast.metrics import instruments
-from outlast.metrics.collect import Collector, Labels, Listener, time_states
-from outlast.metrics.instruments import INSTRUMENTS, Instrument, Kind
+from outlast.metrics import collect
+from outlast.metrics.collect import (
+    INSTRUMENTS,
+    Collector,
+    Instrument,
+    Kind,
+    Labels,
+    Listener,
+    time_states,
+)
 from outlast.metrics.live_run import LiveRun
 
 
@@ -61,14 +68,12 @@ def test_counters_never_decrease_and_end_as_the_report_says(tmp_path: Path) -> N
             assert now[key] >= value, (key, event)
         before = now
         for host in build(events[:number]).hosts:
-            fell_back |= (
-                time_states(host)["productive"] < now[instruments.TIME, ("a", "productive")]
-            )
+            fell_back |= time_states(host)["productive"] < now[collect.TIME, ("a", "productive")]
     assert fell_back  # the report took time back that had counted as productive: redone work
     for host in build(events).hosts:
         for state, seconds in time_states(host).items():
-            assert before[instruments.TIME, (host.host, state)] == pytest.approx(seconds)
-    assert before[instruments.STEPS_REDONE, ()] == 30
+            assert before[collect.TIME, (host.host, state)] == pytest.approx(seconds)
+    assert before[collect.STEPS_REDONE, ()] == 30
 
 
 def test_restarts_count_by_the_kind_of_their_first_fault(tmp_path: Path) -> None:
@@ -77,7 +82,7 @@ def test_restarts_count_by_the_kind_of_their_first_fault(tmp_path: Path) -> None
     metrics = collector(logs.folder, alive=False)
     heard = Heard(metrics)
     values = metrics.values()
-    assert values[instruments.RESTARTS] == {("exception",): 1.0, ("terminated",): 1.0}
+    assert values[collect.RESTARTS] == {("exception",): 1.0, ("terminated",): 1.0}
     for phase in ("total", "detect", "abort"):
         assert len(heard.seconds["outlast_recovery_seconds", phase]) == 2
     assert heard.seconds["outlast_checkpoint_blocked_seconds",] == [0.25] * 3
@@ -93,9 +98,9 @@ def test_a_restart_counts_once_the_job_is_in_the_function_again(tmp_path: Path) 
     back = next(i for i, event in enumerate(events) if event.kind == "entered" and event.iteration)
     logs.write(events[:back])
     assert back > first
-    assert metrics.values()[instruments.RESTARTS] == {}
+    assert metrics.values()[collect.RESTARTS] == {}
     logs.write(event for event in events[back:] if event.time < 115)
-    assert metrics.values()[instruments.RESTARTS] == {("exception",): 1.0}
+    assert metrics.values()[collect.RESTARTS] == {("exception",): 1.0}
     metrics.poll()
     assert heard.restarts == 1
 
@@ -115,7 +120,7 @@ def test_another_hosts_fault_is_elsewhere(tmp_path: Path) -> None:
     events = [e for e in eventful_run() if not (isinstance(e, Fault) and e.iteration == 0)]
     logs.write(events)
     values = collector(logs.folder, alive=False).values()
-    assert values[instruments.RESTARTS] == {("elsewhere",): 1.0, ("terminated",): 1.0}
+    assert values[collect.RESTARTS] == {("elsewhere",): 1.0, ("terminated",): 1.0}
 
 
 def test_members_and_the_newest_checkpoint(tmp_path: Path) -> None:
@@ -124,12 +129,12 @@ def test_members_and_the_newest_checkpoint(tmp_path: Path) -> None:
     run = LiveRun(logs.folder, alive=lambda: True, clock=lambda: 145.0)
     run.own_host = "a"
     numbers = Collector(run).values()
-    members = {state: value for (_, state), value in numbers[instruments.MEMBERS].items()}
+    members = {state: value for (_, state), value in numbers[collect.MEMBERS].items()}
     assert members == {"active": 3, "restarting": 0, "reserve": 0, "joining": 0}
-    assert numbers[instruments.MEMBERS_LOST] == {("a",): 1}
-    assert numbers[instruments.CHECKPOINT_AGE] == {(): 145.0 - 104.5}
-    assert numbers[instruments.CHECKPOINT_STEP] == {(): 40}
-    assert numbers[instruments.STEP] == {(): 100}
+    assert numbers[collect.MEMBERS_LOST] == {("a",): 1}
+    assert numbers[collect.CHECKPOINT_AGE] == {(): 145.0 - 104.5}
+    assert numbers[collect.CHECKPOINT_STEP] == {(): 40}
+    assert numbers[collect.STEP] == {(): 100}
 
 
 def test_a_step_is_seen_before_it_is_recorded(tmp_path: Path) -> None:
@@ -140,7 +145,7 @@ def test_a_step_is_seen_before_it_is_recorded(tmp_path: Path) -> None:
         place = {"host": run.own_host, "pid": os.getpid(), "time": time.monotonic()}
         logs.write([Entered(rank=0, member=0, iteration=0, **place)])  # type: ignore[arg-type]
         logs.write([NothingToRestore(rank=0, **place)])  # type: ignore[arg-type]
-        assert Collector(run).values()[instruments.STEP] == {(): 33}
+        assert Collector(run).values()[collect.STEP] == {(): 33}
     finally:
         page.close()
 
@@ -157,8 +162,8 @@ def test_time_goes_on_between_two_events_while_the_run_lives(tmp_path: Path) -> 
 
 def test_a_run_without_events_has_no_times(tmp_path: Path) -> None:
     numbers = collector(tmp_path, alive=False).values()
-    assert numbers[instruments.TIME] == {}
-    assert instruments.CHECKPOINT_AGE not in numbers
+    assert numbers[collect.TIME] == {}
+    assert collect.CHECKPOINT_AGE not in numbers
 
 
 def test_any_beginning_of_the_logs_can_be_read(tmp_path: Path) -> None:
@@ -181,8 +186,8 @@ def test_any_beginning_of_the_logs_can_be_read(tmp_path: Path) -> None:
 
 def test_names() -> None:
     assert len({each.prometheus_name for each in INSTRUMENTS}) == len(INSTRUMENTS)
-    assert instruments.TIME.prometheus_name == "outlast_time_seconds_total"
-    assert instruments.TIME.opentelemetry_name == "outlast.time"
+    assert collect.TIME.prometheus_name == "outlast_time_seconds_total"
+    assert collect.TIME.opentelemetry_name == "outlast.time"
 
 
 def test_a_fault_that_ends_the_job_is_no_restart(tmp_path: Path) -> None:
@@ -192,5 +197,5 @@ def test_a_fault_that_ends_the_job_is_no_restart(tmp_path: Path) -> None:
     logs.write([*run.events, LauncherEnded(host="a", pid=1, time=111.0, exit_code=93)])
     metrics = collector(logs.folder, alive=False)
     heard = Heard(metrics)
-    assert metrics.values()[instruments.RESTARTS] == {}
+    assert metrics.values()[collect.RESTARTS] == {}
     assert heard.restarts == 1, "its trace is sent"

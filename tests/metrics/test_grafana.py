@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from outlast.events.report import PHASE_FIELDS
-from outlast.metrics.instruments import INSTRUMENTS, MEMBER_STATES, Kind
+from outlast.metrics.collect import INSTRUMENTS, MEMBER_STATES, Kind
 
 FILE = Path(__file__).parents[2] / "examples" / "grafana" / "outlast.json"
 

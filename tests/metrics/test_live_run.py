@@ -10,7 +10,7 @@ import pytest
 
 from metrics.replay import Logs, eventful_run
 from outlast.events.types import LauncherEnded, WorkerStarted
-from outlast.metrics import instruments
+from outlast.metrics import collect
 from outlast.metrics.collect import Collector
 from outlast.metrics.live_run import LiveRun
 
@@ -76,7 +76,7 @@ def test_the_last_report_is_of_all_events(logs: Logs, monkeypatch: pytest.Monkey
     assert run.report() is first  # a report takes time
     logs.write([WorkerStarted(host="a", pid=1, rank=0, worker_pid=1000, time=99.0)])
     logs.write([LauncherEnded(host="a", pid=1, time=142.0)])
-    restarts = collector.values()[instruments.RESTARTS]
+    restarts = collector.values()[collect.RESTARTS]
     assert restarts == {("exception",): 1.0, ("terminated",): 1.0}
 
 

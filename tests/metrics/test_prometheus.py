@@ -9,10 +9,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from metrics.replay import Logs, eventful_run
-from outlast.metrics.collect import Collector
-from outlast.metrics.instruments import INSTRUMENTS
+from outlast.metrics.collect import INSTRUMENTS, Collector
 from outlast.metrics.live_run import LiveRun
-from outlast.metrics.prometheus import MetricsServer, listen, url
+from outlast.metrics.main import MetricsServer, listen, url
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The `outlast` command: its subcommands are in `commands/`, one module each.
+"""The `outlast` command, and `outlast run`; its other subcommands are in `commands/`.
 
 Neither this module nor the command modules import anything slow: a command imports its dependencies
 (mainly torch) when it runs.
@@ -13,9 +13,50 @@ from typing import Annotated
 import typer
 
 import outlast
-from outlast.launch.commands import chaos, checkpoint, metrics, report, run, top
-from outlast.launch.commands.shared import fold_help
+from outlast.errors import HostUnfit, LaunchError
+from outlast.launch import environment
+from outlast.launch.commands import chaos, checkpoint, live, report
+from outlast.launch.commands.shared import UNFIT, exit_on, fold_help, with_options_of
+from outlast.launch.config.from_options import in_step, job_from_options
+from outlast.launch.config.job_spec import JobSpec
+from outlast.launch.config.options import RunOptions
 from outlast.system.fast_exit import exit_fast
+
+
+def run(options: RunOptions) -> None:
+    """Start SCRIPT in several processes, and keep the job running through faults. For a job on many
+    hosts, run the same command on each, with --nnodes and --rdzv-endpoint.
+
+    If the script uses outlast.inprocess.Wrapper, survivors keep running and only a dead worker is
+    replaced. With any other script, a failure restarts all workers, as with torchrun, if
+    --max-restarts allows it.
+
+    Command lines of torchrun are accepted as they are, also with options that are not listed here.
+    """
+    try:
+        job = job_from_options(in_step(options, environment.step()), environment.take_token())
+    except ValueError as e:
+        raise typer.BadParameter(str(e)) from e
+    with exit_on(LaunchError), exit_on(HostUnfit, code=UNFIT):
+        code = _run(job)
+    raise typer.Exit(code)
+
+
+def _run(job: JobSpec) -> int:
+    # Imported here: one host's store is torch's, whose import takes seconds.
+    from outlast.launch.agent.agent import Agent
+
+    if job.hosts is None:
+        from outlast.launch.agent.one_host import OneHost
+        from outlast.launch.health.host_check import check_host
+        from outlast.launch.workers.output import say_early
+
+        check_host(job.health, say_early)
+        return Agent(job, OneHost).run()
+    from outlast.launch.hosts.job.run_job import run_job
+
+    return run_job(job, job.hosts)
+
 
 app = typer.Typer(
     name="outlast",
@@ -24,8 +65,16 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-run.register(app)
-for command in (report.report, top.top, metrics.metrics):
+# Everything after the script belongs to the script. Names are accepted with dashes and with
+# underscores, as with torchrun.
+app.command(
+    "run",
+    context_settings={
+        "allow_interspersed_args": False,
+        "token_normalize_func": lambda name: name.replace("_", "-"),
+    },
+)(with_options_of(RunOptions, run))
+for command in (report.report, live.top, live.metrics):
     app.command()(command)
 checkpoint.register(app)
 chaos.register(app)

@@ -1,4 +1,9 @@
-"""The values of all instruments for a run, taken whenever they are asked for.
+"""The metrics of a run, and their values whenever they are asked for. Prometheus and OpenTelemetry
+export the same ones.
+
+Every label has few values, which do not grow with the length of a run: states, phases and kinds of
+faults are fixed lists, and hosts are those of the job. Messages, ranks and process IDs are never
+labels.
 
 A counter never decreases, or Prometheus would take it for one of a new process. But some time is
 recognized as lost only afterwards: a hang at its timeout, redone work at the restore. What was
@@ -11,16 +16,111 @@ report may still find an earlier cause.
 
 from __future__ import annotations
 
+import enum
 import threading
 from collections import Counter
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from outlast.events.report import PHASE_FIELDS, HostTime, Restart, parts_of
 from outlast.events.types import CheckpointCommitted, CheckpointFailed
-from outlast.metrics import instruments
-from outlast.metrics.instruments import MEMBER_STATES, Instrument, Kind
 from outlast.metrics.live_run import LiveRun
 from outlast.metrics.run_state import State
+
+
+class Kind(enum.Enum):
+    """What an instrument's values mean."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class Instrument(NamedTuple):
+    """One metric."""
+
+    name: str  # the name in Prometheus, without the `_total` of a counter
+    kind: Kind
+    unit: str  # as in UCUM: `s`, `1` for a ratio, `{step}`
+    help: str
+    labels: tuple[str, ...] = ()  # the names of its labels
+
+    @property
+    def prometheus_name(self) -> str:
+        """The name of its series; a histogram's have `_bucket`, `_sum` and `_count` appended."""
+        return f"{self.name}_total" if self.kind is Kind.COUNTER else self.name
+
+    @property
+    def opentelemetry_name(self) -> str:
+        """The name in OpenTelemetry. A collector that translates it for Prometheus appends the unit
+        and `_total`, and so arrives at the name above.
+        """
+        return self.name.removesuffix("_seconds").removesuffix("_ratio").replace("_", ".")
+
+
+_C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
+
+INSTRUMENTS = (
+    TIME := Instrument(
+        "outlast_time_seconds", _C, "s",
+        "Wall time of the host since the training function was first entered, by its use.",
+        ("host", "state"),
+    ),
+    RESTARTS := Instrument(
+        "outlast_restarts", _C, "{restart}",
+        "Restarts after which the function was entered again, by kind of the first fault.",
+        ("cause",),
+    ),
+    RECOVERY := Instrument(
+        "outlast_recovery_seconds", _H, "s",
+        "Duration of each phase of a restart (of the slowest survivor), and of all of it (total).",
+        ("phase",),
+    ),
+    STEPS_REDONE := Instrument(
+        "outlast_steps_redone", _C, "{step}",
+        "Completed training steps that a restore discarded.",
+    ),
+    CHECKPOINT_BLOCKED := Instrument(
+        "outlast_checkpoint_blocked_seconds", _H, "s",
+        "How long a save blocked training: one observation for each save and rank.",
+    ),
+    CHECKPOINT_AGE := Instrument(
+        "outlast_checkpoint_age_seconds", _G, "s",
+        "Time since the newest committed save began: the work that a restore of it would discard.",
+    ),
+    CHECKPOINTS := Instrument(
+        "outlast_checkpoints", _C, "{checkpoint}",
+        "Saves, by result: committed, failed.",
+        ("result",),
+    ),
+    CHECKPOINT_STEP := Instrument(
+        "outlast_checkpoint_step", _G, "{step}", "Step of the newest committed checkpoint."
+    ),
+    MEMBERS := Instrument(
+        "outlast_members", _G, "{process}",
+        "Processes that take part in the job, by state: active, restarting, reserve, joining.",
+        ("host", "state"),
+    ),
+    MEMBERS_LOST := Instrument(
+        "outlast_members_lost", _C, "{process}", "Processes that the job has lost.", ("host",)
+    ),
+    STEP := Instrument("outlast_step", _G, "{step}", "Newest training step that was recorded."),
+    GOODPUT := Instrument(
+        "outlast_goodput_ratio", _G, "1",
+        "Productive time divided by wall time, since the beginning of the run.",
+        ("host",),
+    ),
+    RUN := Instrument(
+        "outlast_run_info", _G, "", "Always 1; the label is the name of the run.", ("run",)
+    ),
+    DAMAGED_LINES := Instrument(
+        "outlast_damaged_log_lines", _C, "{line}",
+        "Lines of event logs that are not events; they are skipped.",
+    ),
+)  # fmt: skip
+
+BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+"""The upper bounds of a histogram's buckets, in seconds."""
 
 Labels = tuple[str, ...]
 Values = Mapping[Instrument, Mapping[Labels, float]]
@@ -37,6 +137,7 @@ _MEMBER_STATES = {
     State.STARTING: "joining",
     State.WAITING: "joining",
 }
+MEMBER_STATES = tuple(dict.fromkeys(_MEMBER_STATES.values()))
 
 
 class Listener:
@@ -79,7 +180,7 @@ class Collector:
             new = self.run.poll()
             for event in new:
                 if isinstance(event, CheckpointCommitted | CheckpointFailed):
-                    self._observe(instruments.CHECKPOINT_BLOCKED, (), event.blocked_seconds)
+                    self._observe(CHECKPOINT_BLOCKED, (), event.blocked_seconds)
             if not new and self.run.up_to_date and not self.run.over():
                 return
             report = self.run.report()
@@ -107,7 +208,7 @@ class Collector:
         for phase, name in PHASE_FIELDS.items():
             seconds = getattr(restart.phases, name)
             if seconds is not None:
-                self._observe(instruments.RECOVERY, (phase,), seconds)
+                self._observe(RECOVERY, (phase,), seconds)
         for listener in self.listeners:
             listener.restarted(restart)
 
@@ -122,39 +223,35 @@ class Collector:
         lost = Counter(process.host for process in processes if process.state is State.LOST)
         members = Counter((p.host, _MEMBER_STATES.get(p.state, "")) for p in processes)
         found: dict[Instrument, dict[Labels, float]] = {
-            instruments.RUN: {(run.name,): 1.0},
-            instruments.RESTARTS: {(cause,): float(n) for cause, n in self._restarts.items()},
-            instruments.STEPS_REDONE: {
-                (): float(sum(r.redone_steps or 0 for r in report.restarts))
-            },
-            instruments.CHECKPOINTS: {
+            RUN: {(run.name,): 1.0},
+            RESTARTS: {(cause,): float(n) for cause, n in self._restarts.items()},
+            STEPS_REDONE: {(): float(sum(r.redone_steps or 0 for r in report.restarts))},
+            CHECKPOINTS: {
                 ("committed",): float(state.saves(CheckpointCommitted)),
                 ("failed",): float(state.saves(CheckpointFailed)),
             },
-            instruments.DAMAGED_LINES: {(): float(run.follower.damaged_lines)},
-            instruments.MEMBERS: {
-                (h, s): float(members[h, s]) for h in hosts for s in MEMBER_STATES
-            },
-            instruments.MEMBERS_LOST: {(host,): float(lost[host]) for host in hosts},
-            instruments.TIME: {
+            DAMAGED_LINES: {(): float(run.follower.damaged_lines)},
+            MEMBERS: {(h, s): float(members[h, s]) for h in hosts for s in MEMBER_STATES},
+            MEMBERS_LOST: {(host,): float(lost[host]) for host in hosts},
+            TIME: {
                 (host.host, use): seconds
                 for host in report.hosts
                 for use, seconds in time_states(host).items()
             },
-            instruments.GOODPUT: {
+            GOODPUT: {
                 (host.host,): host.goodput for host in report.hosts if host.goodput is not None
             },
         }
         if state.newest_saves:
             step = max(event.step for event in state.newest_saves.values())
-            found[instruments.CHECKPOINT_STEP] = {(): float(step)}
+            found[CHECKPOINT_STEP] = {(): float(step)}
         if newest := run.newest_save():
-            found[instruments.CHECKPOINT_AGE] = {(): newest[1]}
+            found[CHECKPOINT_AGE] = {(): newest[1]}
         steps = [process.step for process in state.current if process.step is not None]
         # A rank records its steps every few seconds; its page has each of them.
         pages = [page.step for page in map(run.progress, state.current) if page is not None]
         if steps or any(pages):
-            found[instruments.STEP] = {(): float(max(*steps, *pages, 0))}
+            found[STEP] = {(): float(max(*steps, *pages, 0))}
         return found
 
 

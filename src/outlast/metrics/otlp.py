@@ -24,8 +24,16 @@ from opentelemetry.trace import Span, Tracer, use_span
 
 from outlast.events.report import RankRecovery, Restart
 from outlast.events.report import Span as Phase
-from outlast.metrics.collect import Collector, Labels, Listener, cause_label
-from outlast.metrics.instruments import BOUNDS, INSTRUMENTS, Instrument, Kind
+from outlast.metrics.collect import (
+    BOUNDS,
+    INSTRUMENTS,
+    Collector,
+    Instrument,
+    Kind,
+    Labels,
+    Listener,
+    cause_label,
+)
 from outlast.metrics.live_run import LiveRun
 
 

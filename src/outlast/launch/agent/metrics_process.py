@@ -12,8 +12,7 @@ from pathlib import Path
 from outlast.errors import LaunchError
 from outlast.launch.config.job_spec import JobSpec
 from outlast.launch.workers.output import Console
-from outlast.metrics.main import Order
-from outlast.metrics.prometheus import listen, url
+from outlast.metrics.main import Order, listen, url
 from outlast.system.background_process import BackgroundProcess, start_process
 
 _MODULE = "outlast.metrics.main"

@@ -1,1 +1,1 @@
-"""The subcommands of `outlast`, one module each."""
+"""The subcommands of `outlast`; `run` is in `cli.py`."""
