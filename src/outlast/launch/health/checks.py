@@ -75,9 +75,9 @@ def _end_with_launcher() -> None:
 
 def _of_neighbor(spec: dict[str, Any]) -> Checks:
     def check() -> str:
-        from outlast.launch.health import neighbor_check  # it imports torch
+        from outlast.launch.health import device_checks  # it imports torch
 
-        return neighbor_check.check(Neighbor(**spec))
+        return device_checks.check_neighbor(Neighbor(**spec))
 
     yield f"the all-reduce with {spec['name']}", check
 
