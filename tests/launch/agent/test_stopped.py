@@ -11,10 +11,10 @@ import pytest
 NET_S = 120
 LAUNCHER = """
 import sys
-from outlast.launch.agent import stopped
+from outlast.launch.agent import departures
 from outlast.launch.cli import main
 
-stopped._LIMIT_S = float(sys.argv.pop(1))
+departures._STOPPED_S = float(sys.argv.pop(1))
 main()
 """
 SCRIPT = """

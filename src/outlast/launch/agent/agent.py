@@ -35,12 +35,11 @@ from outlast.launch.agent import death_log, decisions
 from outlast.launch.agent.coordinator import OpenCoordinator, Outcome
 from outlast.launch.agent.death_log import Death
 from outlast.launch.agent.decisions import Decision, JobRecord, JobState, replacements
-from outlast.launch.agent.departures import DepartedWorkers, reap_workers
+from outlast.launch.agent.departures import DepartedWorkers, StoppedWorkers, reap_workers
 from outlast.launch.agent.last_lines import Ending, summary
 from outlast.launch.agent.replacement import CallWatch, Replacements
 from outlast.launch.agent.resources import JobResources
 from outlast.launch.agent.shutdown import Shutdown
-from outlast.launch.agent.stopped import StoppedWorkers
 from outlast.launch.config.job_spec import JobSpec, Placement
 from outlast.launch.workers.descendants import OomKills, kill_descendants
 from outlast.launch.workers.worker_group import Worker

@@ -1,15 +1,21 @@
-"""Workers whose rank has left the training, while their process goes on: for a thread that is not a
-daemon, a pool, an exit handler, or what the program does after the call.
+"""Workers that take no part any more, while their process goes on.
 
-*After an error* the process has `--grace`, and is ended. Its rank does not wait for that: it is
-treated as if the process had ended, after a moment in which most do, with their last words on
-stderr. By then the old process has left the ledger, and has no process group, store or checkpoint
-writer of the job; only its memory, on the device too, is its own until its end. If all ranks have
-left, none of them is replaced. One that calls a wrapped function again has not left.
+*Their rank has left the training*, and the process stays: for a thread that is not a daemon, a
+pool, an exit handler, or what the program does after the call. After an error, the process has
+`--grace`, and is ended. Its rank does not wait for that: it is treated as if the process had ended,
+after a moment in which most do, with their last words on stderr. By then the old process has left
+the ledger, and has no process group, store or checkpoint writer of the job; only its memory, on the
+device too, is its own until its end. If all ranks have left, none of them is replaced. One that
+calls a wrapped function again has not left.
 
-*A script at its end*, without an error, waits for its threads, and they may have work to do. It has
+A script at its end, without an error, waits for its threads, and they may have work to do. It has
 `--grace` once the scripts of all workers here are at their end, as a job must end. A program that
 still runs its script is never ended for that, nor one that leaves because it was told to stop.
+
+*They are stopped*, by SIGSTOP for one. Within a wrapped call, the monitor process of a rank sees
+that, and ends it. Of any other worker, the kernel tells its parent, the launcher, with SIGCHLD: one
+that does not go on within the hard timeout of a `Wrapper` is killed, and then replaced or restarted
+as any that ended.
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ import functools
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 from outlast.launch.agent.decisions import TOLD_TO_STOP, JobState
 from outlast.launch.agent.resources import JobResources
@@ -27,6 +34,8 @@ from outlast.launch.workers.worker_group import Worker
 from outlast.system.departure import Departure
 
 _SOON_S = 0.1
+_STOPPED_S = 90.0
+"""The default `hard_timeout` of a `Wrapper`."""
 
 
 class DepartedWorkers:
@@ -124,3 +133,48 @@ def reap_workers(resources: JobResources) -> list[tuple[Worker, int, float | Non
             if not settled:
                 ended.append((worker, code, worker.error_time()))
     return ended
+
+
+class StoppedWorkers:
+    """Call `look` after each SIGCHLD."""
+
+    def __init__(self, resources: JobResources) -> None:
+        self._resources = resources
+        self._stops: dict[int, int] = {}  # how often each worker has been stopped, by its pid
+
+    def look(self) -> None:
+        # One at a time, as the ends of children; each is told once.
+        kinds = os.WSTOPPED | os.WCONTINUED | os.WNOHANG
+        while (found := _changed(kinds)) is not None:
+            worker = self._resources.workers.get(found.si_pid)
+            if worker is not None and found.si_code == os.CLD_STOPPED:
+                self._on_stop(worker, found.si_status)
+
+    def _on_stop(self, worker: Worker, number: int) -> None:
+        if self._resources.coordinator.keys.job().state is JobState.RUNNING:
+            return
+        self._stops[worker.pid] = count = self._stops.get(worker.pid, 0) + 1
+        self._resources.console.say(
+            f"rank {worker.rank} (pid {worker.pid}) was stopped by {signal.Signals(number).name}: "
+            f"it is killed unless it goes on within {_STOPPED_S:g} s"
+        )
+        self._resources.loop.call_later(_STOPPED_S, functools.partial(self._end, worker, count))
+
+    def _end(self, worker: Worker, count: int) -> None:
+        if self._resources.workers.get(worker.pid) is not worker:
+            return
+        if self._stops[worker.pid] == count and _is_stopped(worker.pid):
+            worker.killer = f"the launcher, after it was stopped for {_STOPPED_S:g} s"
+            os.kill(worker.pid, signal.SIGKILL)
+
+
+def _changed(kinds: int) -> os.waitid_result | None:
+    try:
+        return os.waitid(os.P_ALL, 0, kinds)
+    except ChildProcessError:
+        return None
+
+
+def _is_stopped(pid: int) -> bool:
+    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2]
+    return fields[:1] == b"T"
