@@ -14,9 +14,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 import outlast
 from outlast.elastic.loader_position import LoaderPosition, has_no_state
 from outlast.inprocess import CallWrapper
-from outlast.integrations.lightning.callback_states import CallbackStates
 from outlast.integrations.lightning.log_files import LogFiles
-from outlast.integrations.lightning.states import LoopStates, states_of
+from outlast.integrations.lightning.states import CallbackStates, LoopStates, states_of
 
 log = logging.getLogger("outlast.integrations")
 
