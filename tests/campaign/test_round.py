@@ -110,7 +110,7 @@ def test_rounds_run_side_by_side_and_an_error_ends_them(
     one = functools.partial(running._run_one, PLAN, tmp_path, "a round", None)
     tasks = [fails, one, short, short, short, short]
     with pytest.raises(error):
-        running._side_by_side(lambda: tasks.pop() if tasks else None)
+        running._side_by_side(lambda: tasks.pop() if tasks else None, lambda task: task())
     assert max(most) == 2
     assert ended
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import os
 import shutil
@@ -13,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import TypeVar
 
 from outlast.campaign import generate
 from outlast.campaign import round as rounds
@@ -23,6 +23,8 @@ from outlast.campaign.plan import OF_HOSTS, Fault, RoundPlan, hosts_for
 from outlast.campaign.programs import CampaignError, Program, Reference
 from outlast.campaign.results import CampaignResult, Display, RoundResult
 from outlast.chaos import Kind
+
+T = TypeVar("T")
 
 _LOOK_S = 0.1
 _MOST_RUNS = 12
@@ -119,26 +121,26 @@ class Campaign:
         names = list(places)[: self._program.undisturbed_runs]
         folders = [self._new(self._folder / places[name]) for name in names]
 
-        def run(folder: Path, name: str) -> None:
+        def run(name: str) -> None:
+            folder = self._folder / places[name]
             result = self._run_one(plan, folder, name, None)
-            if wrong := [*result.wrong(), *(f"a restart: {why}" for why in result.unexplained)]:
+            wrong = result.wrong() + [f"a restart: {why}" for why in result.unexplained]
+            if wrong:
                 raise CampaignError(f"the undisturbed run in {folder} failed: {'; '.join(wrong)}")
 
-        tasks = (functools.partial(run, *each) for each in zip(folders, names, strict=True))
-        self._side_by_side(lambda: next(tasks, None))
-        steps = self._program.steps(folders[0])
-        return self._program.reference(folders), steps
+        upcoming = iter(names)
+        self._side_by_side(lambda: next(upcoming, None), run)
+        return self._program.reference(folders), self._program.steps(folders[0])
 
     def _run_all(self, upcoming: Iterator[RoundPlan], reference: Reference) -> None:
-        def next_round() -> Callable[[], None] | None:
+        def next_plan() -> RoundPlan | None:
             plan = next(upcoming, None) if self._continues() else None
-            if plan is None:
-                return None
-            with self._lock:
-                self._faults += len(plan.all_faults)
-            return functools.partial(self._run, plan, reference)
+            if plan is not None:
+                with self._lock:
+                    self._faults += len(plan.all_faults)
+            return plan
 
-        self._side_by_side(next_round)
+        self._side_by_side(next_plan, lambda plan: self._run(plan, reference))
 
     def _continues(self) -> bool:
         """Whether to start another round, now that others may be running."""
@@ -151,26 +153,26 @@ class Campaign:
             return True
         return time.monotonic() - self._since + longest <= options.seconds
 
-    def _side_by_side(self, next_task: Callable[[], Callable[[], None] | None]) -> None:
-        """Runs tasks in threads, as many at a time as the options say; `next_task` is called again
-        whenever one has ended. An error in a task or here, such as Ctrl-C, ends those that run; it
-        is raised when they have ended.
+    def _side_by_side(self, next_one: Callable[[], T | None], run: Callable[[T], None]) -> None:
+        """Calls `run` in threads, as many at a time as the options say; `next_one` is called again
+        whenever one has ended. An error in one or here, such as Ctrl-C, ends those that run; it is
+        raised when they have ended.
 
         A signal raises an exception in the main thread, which must not come between the start of a
-        launcher and the code that ends it: so also a single task runs in a thread.
+        launcher and the code that ends it: so also a single run is in a thread.
         """
         jobs, running = self._jobs, set[Future[None]]()
         with ThreadPoolExecutor(jobs, thread_name_prefix="outlast-round") as pool:
             try:
                 while True:
-                    while len(running) < jobs and (task := next_task()) is not None:
-                        running.add(pool.submit(task))
+                    while len(running) < jobs and (one := next_one()) is not None:
+                        running.add(pool.submit(run, one))
                     if not running:
                         return
                     ended, running = wait(running, _LOOK_S, FIRST_COMPLETED)
                     self._show()
-                    for one in ended:
-                        one.result()
+                    for each in ended:
+                        each.result()
             except BaseException:
                 self._cancelled.set()
                 raise

@@ -138,18 +138,17 @@ def _cause_of(at: float, restart: Restart, fired: Sequence[dict[str, Any]]) -> i
     """The fault that has caused a restart: the last one before it of the process that its report
     names first; otherwise the last one before it at all, if that was a moment ago.
     """
-    causes = (*([restart.cause] if restart.cause else []), *restart.others)
     before = {
         index: at - float(record["time"])
         for index, record in enumerate(fired)
         if record["kind"] not in _WITHOUT_RESTART and float(record["time"]) <= at + _BEFORE_S
     }
-    for cause in causes:
+    for cause in filter(None, (restart.cause, *restart.others)):
         ages = {i: age for i, age in before.items() if fired[i]["pid"] == cause.pid}
         if ages and min(ages.values()) <= _LONGEST_S:
-            return min(ages, key=lambda index: ages[index])
+            return min(ages, key=ages.__getitem__)
     recent = {index: age for index, age in before.items() if age <= _MOMENT_S}
-    return min(recent, key=lambda index: recent[index], default=None)
+    return min(recent, key=recent.__getitem__, default=None)
 
 
 def believed_partial(stages: Sequence[Stage]) -> list[str]:

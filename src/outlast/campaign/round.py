@@ -86,7 +86,7 @@ class Round:
                 return [stalled]
             result.problems["orphans"] += [f"launcher {number}: {one}" for one in job.orphans]
             killed = any(one.action is Action.KILL_LAUNCHER for one in job.taken)
-            stopped = () if plan.hosts else (STOPPED, *([-signal.SIGKILL] if killed else []))
+            stopped = [] if plan.hosts else [STOPPED] + [-signal.SIGKILL] * killed
             if failed := job.failures(stopped):
                 return failed
             if not any(job.exit_codes):
