@@ -11,7 +11,7 @@ from outlast.chaos.injector import Injector
 from outlast.chaos.plan import Plan, PlannedFault
 from outlast.coordination.training_step import observed_steps
 
-_WRITER = "outlast.chaos.writer_program"
+_WRITER = "outlast.chaos.storage"
 
 _installed: Injector | None = None
 _undo = ExitStack()

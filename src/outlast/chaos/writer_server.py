@@ -1,6 +1,6 @@
 """The injector's side of its connections to the writer processes of this process.
 
-A writer process under a plan (`writer_program.py`) connects to an abstract Unix socket, which
+A writer process under a plan (`storage.py`) connects to an abstract Unix socket, which
 needs no file and ends with its processes. It asks before each operation on the storage; the answer
 comes from `WriterServer`, which thereby knows what the writer is doing, and can hold it there.
 """

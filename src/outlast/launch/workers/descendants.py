@@ -36,7 +36,7 @@ KILL_S = 30.0
 SNAPSHOT_HOLDERS = (
     "outlast.async_checkpoint.writer.main",
     "outlast.async_checkpoint.peer_copies.keeper",
-    "outlast.chaos.writer_program",
+    "outlast.chaos.storage",
 )
 """The modules that processes with snapshots run: `python -m MODULE`."""
 
