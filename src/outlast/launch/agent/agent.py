@@ -328,7 +328,7 @@ class Agent:
         ranks = frozenset(self._ranks) - running - self._replacements.pending
         if ranks != self._given_up and (self._resources.workers or coordinator.host_id):
             self._given_up = ranks
-            coordinator.give_up(ranks)
+            coordinator.keys.give_up(ranks)
 
     def _replacement_lost(self) -> None:
         self._announce_given_up()

@@ -87,9 +87,6 @@ class Coordinator(Protocol):
     def take_replacement(self, limit: int) -> bool:
         """Count a replacement, if fewer than `limit` are used."""
 
-    def give_up(self, ranks: frozenset[int]) -> None:
-        """These ranks of this host will not be replaced."""
-
     def restart(self, cause: str, death: Death) -> None:
         """Restart all workers, because of the failure of this host's worker."""
 

@@ -69,9 +69,6 @@ class OneHost:
         self._faults += [self._now()] * taken
         return taken
 
-    def give_up(self, ranks: frozenset[int]) -> None:
-        self.keys.give_up(ranks)
-
     def restart(self, cause: str, death: Death) -> None:
         self._faults.append(self._now())
         self._actions.restart("")

@@ -147,7 +147,7 @@ class CallWatch:
         if early:
             if exit_code == 0:  # any other end was announced
                 console.say(f"{who} {EARLY}, where the other ranks wait for it")
-                coordinator.give_up(frozenset({worker.rank}))
+                coordinator.keys.give_up(frozenset({worker.rank}))
             cause = f"process {worker.pid} {exit_text(exit_code)} {EARLY}"
             process = coordinator.host_id, worker.pid, worker.rank
             coordinator.keys.will_not_come(job, *process, self._world_size, cause)

@@ -4,7 +4,8 @@ The group has one chain of entries. An entry says that a host has joined or was 
 decision: an agent that wants one claims the next number; if another entry was first, it applies
 that, and looks whether its own is still needed. So all agents see the same entries in the same
 order, and each computes the same state from them. An entry that has no meaning in the state that it
-finds (a second restart of one attempt) changes nothing but the number.
+finds (a second restart of one attempt) changes nothing but the number: `applied_to` returns the
+state that it was given.
 
     FORMING -- Start --> RUNNING -- Restart --> CLEARING -- Start --> RUNNING
     any of them -- Stop, End --> ENDING; RUNNING, ENDING -- Finish --> FINISHED
@@ -15,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 import msgspec
@@ -43,6 +45,24 @@ class Start(ChainEntry, frozen=True, tag="start"):
     places: tuple[str, ...]
     used: int = 0
 
+    def applied_to(self, plan: JobPlan) -> JobPlan:
+        if plan.stage not in (Stage.FORMING, Stage.CLEARING):
+            return plan
+        return replace(
+            plan,
+            stage=Stage.RUNNING,
+            attempt=self.attempt,
+            places=self.places,
+            size=len(self.places),
+            taken_over=(0,) * len(self.places),
+            given_up=frozenset(),
+            used=self.used,
+            probed="",
+            probe=None,
+            check=None,  # it would have the accelerators when ranks start
+            restart=None,
+        )
+
 
 class Take(ChainEntry, frozen=True, tag="take"):
     """A host takes the place of a lost one, or a new place after the last; its workers join the
@@ -52,11 +72,33 @@ class Take(ChainEntry, frozen=True, tag="take"):
     place: int
     host: str
 
+    def applied_to(self, plan: JobPlan) -> JobPlan:
+        if not plan.running or self.host in plan.places or self.place > len(plan.places):
+            return plan
+        places, taken_over = list(plan.places), list(plan.taken_over)
+        if self.place == len(places):
+            places.append(self.host)
+            taken_over.append(1)
+        else:
+            places[self.place] = self.host
+            taken_over[self.place] += 1
+        return replace(
+            plan,
+            places=tuple(places),
+            taken_over=tuple(taken_over),
+            given_up=plan.given_up - {self.place},
+        )
+
 
 class GiveUp(ChainEntry, frozen=True, tag="give up"):
     """No host will take these places."""
 
     places: tuple[int, ...]
+
+    def applied_to(self, plan: JobPlan) -> JobPlan:
+        if not plan.running:
+            return plan
+        return replace(plan, given_up=plan.given_up | set(self.places))
 
 
 class Restart(ChainEntry, frozen=True, tag="restart"):
@@ -71,6 +113,15 @@ class Restart(ChainEntry, frozen=True, tag="restart"):
     process: str = ""
     blames: bool = True
 
+    def applied_to(self, plan: JobPlan) -> JobPlan:
+        if not plan.running or self.attempt != plan.attempt:
+            return plan
+        after = replace(plan, stage=Stage.CLEARING, restart=self, check=None)
+        if not self.process or not self.blames:
+            return after
+        owner = self.process.rpartition(":")[0]  # see `records.process_name`
+        return Blame(owner, f"{self.attempt}", self.cause).applied_to(after)
+
 
 class Stop(ChainEntry, frozen=True, tag="stop"):
     """The job was told to stop by a signal to the agent of `host`."""
@@ -78,12 +129,18 @@ class Stop(ChainEntry, frozen=True, tag="stop"):
     signal: int
     host: str
 
+    def applied_to(self, plan: JobPlan) -> JobPlan:
+        return plan if plan.ends else replace(plan, stage=Stage.ENDING, stop=self, check=None)
+
 
 class End(ChainEntry, frozen=True, tag="end"):
     """The job has failed, and ends. `process` is the worker that has caused it, if one has."""
 
     cause: str
     process: str = ""
+
+    def applied_to(self, plan: JobPlan) -> JobPlan:
+        return plan if plan.ends else replace(plan, stage=Stage.ENDING, end=self, check=None)
 
 
 class Probe(ChainEntry, frozen=True, tag="probe"):
@@ -94,6 +151,11 @@ class Probe(ChainEntry, frozen=True, tag="probe"):
     attempt: int
     key: str
     hosts: tuple[str, ...]
+
+    def applied_to(self, plan: JobPlan) -> JobPlan:
+        if not plan.running or self.attempt != plan.attempt or self.key == plan.probed:
+            return plan
+        return replace(plan, probed=self.key, probe=self)
 
 
 class Links(ChainEntry, frozen=True, tag="links"):
@@ -106,6 +168,16 @@ class Links(ChainEntry, frozen=True, tag="links"):
     excluded: dict[str, str] = msgspec.field(default_factory=dict)
     waits_for: dict[str, list[str]] = msgspec.field(default_factory=dict)
 
+    def applied_to(self, plan: JobPlan) -> JobPlan:
+        probe = plan.probe
+        if (
+            not plan.running
+            or probe is None
+            or (probe.attempt, probe.key) != (self.attempt, self.key)
+        ):
+            return plan
+        return replace(plan, probe=None, excluded={**plan.excluded, **self.excluded})
+
 
 class Check(ChainEntry, frozen=True, tag="check"):
     """Each of these hosts makes an all-reduce with its two neighbors in this ring, before any of
@@ -115,6 +187,9 @@ class Check(ChainEntry, frozen=True, tag="check"):
     attempt: int
     key: str
     hosts: tuple[str, ...]
+
+    def applied_to(self, plan: JobPlan) -> JobPlan:
+        return replace(plan, check=self) if plan.check is None and not plan.ends else plan
 
 
 class Checked(ChainEntry, frozen=True, tag="checked"):
@@ -127,6 +202,13 @@ class Checked(ChainEntry, frozen=True, tag="checked"):
     excluded: dict[str, str] = msgspec.field(default_factory=dict)
     waits_for: dict[str, list[str]] = msgspec.field(default_factory=dict)
 
+    def applied_to(self, plan: JobPlan) -> JobPlan:
+        if plan.check is None or self.key != plan.check.key:
+            return plan
+        checked = plan.checked | set(self.passed)
+        excluded = {**plan.excluded, **self.excluded}
+        return replace(plan, check=None, checked=checked, excluded=excluded)
+
 
 class Blame(ChainEntry, frozen=True, tag="blame"):
     """A rank of this host was the first cause of a restart. `restart` names that, as it is counted
@@ -137,6 +219,10 @@ class Blame(ChainEntry, frozen=True, tag="blame"):
     restart: str
     cause: str
 
+    def applied_to(self, plan: JobPlan) -> JobPlan:
+        known = any(each.restart == self.restart for each in plan.blames)
+        return plan if known else replace(plan, blames=(*plan.blames, self))
+
 
 class Unfit(ChainEntry, frozen=True, tag="unfit"):
     """A host has had too many faults: it leaves the job, and gets no more ranks."""
@@ -144,9 +230,16 @@ class Unfit(ChainEntry, frozen=True, tag="unfit"):
     host: str
     reason: str
 
+    def applied_to(self, plan: JobPlan) -> JobPlan:
+        return replace(plan, unfit={**plan.unfit, self.host: self.reason})
+
 
 class Finish(ChainEntry, frozen=True, tag="finish"):
     """No worker is left on any host."""
+
+    def applied_to(self, plan: JobPlan) -> JobPlan:
+        over = plan.running or plan.stage is Stage.ENDING
+        return replace(plan, stage=Stage.FINISHED) if over else plan
 
 
 _OfAttempts: TypeAlias = Start | Take | GiveUp | Restart | Stop | End | Finish
@@ -204,6 +297,10 @@ class JobPlan:
     end: End | None = None
 
     @property
+    def running(self) -> bool:
+        return self.stage is Stage.RUNNING
+
+    @property
     def ends(self) -> bool:
         return self.stage in (Stage.ENDING, Stage.FINISHED)
 
@@ -222,94 +319,21 @@ class JobPlan:
     def missing(self) -> list[tuple[int, LostHost]]:
         """The places whose hosts are lost, with the losses."""
         return [
-            (place, dataclasses.replace(loss, reason=self.leaving.get(host, loss.reason)))
+            (place, replace(loss, reason=self.leaving.get(host, loss.reason)))
             for place, host in enumerate(self.places)
             if (loss := self.lost.get(host)) is not None
         ]
 
     def apply(self, entry: Entry) -> JobPlan:
-        return dataclasses.replace(self._applied(entry), number=self.number + 1)
-
-    def _applied(self, entry: Entry) -> JobPlan:
-        replace = dataclasses.replace
-        running = self.stage is Stage.RUNNING
         if isinstance(entry, HostJoined):
-            return replace(self, hosts={**self.hosts, entry.info.id: entry.info})
-        if isinstance(entry, HostLost):
+            after = replace(self, hosts={**self.hosts, entry.info.id: entry.info})
+        elif isinstance(entry, HostLost):
             hosts = dict(self.hosts)
-            host = hosts.pop(entry.host)
-            loss = LostHost(host=host, reason=entry.reason, left=entry.left)
-            return replace(self, hosts=hosts, lost={**self.lost, entry.host: loss})
-        if isinstance(entry, Start) and self.stage in (Stage.FORMING, Stage.CLEARING):
-            return replace(
-                self,
-                stage=Stage.RUNNING,
-                attempt=entry.attempt,
-                places=entry.places,
-                size=len(entry.places),
-                taken_over=(0,) * len(entry.places),
-                given_up=frozenset(),
-                used=entry.used,
-                probed="",
-                probe=None,
-                check=None,  # it would have the accelerators when ranks start
-                restart=None,
-            )
-        if isinstance(entry, Take) and running:
-            return self._taken(entry)
-        if isinstance(entry, GiveUp) and running:
-            return replace(self, given_up=self.given_up | set(entry.places))
-        if isinstance(entry, Probe) and running and entry.attempt == self.attempt:
-            known = entry.key == self.probed
-            return self if known else replace(self, probed=entry.key, probe=entry)
-        if isinstance(entry, Links) and running and self.probe is not None:
-            mine = (self.probe.attempt, self.probe.key) == (entry.attempt, entry.key)
-            excluded = {**self.excluded, **entry.excluded}
-            return replace(self, probe=None, excluded=excluded) if mine else self
-        if isinstance(entry, Check) and self.check is None and not self.ends:
-            return replace(self, check=entry)
-        if isinstance(entry, Checked) and self.check is not None and entry.key == self.check.key:
-            excluded = {**self.excluded, **entry.excluded}
-            checked = self.checked | set(entry.passed)
-            return replace(self, check=None, checked=checked, excluded=excluded)
-        if isinstance(entry, Restart) and running and entry.attempt == self.attempt:
-            plan = replace(self, stage=Stage.CLEARING, restart=entry, check=None)
-            if not entry.process or not entry.blames:
-                return plan
-            owner = entry.process.rpartition(":")[0]  # see `records.process_name`
-            return plan._blamed(Blame(owner, f"{entry.attempt}", entry.cause))
-        if isinstance(entry, Blame):
-            return self._blamed(entry)
-        if isinstance(entry, Unfit):
-            return replace(self, unfit={**self.unfit, entry.host: entry.reason})
-        if isinstance(entry, Stop) and not self.ends:
-            return replace(self, stage=Stage.ENDING, stop=entry, check=None)
-        if isinstance(entry, End) and not self.ends:
-            return replace(self, stage=Stage.ENDING, end=entry, check=None)
-        if isinstance(entry, Finish) and (running or self.stage is Stage.ENDING):
-            return replace(self, stage=Stage.FINISHED)
-        return self
-
-    def _blamed(self, blame: Blame) -> JobPlan:
-        known = any(each.restart == blame.restart for each in self.blames)
-        return self if known else dataclasses.replace(self, blames=(*self.blames, blame))
-
-    def _taken(self, entry: Take) -> JobPlan:
-        if entry.host in self.places or entry.place > len(self.places):
-            return self
-        places, taken_over = list(self.places), list(self.taken_over)
-        if entry.place == len(places):
-            places.append(entry.host)
-            taken_over.append(1)
+            loss = LostHost(host=hosts.pop(entry.host), reason=entry.reason, left=entry.left)
+            after = replace(self, hosts=hosts, lost={**self.lost, entry.host: loss})
         else:
-            places[entry.place] = entry.host
-            taken_over[entry.place] += 1
-        return dataclasses.replace(
-            self,
-            places=tuple(places),
-            taken_over=tuple(taken_over),
-            given_up=self.given_up - {entry.place},
-        )
+            after = entry.applied_to(self)
+        return replace(after, number=self.number + 1)
 
 
 class PlaceConflict(Exception):

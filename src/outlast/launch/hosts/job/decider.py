@@ -100,7 +100,7 @@ class Decider:
             return plans.Finish()
         if plan.stage in (Stage.FORMING, Stage.CLEARING):
             return self._start(plan, facts, now)
-        if plan.stage is Stage.RUNNING:
+        if plan.running:
             self._forget("few", "enough")
             if present and not busy:
                 return plans.Finish()

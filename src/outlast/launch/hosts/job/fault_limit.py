@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from outlast.launch.agent.decisions import JobRecord, JobState
 from outlast.launch.agent.job_keys import JobKeys
 from outlast.launch.config.hosts_spec import HostsSpec
-from outlast.launch.hosts.plan import Blame, Entry, JobPlan, Stage, Unfit
+from outlast.launch.hosts.plan import Blame, Entry, JobPlan, Unfit
 
 
 class FaultLimit:
@@ -45,11 +45,10 @@ class FaultLimit:
         self._seen += [now] * (len(plan.blames) - len(self._seen))
 
     def next_entry(self, plan: JobPlan, job: JobRecord, now: float) -> Entry | None:
-        running = plan.stage is Stage.RUNNING
-        leaves = running and (job.stopping or job.state in (JobState.COMPLETED, JobState.ABORTED))
-        if not self.on or plan.ends or leaves:
+        over = job.stopping or job.state in (JobState.COMPLETED, JobState.ABORTED)
+        if not self._limit or plan.ends or (plan.running and over):
             return None
-        new = self._new_faults(plan, job) if running else iter(())
+        new = self._new_faults(plan, job) if plan.running else iter(())
         return next(new, None) or self._unfit(plan, now)
 
     def _new_faults(self, plan: JobPlan, job: JobRecord) -> Iterator[Entry]:

@@ -91,9 +91,7 @@ class Leading:
         """Whether the job may wait for hosts, so that every agent has to look."""
         missing = {place for place, _ in plan.missing()}
         return self._waits.told or (
-            bool(missing - plan.given_up)
-            if plan.stage is Stage.RUNNING
-            else plan.stage is not Stage.FINISHED
+            bool(missing - plan.given_up) if plan.running else plan.stage is not Stage.FINISHED
         )
 
     def next_entry(self, plan: JobPlan, leader: str, *, leads: bool) -> Entry | None:
@@ -129,12 +127,12 @@ class Leading:
         self._given_up, self._ends = plan.given_up, plan.ends
 
     def _job(self, plan: JobPlan) -> JobRecord:
-        counts = plan.stage is Stage.RUNNING and self._fault_limit.on
+        counts = plan.running and self._fault_limit.on
         return self._keys.job() if counts or self._repairs(plan) else JobRecord()
 
     def _repairs(self, plan: JobPlan) -> bool:
         spares = any(host not in plan.places for host in plan.hosts)
-        return plan.stage is Stage.RUNNING and (spares or bool(plan.missing()))
+        return plan.running and (spares or bool(plan.missing()))
 
     def _facts(self, plan: JobPlan, job: JobRecord, leader: str) -> Facts:
         """What the next decision depends on. Nothing is read that it does not depend on."""
@@ -145,7 +143,7 @@ class Leading:
         if plan.stage is Stage.FORMING:
             return Facts(checks=checks, ready=ready, leader=leader)
         clears = plan.stage is Stage.CLEARING
-        suspicion = self._keys.suspected_link() if plan.stage is Stage.RUNNING else ""
+        suspicion = self._keys.suspected_link() if plan.running else ""
         probe = plan.probe
         return Facts(
             job=job,
@@ -168,7 +166,7 @@ class Leading:
         Each agent that leads begins with all of it, because the one before may have died in the
         middle: to be told twice changes nothing.
         """
-        if plan.stage is not Stage.RUNNING:
+        if not plan.running:
             return
         for what, tell in self._notices(plan, job):
             if (plan.attempt, what) not in self._told:

@@ -109,16 +109,13 @@ class ManyHosts:
     def take_replacement(self, limit: int) -> bool:
         return self._log.take(self._plan, self.keys.progress(), limit)
 
-    def give_up(self, ranks: frozenset[int]) -> None:
-        self.keys.give_up(ranks)
-
     def restart(self, cause: str, death: Death) -> None:
         attempt, process = self._plan.attempt, process_name(self.host_id, death.pid)
         blames = death.error is None or may_be_of_host(death.error.error)
         self._propose(
             lambda plan: (
                 plans.Restart(attempt, cause, process=process, blames=blames)
-                if plan.stage is Stage.RUNNING and plan.attempt == attempt
+                if plan.running and plan.attempt == attempt
                 else None
             )
         )
@@ -191,7 +188,7 @@ class ManyHosts:
         self._leave_if_unfit()
         if plan.check is not None:
             self._neighbors.check(plan.check, plan)
-        if plan.stage is Stage.RUNNING:
+        if plan.running:
             self._start_attempt()
             if plan.probe is not None:
                 self._links.probe(plan.probe, plan.hosts.values())
@@ -264,33 +261,38 @@ class ManyHosts:
             return  # it came too late, and has no meaning
         if before.check is not None and self._plan.check is None:
             self._neighbors.cancel()  # before its processes end with the workers
-        if isinstance(entry, plans.Start):
-            self._start_attempt()
-        elif isinstance(entry, plans.Take):
-            self._take_place(entry)
-        elif isinstance(entry, plans.GiveUp):
-            self._give_up(entry)
-        elif isinstance(entry, plans.Probe):
-            self._links.probe(entry, self._plan.hosts.values())
-        elif isinstance(entry, plans.Check):
-            self._neighbors.check(entry, self._plan)
-        elif isinstance(entry, plans.Links | plans.Checked):
-            # In order: no worker is left when the agent closes this coordinator.
-            self._over = self.host_id in entry.excluded
-            leads = self._state.leader == self.host_id
-            if isinstance(entry, plans.Checked) and (figures := self._neighbors.take_figures()):
-                self._say(f"checked with neighbors: {figures}")
-            self._links.decided(entry, self._plan.hosts.values(), leads=leads)
-        elif isinstance(entry, plans.Unfit):
-            self._leave_if_unfit()
-            self._say(entry.reason)
-        elif isinstance(entry, plans.Restart):
-            self._actions.restart("" if mine and entry.process else entry.cause)
-        elif isinstance(entry, plans.Stop):
-            number_ = signal.Signals(entry.signal)
-            self._actions.stop(number_, "" if mine else f"{number_.name} to host {entry.host}")
-        elif isinstance(entry, plans.End):
-            self._actions.end("" if mine and entry.process else entry.cause)
+        match entry:
+            case plans.Start():
+                self._start_attempt()
+            case plans.Take():
+                self._take_place(entry)
+            case plans.GiveUp():
+                ranks = [ranks_text(place, self._job.nproc) for place in entry.places]
+                self._say(
+                    f"no host came in time to replace {', '.join(ranks)}: the job continues with "
+                    "fewer ranks if the program allows it, and grows again when a host joins"
+                )
+            case plans.Probe():
+                self._links.probe(entry, self._plan.hosts.values())
+            case plans.Check():
+                self._neighbors.check(entry, self._plan)
+            case plans.Links() | plans.Checked():
+                # In order: no worker is left when the agent closes this coordinator.
+                self._over = self.host_id in entry.excluded
+                leads = self._state.leader == self.host_id
+                if isinstance(entry, plans.Checked) and (figures := self._neighbors.take_figures()):
+                    self._say(f"checked with neighbors: {figures}")
+                self._links.decided(entry, self._plan.hosts.values(), leads=leads)
+            case plans.Unfit():
+                self._leave_if_unfit()
+                self._say(entry.reason)
+            case plans.Restart():
+                self._actions.restart("" if mine and entry.process else entry.cause)
+            case plans.End():
+                self._actions.end("" if mine and entry.process else entry.cause)
+            case plans.Stop():
+                number = signal.Signals(entry.signal)
+                self._actions.stop(number, "" if mine else f"{number.name} to host {entry.host}")
 
     def _leave_if_unfit(self) -> None:
         if self.host_id in self._plan.unfit:
@@ -351,14 +353,6 @@ class ManyHosts:
                 taken_over=plan.taken_over[place],
                 variables=variables,
             )
-        )
-
-    def _give_up(self, entry: plans.GiveUp) -> None:
-        nproc = self._job.nproc
-        ranks = [ranks_text(place, nproc) for place in entry.places]
-        self._say(
-            f"no host came in time to replace {', '.join(ranks)}: the job continues with fewer "
-            "ranks if the program allows it, and grows again when a host joins"
         )
 
     # ------------------------------------------------------------------------- the end

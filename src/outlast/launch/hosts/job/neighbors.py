@@ -25,7 +25,7 @@ from outlast.launch.config.health_spec import Neighbor
 from outlast.launch.health.host_check import CheckProcess
 from outlast.launch.hosts.job.job_log import JobLog
 from outlast.launch.hosts.job.links import broken_ends, pair_text, without_closed
-from outlast.launch.hosts.plan import Check, Checked, Entry, JobPlan, Stage
+from outlast.launch.hosts.plan import Check, Checked, Entry, JobPlan
 
 _END_S = 5.0
 
@@ -117,7 +117,7 @@ class HostNeighbors:
                 port=ports[first],
                 fd=self._listener.fileno(),
                 # While ranks run, they have the accelerators.
-                devices=plan.stage is not Stage.RUNNING,
+                devices=not plan.running,
                 limit_s=self._limit_s,
             )
             start = functools.partial(
