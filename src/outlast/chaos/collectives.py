@@ -7,13 +7,11 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
-_COLLECTIVES = frozenset(
-    (
-        *("all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "all_to_all_single"),
-        *("barrier", "broadcast", "gather", "recv", "reduce", "reduce_scatter"),
-        *("reduce_scatter_tensor", "scatter", "send"),
-    )
-)
+_COLLECTIVES = frozenset({
+    "all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "all_to_all_single",
+    "barrier", "broadcast", "gather", "recv", "reduce", "reduce_scatter",
+    "reduce_scatter_tensor", "scatter", "send",
+})  # fmt: skip
 
 
 def on_next_collective(entered: Callable[[], None]) -> Callable[[], None]:

@@ -122,8 +122,10 @@ class OtlpExport(Listener):
             span.set_attributes(
                 {"outlast.rank": rank.rank, "host.name": rank.host, "process.pid": rank.pid}
             )
-            detect = [Phase(state="detect", start=start, end=rank.start)]
-            for phase in (*(detect if start < rank.start else []), *rank.phases):
+            phases = list(rank.phases)
+            if start < rank.start:
+                phases.insert(0, Phase(state="detect", start=start, end=rank.start))
+            for phase in phases:
                 with self._span(f".{phase.state}", phase.start, phase.end, "outlast"):
                     pass
 

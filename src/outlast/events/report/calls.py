@@ -150,7 +150,7 @@ class Call:
         seen = _only(ev.Seen, events)
         # An overtaken exception is recorded at the end of the interrupt, not when it was raised.
         first = next((fault for fault in faults if not fault.overtaken), None)
-        moments = *([first] if first else []), *seen, *following.values()
+        moments = [first] if first else [*seen, *following.values()]
         causes = [self._cause(fault) for fault in faults]
         lost = self.lost(iteration)
         joined = _parties((following[m], "") for m in following if self._firsts[m] > iteration)

@@ -18,9 +18,9 @@ from outlast.events.report.run import Run, order, record
 STEPS, PINGS = "steps", "pings"
 
 _STEP_EVENTS = (
-    *(ev.CheckpointCommitted, ev.CheckpointRestored, ev.Fault, ev.LeftFunction),
-    *(ev.NothingToRestore, ev.StepsDone),
-)
+    ev.CheckpointCommitted, ev.CheckpointRestored, ev.Fault, ev.LeftFunction,
+    ev.NothingToRestore, ev.StepsDone,
+)  # fmt: skip
 
 E = TypeVar("E", bound=Event)
 

@@ -102,8 +102,8 @@ class HostAccount:
                 if start <= event.time <= end
             ]
             begin = min(end, max(start, *began)) if began else end
-            times = max(0.0, begin - start), max(0.0, end - begin)
-            yield gap.before, gap.recovery(self._host, *times)
+            setup, restore = max(0.0, begin - start), max(0.0, end - begin)
+            yield gap.before, gap.recovery(self._host, setup, restore)
 
     def _place(self, time: float) -> int:
         """The position of the stretch that had begun by then; -1 before the first."""
@@ -141,7 +141,8 @@ class HostAccount:
         for time, step in moments:
             by_step[step].append(time)
         restores = [(e.time - e.seconds, e.step, e.source) for e in self._restored]
-        for start, step, source in (*restores, *((e.time, -1, "") for e in self._from_nothing)):
+        restores += [(event.time, -1, "") for event in self._from_nothing]
+        for start, step, source in restores:
             if source in LIVE_SOURCES:
                 yield self._beyond(step, start, moments)
             else:

@@ -51,9 +51,9 @@ def render_html(report: Report, *, title: str = "", started: str = "") -> str:
         autoescape=True, finalize=shown, trim_blocks=True, undefined=jinja2.StrictUndefined
     )
     environment.filters |= {
-        **{"duration": duration_text, "size": size_text, "share": _share, "percent": _percent},
-        **{"clock": _clock, "plural": plural, "places": _places, "line": sentences.one_line},
-    }
+        "duration": duration_text, "size": size_text, "share": _share, "percent": _percent,
+        "clock": _clock, "plural": plural, "places": _places, "line": sentences.one_line,
+    }  # fmt: skip
     numbered = list(enumerate(report.restarts, start=1))
     shown_restarts = _longest(numbered, _RESTARTS)
     known = [each for each in numbered if each[1].recovery is not None]

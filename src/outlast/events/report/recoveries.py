@@ -25,9 +25,9 @@ REPLACEMENTS = "replacements"
 
 PARTS = ("detection", "abort", "leave", "clean_up", "entry", REPLACEMENTS)
 GAP_EVENTS = (
-    *(ev.AbortDone, ev.BarrierPassed, ev.FinalizeDone, ev.Joined, ev.LeftFunction, ev.Lost),
-    *(ev.Seen, ev.WorkerExited),
-)
+    ev.AbortDone, ev.BarrierPassed, ev.FinalizeDone, ev.Joined, ev.LeftFunction, ev.Lost,
+    ev.Seen, ev.WorkerExited,
+)  # fmt: skip
 """The events that divide the time between two stretches."""
 
 _TIMED: dict[type[Event], str] = {
@@ -81,7 +81,8 @@ def measure(ranks: Sequence[RankRecovery], fault: ev.Fault | None) -> Phases:
         spans = ([span for span in rank.phases if span.state == name] for rank in ranks)
         seconds = [sum(span.end - span.start for span in own) for own in spans if own]
         # The last to arrive at a barrier waits least.
-        found[field] = (min if name in ("term", "start") else max)(seconds, default=None)
+        slowest = min if name in ("term", "start") else max
+        found[field] = slowest(seconds, default=None)
     seen: dict[str, list[float]] = {}
     entered: dict[str, float] = {}
     for rank in ranks:

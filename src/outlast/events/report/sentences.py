@@ -158,10 +158,10 @@ def _template() -> object:
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     filters: dict[str, Callable[..., object]] = {
-        **{"duration": duration_text, "size": size_text, "share": share, "plural": plural},
-        **{"line": one_line, "listed": listed, "name": _name, "failure": _failure},
-        **{"lost": _lost, "joined": _joined, "missed": _missed, "differing": _differing},
-    }
+        "duration": duration_text, "size": size_text, "share": share, "plural": plural,
+        "line": one_line, "listed": listed, "name": _name, "failure": _failure,
+        "lost": _lost, "joined": _joined, "missed": _missed, "differing": _differing,
+    }  # fmt: skip
     environment.filters |= filters
     text = files("outlast.events.report").joinpath("sentences.jinja").read_text(encoding="utf-8")
     return environment.from_string(text).module

@@ -85,8 +85,8 @@ def render_report(report: Report, console: Console) -> None:
 
 
 def _summary(report: Report) -> Text:
-    counts = (report.world_size, "rank"), (len(report.hosts), "host")
-    parts = [plural(count, noun) for count, noun in (*counts, (report.restart_count, "restart"))]
+    counts = {"rank": report.world_size, "host": len(report.hosts), "restart": report.restart_count}
+    parts = [plural(count, noun) for noun, count in counts.items()]
     if report.source == "wrapper":  # otherwise all processes are restarted together
         parts.append(f"{report.lost} lost, {report.replaced} replaced")
     if report.goodput is not None:
@@ -204,11 +204,8 @@ def _host(host: HostTimeline, number: int, report: Report) -> Iterator[Event]:
         for phase in _inside(lane, recoveries.get(lane.rank, [])):
             yield _slice(phase, shift, "phase", place)
         for mark in lane.marks:
-            yield {
-                **{"ph": "i", "s": "t", "name": mark.kind, "cat": "mark"},
-                **{"ts": _us(mark.at + shift), "args": {"text": mark.text}},
-                **place,
-            }
+            at = {"ts": _us(mark.at + shift), "args": {"text": mark.text}}
+            yield {"ph": "i", "s": "t", "name": mark.kind, "cat": "mark", **at, **place}
 
 
 def _inside(lane: Lane, recoveries: list[RankRecovery]) -> Iterator[Span]:
@@ -226,14 +223,8 @@ def _inside(lane: Lane, recoveries: list[RankRecovery]) -> Iterator[Span]:
 
 def _slice(span: Span, shift: float, category: str, place: dict[str, int]) -> Event:
     start, end = _us(span.start + shift), _us(span.end + shift)
-    return {
-        "ph": "X",
-        "name": span.state,
-        "cat": category,
-        "ts": start,
-        "dur": end - start,
-        **place,
-    }
+    own = {"ph": "X", "name": span.state, "cat": category}
+    return {**own, "ts": start, "dur": end - start, **place}
 
 
 def _name(kind: str, name: str, pid: int, tid: int = 0) -> Event:

@@ -118,7 +118,8 @@ class Agent:
             standbys.fill()
 
     def restart(self, cause: str) -> None:
-        self._say(*[cause] if cause else [])
+        if cause:
+            self._say(cause)
         if self._phase is Phase.RUNNING:
             self._stop(Phase.RESTARTING, signal.SIGTERM)
             self._next_phase_soon()
@@ -139,7 +140,8 @@ class Agent:
         self._end(number)
 
     def end(self, cause: str) -> None:
-        self._say(*[f"{cause}: this ends the job"] if cause else [])
+        if cause:
+            self._say(f"{cause}: this ends the job")
         self._end(signal.SIGTERM)
 
     def finish(self, outcome: Outcome) -> None:
@@ -206,10 +208,11 @@ class Agent:
             [(code, written and written - offset) for _, code, written in ended], now
         )
         # Of workers that failed at the same time, a killed one is the likelier cause.
-        for when, _, (worker, code, _) in sorted(
-            zip(times, (code >= 0 for _, code, _ in ended), ended, strict=True),
-            key=lambda item: item[:2],
-        ):
+        by_time = [
+            (when, code >= 0, worker, code)
+            for when, (worker, code, _) in zip(times, ended, strict=True)
+        ]
+        for when, _, worker, code in sorted(by_time, key=lambda each: each[:2]):
             if code != 0:
                 self._on_failure(worker, code, when)
             elif self._phase is Phase.RUNNING:

@@ -20,16 +20,16 @@ import dataclasses
 from collections.abc import Iterable
 
 _HARMLESS_CALLS = (
-    *("bool", "dict", "float", "frozenset", "int", "len", "list", "print", "range", "set"),
-    *("sorted", "str", "tuple"),
-    *("argparse", "collections", "dataclasses", "enum", "functools", "logging", "math", "pathlib"),
-    *("re", "time", "typing", "warnings"),
-    *("Path", "TypeVar", "getLogger", "namedtuple", "os.environ.get", "os.getenv", "os.path"),
-)
+    "bool", "dict", "float", "frozenset", "int", "len", "list", "print", "range", "set",
+    "sorted", "str", "tuple",
+    "argparse", "collections", "dataclasses", "enum", "functools", "logging", "math", "pathlib",
+    "re", "time", "typing", "warnings",
+    "Path", "TypeVar", "getLogger", "namedtuple", "os.environ.get", "os.getenv", "os.path",
+)  # fmt: skip
 _FRAMEWORKS = (
-    *("accelerate", "datasets", "deepspeed", "lightning", "pytorch_lightning", "torchmetrics"),
-    *("torchtitan", "torchvision", "transformers"),
-)
+    "accelerate", "datasets", "deepspeed", "lightning", "pytorch_lightning", "torchmetrics",
+    "torchtitan", "torchvision", "transformers",
+)  # fmt: skip
 """Packages whose import takes seconds, and does not depend on what a script has done before, except
 for what `framework_imports` looks at.
 """

@@ -5,9 +5,8 @@ all agents say about the hosts of the job, each thing once.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from outlast.clock import Clock
 from outlast.errors import StoreError
@@ -168,24 +167,24 @@ class Leading:
         """
         if not plan.running:
             return
-        for what, tell in self._notices(plan, job):
-            if (plan.attempt, what) not in self._told:
-                tell()
-                self._told.add((plan.attempt, what))
-
-    def _notices(self, plan: JobPlan, job: JobRecord) -> Iterator[tuple[str, Callable[[], None]]]:
         keys, size = self._keys, plan.size * self._nproc
-        for place, loss in plan.missing():
-            if job.state is not JobState.PLAIN:
-                what = f"lost {loss.host.id} in {job.prefix}"
-                lost = job, loss.host.id, self._ranks(place), size, str(loss), loss.host.name
-                yield what, functools.partial(keys.ended, *lost)
+        for place, loss in plan.missing() if job.state is not JobState.PLAIN else ():
+            if self._is_new(plan, f"lost {loss.host.id} in {job.prefix}"):
+                ranks, host = self._ranks(place), loss.host
+                keys.ended(job, host.id, ranks, size, str(loss), host.name)
         for place in plan.given_up:
-            gone = frozenset(self._ranks(place))
-            yield f"given up {plan.places[place]}", functools.partial(keys.give_up, gone)
+            if self._is_new(plan, f"given up {plan.places[place]}"):
+                keys.give_up(frozenset(self._ranks(place)))
         # Once the hosts that leave are lost: a rank that connects to one cannot be interrupted.
-        if plan.probed and plan.probe is None and not plan.excluded.keys() & plan.hosts.keys():
-            yield f"probed {plan.probed}", functools.partial(keys.end_probe, plan.probed)
+        probed = plan.probed and plan.probe is None and not plan.excluded.keys() & plan.hosts.keys()
+        if probed and self._is_new(plan, f"probed {plan.probed}"):
+            keys.end_probe(plan.probed)
+
+    def _is_new(self, plan: JobPlan, what: str) -> bool:
+        """Whether the members were not told yet. An error of the store ends this agent."""
+        new = (plan.attempt, what) not in self._told
+        self._told.add((plan.attempt, what))
+        return new
 
     def _ranks(self, place: int) -> range:
         return range(place * self._nproc, (place + 1) * self._nproc)
