@@ -1,3 +1,3 @@
-"""The health of this host: `host_check` makes the checks in a process of their own (`checks`, and
-with torch `device_checks`), before this host asks for a place in the job.
+"""The health of this host: `host_check` makes the checks in a process of their own, those that need
+torch by `device_checks`, before this host asks for a place in the job.
 """
