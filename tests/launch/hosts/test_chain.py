@@ -121,7 +121,7 @@ def test_who_has_a_place_before_it_has_learned_of_the_job_takes_its_ranks_back()
     given_up = MembershipProtocol(Link(), 0).give_up(frozenset(range(4)))
     drive(given_up, perform_on(group.workers))
     coordinator: Any = ManyHosts.__new__(ManyHosts)
-    coordinator._group = coordinator._actions = group
+    coordinator._group = coordinator._agent = group
     coordinator._job = SimpleNamespace(nproc=2)
     coordinator._me, coordinator.host_id, coordinator.lease_page = hosts[2], "c", None
     coordinator._plan, coordinator._notices = JobPlan(), None

@@ -111,6 +111,7 @@ class Agent:
         self._call_watch.begin(placement)
 
     def park(self) -> None:
+        """Wait without workers, ready to start them soon: this host is a spare."""
         job, standbys = self._resources.job, self._resources.workers.standbys
         if job.standby:
             standbys.size = job.nproc
@@ -118,6 +119,7 @@ class Agent:
             standbys.fill()
 
     def restart(self, cause: str) -> None:
+        """End all workers, and call `Coordinator.ready` when no process is left."""
         if cause:
             self._say(cause)
         if self._phase is Phase.RUNNING:
@@ -130,6 +132,7 @@ class Agent:
             self._resources.coordinator.ready()
 
     def stop(self, number: signal.Signals, cause: str) -> None:
+        """Pass the signal to the workers, and end; a signal to another host's agent stops all."""
         self._received = number
         if self._phase in (Phase.RUNNING, Phase.RESTARTING):
             grace_s = self._resources.job.grace_s
@@ -140,11 +143,13 @@ class Agent:
         self._end(number)
 
     def end(self, cause: str) -> None:
+        """End all workers, and the job: it has failed, on this host or another."""
         if cause:
             self._say(f"{cause}: this ends the job")
         self._end(signal.SIGTERM)
 
     def finish(self, outcome: Outcome) -> None:
+        """The job is over on all hosts."""
         resources = self._resources
         self._phase = Phase.FLUSHING
         resources.workers.close()

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 from outlast.launch.agent.death_log import Death
 from outlast.launch.agent.decisions import JobRecord
 from outlast.launch.agent.job_keys import JobKeys
-from outlast.launch.config.job_spec import Placement
 
 if TYPE_CHECKING:
+    from outlast.launch.agent.agent import Agent
     from outlast.launch.agent.resources import JobResources
 
 
@@ -38,29 +38,9 @@ class Outcome:
     links: tuple[str, ...] = ()  # which links between hosts were broken, in words
 
 
-class Actions(Protocol):
-    """What an agent is told to do; always in the thread of its event loop."""
-
-    def start(self, placement: Placement) -> None: ...
-
-    def park(self) -> None:
-        """Wait without workers, ready to start them soon: this host is a spare."""
-
-    def restart(self, cause: str) -> None:
-        """End all workers, and call `Coordinator.ready` when no process is left."""
-
-    def stop(self, number: signal.Signals, cause: str) -> None:
-        """Pass the signal to the workers, and end; a signal to another host's agent stops all."""
-
-    def end(self, cause: str) -> None:
-        """End all workers, and the job: it has failed, on this host or another."""
-
-    def finish(self, outcome: Outcome) -> None:
-        """The job is over on all hosts."""
-
-
 class Coordinator(Protocol):
-    """Makes the decisions that concern all workers. A `cause` is a line for other hosts' users.
+    """Makes the decisions that concern all workers. A `cause` is a line for other hosts' users. It
+    tells the agent what to do, always in the thread of the agent's event loop.
 
     Attributes:
         lease_page: the file that the orphan killer watches; `None` if this host needs no lease.
@@ -104,7 +84,7 @@ class Coordinator(Protocol):
     def close(self) -> None: ...
 
 
-OpenCoordinator: TypeAlias = "Callable[[JobResources, Actions], Coordinator]"
+OpenCoordinator: TypeAlias = "Callable[[JobResources, Agent], Coordinator]"
 """Opens the coordinator of a job, before anything else of the job is opened; this may take long.
 
 Raises:

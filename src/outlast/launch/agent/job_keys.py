@@ -26,7 +26,7 @@ class JobKeys:
     """The keys of the wrapped function's latest call."""
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        self._store, self._perform = store, perform_on(store)
 
     def job(self) -> JobRecord:
         """The state of the latest call of a wrapped function, if there was one."""
@@ -37,7 +37,7 @@ class JobKeys:
             record = dataclasses.replace(record, completed_by=completed_by)
         if not record.prefix:
             return record
-        stop = drive(_membership(record).stop_request(), perform_on(self._store))
+        stop = drive(_membership(record).stop_request(), self._perform)
         if stop is None:
             return record
         return dataclasses.replace(record, stopping=True, unsaved=not stop.done)
@@ -48,7 +48,7 @@ class JobKeys:
         if not record.prefix:
             return record
         if record.state is JobState.ABORTED:
-            fault = drive(_membership(record).cause_of_end(), perform_on(self._store))
+            fault = drive(_membership(record).cause_of_end(), self._perform)
             record = dataclasses.replace(record, fault=fault)
         calls, _, number = record.prefix.rstrip("/").rpartition("/")
         prefixes = [record.prefix]
@@ -57,7 +57,7 @@ class JobKeys:
         counts: list[RestartCount] = []
         for prefix in prefixes:
             work = MembershipProtocol(Link(prefix), 0).restart_counts()
-            counts += drive(work, perform_on(self._store))
+            counts += drive(work, self._perform)
         return dataclasses.replace(record, restarts=tuple(counts))
 
     def progress(self) -> str:
@@ -65,7 +65,7 @@ class JobKeys:
         record = JobRecord.parse(self._store.read(JOB_KEY))
         if not record.prefix:
             return ""
-        found = drive(_membership(record).progress(), perform_on(self._store))
+        found = drive(_membership(record).progress(), self._perform)
         return f"{record.prefix}{found}" if found else ""
 
     def give_up(self, ranks: frozenset[int]) -> None:
@@ -74,17 +74,17 @@ class JobKeys:
         """
         record = JobRecord.parse(self._store.read(JOB_KEY))
         if record.prefix:
-            drive(_membership(record).give_up(ranks), perform_on(self._store))
+            drive(_membership(record).give_up(ranks), self._perform)
 
     def killed_by_monitor(self, job: JobRecord, process: str) -> str:
         if not job.prefix:
             return ""
-        return drive(_membership(job).announced_kill(process), perform_on(self._store))
+        return drive(_membership(job).announced_kill(process), self._perform)
 
     def has_come(self, job: JobRecord, rank: int) -> bool:
         if not job.prefix:
             return False
-        return drive(_membership(job).is_registered(rank), perform_on(self._store))
+        return drive(_membership(job).is_registered(rank), self._perform)
 
     def will_not_come(
         self, job: JobRecord, host: str, pid: int, rank: int, world_size: int, cause: str
@@ -108,7 +108,7 @@ class JobKeys:
         """
         if not job.prefix:
             return 0, []
-        newest, found = drive(_membership(job).first_causes(since), perform_on(self._store))
+        newest, found = drive(_membership(job).first_causes(since), self._perform)
         # See `records.process_token`.
         named = [(token.partition("/")[0], fault) for token, fault in found]
         blamed = [
@@ -122,20 +122,20 @@ class JobKeys:
         """Let the members go on that wait for the result under this key."""
         prefix, _, iteration = key.rpartition("links/")
         work = MembershipProtocol(Link(prefix), 0).links_known(int(iteration))
-        drive(work, perform_on(self._store))
+        drive(work, self._perform)
 
     def take_back(self, ranks: range) -> None:
         work = MembershipProtocol(Link(), 0).take_back(frozenset(ranks))
-        drive(work, perform_on(self._store))
+        drive(work, self._perform)
 
     def size(self, job: JobRecord) -> SizeRecord | None:
         """What the members need that hold a restart; `None` if they have never held one."""
-        return drive(_membership(job).size(), perform_on(self._store)) if job.prefix else None
+        return drive(_membership(job).size(), self._perform) if job.prefix else None
 
     def last_save_s(self) -> float | None:
         """How long the save before a stop may take; `None` if the job has not begun it."""
         record = JobRecord.parse(self._store.read(JOB_KEY))
-        return drive(_membership(record).last_save(), perform_on(self._store))
+        return drive(_membership(record).last_save(), self._perform)
 
     def ended(
         self, job: JobRecord, owner: str, ranks: range, world_size: int, cause: str, host: str = ""
@@ -155,7 +155,7 @@ class JobKeys:
             interruption="TERMINATED",
             cause=cause,
         )
-        drive(membership.report_ended(owner, ranks, fault), perform_on(self._store))
+        drive(membership.report_ended(owner, ranks, fault), self._perform)
 
 
 def _membership(record: JobRecord) -> MembershipProtocol:

@@ -13,17 +13,21 @@ import datetime
 import os
 import signal
 import socket
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from outlast.coordination.stores.torch_store import TorchStore, listening
 from outlast.errors import LaunchError
-from outlast.launch.agent.coordinator import Actions, Outcome
+from outlast.launch.agent.coordinator import Outcome
 from outlast.launch.agent.death_log import Death
 from outlast.launch.agent.decisions import faults_that_count
 from outlast.launch.agent.job_keys import JobKeys
 from outlast.launch.agent.resources import JobResources
 from outlast.launch.config.job_spec import Placement
+
+if TYPE_CHECKING:
+    from outlast.launch.agent.agent import Agent
 
 _BACKLOG = 4096
 _TIMEOUT = datetime.timedelta(seconds=300)
@@ -35,10 +39,10 @@ class OneHost:
     host_id = ""
     lease_page = None
 
-    def __init__(self, resources: JobResources, actions: Actions) -> None:
+    def __init__(self, resources: JobResources, agent: Agent) -> None:
         job = resources.job
         self._store = JobStore(job.master_addr, job.master_port)
-        self._actions = actions
+        self._agent = agent
         self._attempt = 0
         self._clock, self._window_s = resources.loop.clock, job.restart_window_s
         self._faults: list[tuple[str, float]] = []  # after which progress, and when
@@ -61,7 +65,7 @@ class OneHost:
         if self._attempt:
             self._store.renew()
         store = (self._store.host, self._store.port)
-        self._actions.start(Placement(store=store, attempt=self._attempt))
+        self._agent.start(Placement(store=store, attempt=self._attempt))
         self._attempt += 1
 
     def take_replacement(self, limit: int) -> bool:
@@ -71,19 +75,19 @@ class OneHost:
 
     def restart(self, cause: str, death: Death) -> None:
         self._faults.append(self._now())
-        self._actions.restart("")
+        self._agent.restart("")
 
     def end(self, cause: str, pid: int) -> None:
-        self._actions.end("")
+        self._agent.end("")
 
     def stop(self, number: signal.Signals) -> None:
-        self._actions.stop(number, "")
+        self._agent.stop(number, "")
 
     def failed(self, death: Death) -> None:
         """No other host needs to know."""
 
     def finished(self, exit_codes: frozenset[int]) -> None:
-        self._actions.finish(Outcome(job=self.keys.ended_job()))
+        self._agent.finish(Outcome(job=self.keys.ended_job()))
 
     def close(self) -> None:
         self._store.close()

@@ -26,7 +26,7 @@ from outlast.events.spool import BESIDE, Spool
 from outlast.events.types import LauncherStarted
 from outlast.launch import environment
 from outlast.launch.agent import orphan_killer
-from outlast.launch.agent.coordinator import Actions, Coordinator, OpenCoordinator
+from outlast.launch.agent.coordinator import Coordinator, OpenCoordinator
 from outlast.launch.config.job_spec import JobSpec
 from outlast.launch.event_loop import EventLoop
 from outlast.launch.workers.descendants import reap, with_descendants
@@ -36,6 +36,7 @@ from outlast.system.departure import Departures
 from outlast.system.processes import become_subreaper
 
 if TYPE_CHECKING:
+    from outlast.launch.agent.agent import Agent
     from outlast.launch.agent.metrics_process import MetricsProcess
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -57,10 +58,10 @@ class JobResources:
         self,
         job: JobSpec,
         open_coordinator: OpenCoordinator,
-        actions: Actions,
+        agent: Agent,
         on_signal: Callable[[signal.Signals], None],
     ) -> None:
-        self._open_coordinator = functools.partial(open_coordinator, self, actions)
+        self._open_coordinator = functools.partial(open_coordinator, self, agent)
         self.job = job
         self.host = socket.gethostname()
         self.loop = EventLoop((signal.SIGCHLD, *FORWARDED), on_signal)

@@ -19,13 +19,14 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from outlast.coordination.blame import may_be_of_host
 from outlast.coordination.records import process_name
 from outlast.coordination.replicated.hosts import HostJoined, HostLost
 from outlast.errors import HostUnfit, StoreError
 from outlast.launch import environment
-from outlast.launch.agent.coordinator import Actions, Outcome
+from outlast.launch.agent.coordinator import Outcome
 from outlast.launch.agent.death_log import Death
 from outlast.launch.agent.decisions import Decision
 from outlast.launch.agent.job_keys import JobKeys
@@ -41,6 +42,9 @@ from outlast.launch.hosts.job.neighbors import HostNeighbors
 from outlast.launch.hosts.plan import Entry, JobPlan, Stage, ranks_text
 from outlast.launch.hosts.server.store_server import LOOPBACK
 from outlast.system.sockets import is_loopback
+
+if TYPE_CHECKING:
+    from outlast.launch.agent.agent import Agent
 
 _OFTEN_S, _WAITING_S, _SELDOM_S = 0.05, 0.2, 1.0
 """Between two looks: while the leader's agent waits for reports of hosts, while it counts how long
@@ -60,13 +64,13 @@ class ManyHosts:
     def __init__(
         self,
         resources: JobResources,
-        actions: Actions,
+        agent: Agent,
         *,
         open_group: Callable[[JobSpec], tuple[HostGroup, Path]],
     ) -> None:
         job = resources.job
         assert job.hosts is not None
-        self._resources, self._actions, self._job, self._hosts = resources, actions, job, job.hosts
+        self._resources, self._agent, self._job, self._hosts = resources, agent, job, job.hosts
         self._group, self.lease_page = open_group(job)
         self._me = self._group.me
         self.host_id = self._me.id
@@ -127,7 +131,7 @@ class ManyHosts:
     def stop(self, number: signal.Signals) -> None:
         if self._plan.place_of(self.host_id) is None and not self._plan.ends:
             self._leaves_alone = True  # it has no workers: the job goes on without this host
-            self._actions.stop(number, "")
+            self._agent.stop(number, "")
             return
         self._propose(lambda plan: None if plan.ends else plans.Stop(number, self._me.name))
 
@@ -195,9 +199,9 @@ class ManyHosts:
         elif plan.stage is Stage.CLEARING and plan.place_of(self.host_id) is not None:
             self._log.clear(plan.attempt)  # the attempt was over before this host has started it
         elif plan.stop is not None:
-            self._actions.stop(signal.Signals(plan.stop.signal), "")
+            self._agent.stop(signal.Signals(plan.stop.signal), "")
         elif plan.end is not None:
-            self._actions.end(plan.end.cause)
+            self._agent.end(plan.end.cause)
 
     def _look(self) -> None:
         """Learn what is new, and decide what follows if this is the leader's agent."""
@@ -287,12 +291,12 @@ class ManyHosts:
                 self._leave_if_unfit()
                 self._say(entry.reason)
             case plans.Restart():
-                self._actions.restart("" if mine and entry.process else entry.cause)
+                self._agent.restart("" if mine and entry.process else entry.cause)
             case plans.End():
-                self._actions.end("" if mine and entry.process else entry.cause)
+                self._agent.end("" if mine and entry.process else entry.cause)
             case plans.Stop():
                 number = signal.Signals(entry.signal)
-                self._actions.stop(number, "" if mine else f"{number.name} to host {entry.host}")
+                self._agent.stop(number, "" if mine else f"{number.name} to host {entry.host}")
 
     def _leave_if_unfit(self) -> None:
         if self.host_id in self._plan.unfit:
@@ -312,7 +316,7 @@ class ManyHosts:
                 f"{len(plan.places)} hosts run the job; this one is a spare, and waits until a "
                 "host is lost or the job ends"
             )
-            self._actions.park()
+            self._agent.park()
             return
         self._start_workers(place)
 
@@ -344,7 +348,7 @@ class ManyHosts:
             "OUTLAST_FENCE": str(self.lease_page),
             **environment.gloo_interface(me.address),
         }
-        self._actions.start(
+        self._agent.start(
             Placement(
                 store=(LOOPBACK, me.store_port),
                 place=place,
@@ -365,7 +369,7 @@ class ManyHosts:
             # A spare has no worker, but processes that wait to become workers.
             if self._plan.place_of(self.host_id) is None and not self._leaves:
                 self._leaves = True
-                self._actions.end("")
+                self._agent.end("")
             return
         if self._outcome is None:
             # Read before the goodbye: after it, the others may leave.
@@ -384,7 +388,7 @@ class ManyHosts:
         self._over = True
         self._timer.cancel()
         self._resources.loop.unwatch(self._group.wakeup_fd())
-        self._actions.finish(outcome)
+        self._agent.finish(outcome)
 
     def _say(self, line: str) -> None:
         self._resources.console.say(line)
