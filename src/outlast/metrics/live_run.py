@@ -119,14 +119,14 @@ class LiveRun:
         """The newest committed save, by the clock of this host if it has one; and the time since it
         began, in seconds.
         """
-        found = [
-            (host != self.own_host, max(0.0, (self.now(host) or 0.0) - event.time + event.seconds))
+        ages = {
+            host: max(0.0, (self.now(host) or 0.0) - event.time + event.seconds)
             for host, event in self.state.newest_saves.items()
-        ]
-        if not found:
+        }
+        if not ages:
             return None
-        place = found.index(min(found))
-        return list(self.state.newest_saves.values())[place], found[place][1]
+        host = self.own_host if self.own_host in ages else min(ages, key=ages.__getitem__)
+        return self.state.newest_saves[host], ages[host]
 
     def origin(self, host: str) -> float:
         """The time of a host's first event, from which the report counts."""

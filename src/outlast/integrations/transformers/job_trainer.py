@@ -121,18 +121,15 @@ class JobTrainerMixin(_Mixed):
         states = {"scheduler": self.lr_scheduler, "progress": self._progress}
         if getattr(self.accelerator, "scaler", None) is not None:
             states["scaler"] = self.accelerator.scaler
+        options = {"every": None, "keep": retention(self.args), **self._job_options}
+        options["states"] = {**states, **options.get("states", {})}
         with (
             outlast.Job(
                 self._job_path,
                 model=self.model,
                 optimizer=self.optimizer,
                 loader=self._losses,
-                **{
-                    "every": None,
-                    "keep": retention(self.args),
-                    **self._job_options,
-                    "states": {**states, **self._job_options.get("states", {})},
-                },
+                **options,
             ) as job,
             contextlib.ExitStack() as stack,
         ):
