@@ -8,10 +8,10 @@ import pytest
 
 from async_checkpoint import made
 from outlast.async_checkpoint.storage.local import LocalStorage
-from outlast.campaign.checks import leaks, unfinished_checkpoints
 from outlast.campaign.notes import ENTRY, STEP, notes_in
 from outlast.campaign.plan import RoundPlan
 from outlast.campaign.programs import Program
+from outlast.campaign.round import leaks, unfinished_checkpoints
 from outlast.events.emitter import JsonlSink
 from outlast.events.event import Note
 

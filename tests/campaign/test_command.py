@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from campaign import stand_in
 from outlast.campaign import job as jobs
-from outlast.campaign.checks import reap_orphans
+from outlast.campaign.environment import reap_orphans
 from outlast.campaign.plan import Action, LauncherFault, RoundPlan
 from outlast.campaign.results import Display
 from outlast.launch.cli import app

@@ -10,8 +10,8 @@ descriptor may be left over.
 | the loop over the rounds | `campaign.py` |
 | the plans of the rounds, from a seed | `generate.py`, `plan.py` |
 | the training, and its result | `programs.py`; the own one: `training.py` |
-| one round, and its job | `round.py`, `job.py` |
-| what it must not leave; what each fault has cost | `checks.py`; `figures.py` |
+| one round, and what it must not leave; its job | `round.py`; `job.py` |
+| what each fault has cost | `figures.py` |
 | hosts in network namespaces | `network.py` |
 | the results and the table | `results.py` |
 """

@@ -14,8 +14,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from outlast.campaign.checks import marked, reap_orphans
-from outlast.campaign.environment import job_environment
+from outlast.campaign.environment import job_environment, marked, reap_orphans
 from outlast.campaign.network import Network
 from outlast.campaign.notes import Progress
 from outlast.campaign.plan import Action, LauncherFault, RoundPlan

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from outlast.errors import EventLogError
 from outlast.events.event import Note
-from outlast.events.follow import Follower
-from outlast.events.run_folders import runs_in
+from outlast.events.run_folders import Follower, runs_in
 from outlast.events.types import StepsDone
 
 STEP, ENTRY, END = "step", "entry", "end"

@@ -1,26 +1,40 @@
-"""Runs one round: its job, disturbed as the plan says, and the checks of its result."""
+"""Runs one round: its job, disturbed as the plan says, and the checks of its result, and of what it
+must not leave behind: temporary files, unfinished or damaged checkpoints, open descriptors.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from outlast.campaign import checks, figures
+from outlast.async_checkpoint import inspection
+from outlast.campaign import figures
 from outlast.campaign.job import Job, host_options
+from outlast.campaign.notes import ENTRY, read_notes
 from outlast.campaign.plan import Action, RoundPlan
 from outlast.campaign.programs import Program, Reference
 from outlast.campaign.results import Fired, RoundResult
 from outlast.chaos import Kind, Plan
-from outlast.errors import EventLogError
+from outlast.errors import CheckpointError, EventLogError
+from outlast.events.event import Note
 
 LAUNCHER = (sys.executable, "-m", "outlast.launch", "run")
 TRAINING = Path(__file__).with_name("training.py")
 STOPPED = 143
+_GROWTH = 8
+"""A process may have this many more descriptors than before, besides the largest increase, which is
+that of its first save. A leak repeats at each restart.
+"""
+_WARM = 2
+"""Entries of a process before its resources are compared: some are opened once."""
 
 
 class Round:
@@ -118,11 +132,75 @@ class Round:
         result.fired = [*inside, *result.fired]
         # Processes on different hosts have the same IDs, so they cannot be told apart.
         if program.own and not plan.hosts:
-            problems["leaks"] += checks.leaks(folder)
-        problems["leftovers"] += checks.temporary_files(temporary, program.temporary)
+            problems["leaks"] += leaks(folder)
+        problems["leftovers"] += temporary_files(temporary, program.temporary)
         problems["believed"] += figures.believed_partial(stages)
         for checkpoints in program.checkpoints(folder):
-            problems["leftovers"] += checks.unfinished_checkpoints(checkpoints)
+            problems["leftovers"] += unfinished_checkpoints(checkpoints)
             if not any(one.kind in figures.DAMAGING for one in inside):
-                problems["believed"] += checks.damaged_checkpoints(checkpoints)
+                problems["believed"] += damaged_checkpoints(checkpoints)
         result.wall_seconds, result.productive_seconds = figures.job_times(stages)
+
+
+def temporary_files(folder: Path, prefix: str) -> list[str]:
+    """Files and sockets in the folders of temporary files of the hosts, in entries whose names
+    begin with the prefix; empty folders do not count.
+    """
+    return [
+        f"temporary file {path.relative_to(folder)}"
+        for entry in sorted(folder.glob(f"*/{prefix}*"))
+        for path in (entry, *sorted(entry.rglob("*")))
+        if not path.is_dir() or path.is_symlink()
+    ]
+
+
+def unfinished_checkpoints(folder: Path) -> list[str]:
+    """Working folders of saves that were neither committed nor removed."""
+    with contextlib.closing(inspection.open_storage(str(folder))) as storage:
+        found = [one for one in inspection.survey(storage) if one.step is None]
+    return [f"{one.folder}: {one.wrong}" for one in found]
+
+
+def damaged_checkpoints(folder: Path) -> list[str]:
+    """Committed checkpoints of which some byte is not the one that was saved."""
+    found = []
+    with contextlib.closing(inspection.open_storage(str(folder))) as storage:
+        for one in inspection.survey(storage):
+            if one.step is None:
+                continue
+            try:
+                inspection.verify(storage, one.step)
+            except CheckpointError as error:
+                found.append(f"{one.folder}: {error}")
+    return found
+
+
+def leaks(folder: Path) -> list[str]:
+    """Processes whose descriptors or threads grew with each restart in place."""
+    entries: dict[int, list[Note]] = defaultdict(list)
+    for note in read_notes(folder):
+        if note.name == ENTRY:
+            entries[note.pid].append(note)
+    found = []
+    for pid, notes in entries.items():
+        if len(notes) < 2 * _WARM:
+            continue
+        warm = [note.data for note in notes[_WARM:]]
+        where = f"rank {notes[-1].rank} (process {pid})"
+        if _grows([sum(data["descriptors"].values()) for data in warm]):
+            first, last = warm[0]["descriptors"], warm[-1]["descriptors"]
+            more = ", ".join(
+                f"{kind}: {first.get(kind, 0)} to {count}"
+                for kind, count in sorted(last.items())
+                if count > first.get(kind, 0)
+            )
+            found.append(f"{where} has more descriptors with each restart ({more})")
+        if _grows([data["threads"] for data in warm]):
+            threads = f"{warm[0]['threads']} to {warm[-1]['threads']}"
+            found.append(f"{where} has more threads with each restart ({threads})")
+    return found
+
+
+def _grows(counts: Sequence[int]) -> bool:
+    largest = max((b - a for a, b in itertools.pairwise(counts)), default=0)
+    return counts[-1] - counts[0] - largest > _GROWTH and counts[-1] == max(counts)
