@@ -11,12 +11,11 @@ import pytest
 
 from events.synthetic_run import SyntheticRun
 from outlast.errors import EventLogError
-from outlast.events import follow
+from outlast.events import run_folders
 from outlast.events.emitter import Emitter, JsonlSink
 from outlast.events.event import Event, Note, event_to_dict
-from outlast.events.follow import Follower
 from outlast.events.report import build, load
-from outlast.events.run_folders import OWN, choose_run, new_run, runs_in
+from outlast.events.run_folders import OWN, Follower, choose_run, new_run, runs_in
 from outlast.events.types import Fault, Seen, StepsDone
 
 GOOD = json.dumps(event_to_dict(Seen(iteration=0, member=0, rank=0, host="a", pid=1, time=2.0)))
@@ -325,7 +324,7 @@ def test_logs_of_other_hosts_are_left_out(tmp_path: Path) -> None:
 def test_thousands_of_events_arrive_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follow, "_READ_BYTES", 1000)
+    monkeypatch.setattr(run_folders, "_READ_BYTES", 1000)
     (tmp_path / "a.jsonl").write_bytes(b"".join(map(line, range(5000))))
     follower = Follower(tmp_path)
     assert steps(follower.poll()) == list(range(5000))
@@ -335,7 +334,7 @@ def test_thousands_of_events_arrive_in_order(
 def test_a_line_longer_than_what_is_read_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follow, "_READ_BYTES", 10)
+    monkeypatch.setattr(run_folders, "_READ_BYTES", 10)
     (tmp_path / "a.jsonl").write_bytes(line(1) + line(2) + line(3)[:-1])
     assert steps(Follower(tmp_path).poll()) == [1, 2]
 

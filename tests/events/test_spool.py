@@ -14,9 +14,8 @@ from typer.testing import CliRunner
 
 from outlast.events.emitter import Emitter, JsonlSink
 from outlast.events.event import Event
-from outlast.events.follow import Follower
 from outlast.events.report import build, load
-from outlast.events.run_folders import choose_run, new_run, runs_in
+from outlast.events.run_folders import Follower, choose_run, new_run, runs_in
 from outlast.events.spool import BESIDE, Spool, keep_events_beside
 from outlast.events.types import LauncherEnded, StepsDone
 from outlast.launch.cli import app

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 
 from outlast.events.event import Event, Note
-from outlast.events.follow import Follower
 from outlast.events.report import Report, build
+from outlast.events.run_folders import Follower
 from outlast.events.types import CheckpointCommitted, StepsDone
 from outlast.metrics.progress_page import Progress, read_progress
 from outlast.metrics.run_state import Process, RunState, State
