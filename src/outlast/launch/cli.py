@@ -43,11 +43,10 @@ def run(options: RunOptions) -> None:
 
 
 def _run(job: JobSpec) -> int:
-    # Imported here: one host's store is torch's, whose import takes seconds.
     from outlast.launch.agent.agent import Agent
 
     if job.hosts is None:
-        from outlast.launch.agent.one_host import OneHost
+        from outlast.launch.agent.coordinator import OneHost
         from outlast.launch.health.host_check import check_host
         from outlast.launch.workers.output import say_early
 

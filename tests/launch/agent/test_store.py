@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from launch.runs import WORKER, Run
 from outlast.errors import LaunchError
+from outlast.launch.agent.coordinator import JobStore
 from outlast.launch.agent.decisions import JobState
 from outlast.launch.agent.job_keys import JOB_KEY, JobKeys
-from outlast.launch.agent.one_host import JobStore
 from procs import free_port
 
 

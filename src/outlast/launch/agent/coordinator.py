@@ -1,24 +1,40 @@
 """The agent and its job: what the agent asks for, and what it is told to do.
 
-On one host the answers are immediate (`one_host`). On many hosts, the agents of all hosts agree on
-them through a store (`outlast.launch.hosts.job`).
+On many hosts, the agents of all hosts agree on the answers through a store
+(`outlast.launch.hosts.job`). On one host they are immediate: the launcher decides alone, and hosts
+the store, which outlives any worker.
+
+That launcher binds the port itself and passes the listening socket to torch, for three reasons: the
+store listens on the requested address only, not on all of them; a port in use gives a clear error;
+and a new attempt gets an empty store on the same port, which no other process can take in between.
+(torchrun separates attempts by a new store or, in older versions of torch, by a prefix of keys; the
+workers see no difference.)
 """
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import os
 import signal
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from outlast.errors import LaunchError
 from outlast.launch.agent.death_log import Death
-from outlast.launch.agent.decisions import JobRecord
+from outlast.launch.agent.decisions import JobRecord, faults_that_count
 from outlast.launch.agent.job_keys import JobKeys
+from outlast.launch.config.job_spec import Placement
 
 if TYPE_CHECKING:
+    from outlast.coordination.stores.torch_store import TorchStore
     from outlast.launch.agent.agent import Agent
     from outlast.launch.agent.resources import JobResources
+
+_BACKLOG = 4096
+_TIMEOUT = datetime.timedelta(seconds=300)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,3 +106,120 @@ OpenCoordinator: TypeAlias = "Callable[[JobResources, Agent], Coordinator]"
 Raises:
     LaunchError: if this host cannot take part in the job.
 """
+
+
+class OneHost:
+    """The coordinator of a job on one host."""
+
+    host_id = ""
+    lease_page = None
+
+    def __init__(self, resources: JobResources, agent: Agent) -> None:
+        job = resources.job
+        self._store = JobStore(job.master_addr, job.master_port)
+        self._agent = agent
+        self._attempt = 0
+        self._clock, self._window_s = resources.loop.clock, job.restart_window_s
+        self._faults: list[tuple[str, float]] = []  # after which progress, and when
+
+    @property
+    def keys(self) -> JobKeys:
+        return JobKeys(self._store.client)
+
+    @property
+    def used(self) -> int:
+        return faults_that_count(self._faults, *self._now(), self._window_s)
+
+    def _now(self) -> tuple[str, float]:
+        return self.keys.progress(), self._clock.now()
+
+    def agree(self, name: str, value: str) -> str:
+        return value
+
+    def ready(self) -> None:
+        if self._attempt:
+            self._store.renew()
+        store = (self._store.host, self._store.port)
+        self._agent.start(Placement(store=store, attempt=self._attempt))
+        self._attempt += 1
+
+    def take_replacement(self, limit: int) -> bool:
+        taken = self.used < limit
+        self._faults += [self._now()] * taken
+        return taken
+
+    def restart(self, cause: str, death: Death) -> None:
+        self._faults.append(self._now())
+        self._agent.restart("")
+
+    def end(self, cause: str, pid: int) -> None:
+        self._agent.end("")
+
+    def stop(self, number: signal.Signals) -> None:
+        self._agent.stop(number, "")
+
+    def failed(self, death: Death) -> None:
+        """No other host needs to know."""
+
+    def finished(self, exit_codes: frozenset[int]) -> None:
+        self._agent.finish(Outcome(job=self.keys.ended_job()))
+
+    def close(self) -> None:
+        self._store.close()
+
+
+class JobStore:
+    """The store, and its address. `client` performs operations on it. Listens on `host`, an address
+    of this machine, and `port`, or a free port if that is 0.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self.host = host
+        self._listener = _listen(host, port)
+        self.port: int = self._listener.getsockname()[1]
+        self.client = self._serve()
+
+    def renew(self) -> None:
+        """Replace the store by an empty one at the same address; no client may be left."""
+        # The old server closes its copy of the socket before the new one gets a copy: two servers
+        # on one socket would each get some of the workers.
+        del self.client
+        self.client = self._serve()
+
+    def close(self) -> None:
+        self._listener.close()
+        del self.client
+
+    def _serve(self) -> TorchStore:
+        # Imported here: this takes seconds, and a job on many hosts has another store.
+        import torch.distributed as dist
+
+        from outlast.coordination.stores.torch_store import TorchStore, listening
+
+        server = dist.TCPStore(  # type: ignore[attr-defined]
+            host_name=self.host,
+            port=self.port,
+            is_master=True,
+            timeout=_TIMEOUT,
+            wait_for_workers=False,
+            **listening(os.dup(self._listener.fileno())),
+        )
+        return TorchStore(server, f"{self.host}:{self.port}")
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as e:
+        raise LaunchError(f"--master-addr {host}: {e.strerror}") from e
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as e:
+        listener.close()
+        where = f"{host} port {port}"
+        raise LaunchError(f"the job's store cannot listen on {where}: {e.strerror}") from e
+    return listener
