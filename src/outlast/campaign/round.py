@@ -100,8 +100,10 @@ class Round:
                 return [stalled]
             result.problems["orphans"] += [f"launcher {number}: {one}" for one in job.orphans]
             killed = any(one.action is Action.KILL_LAUNCHER for one in job.taken)
-            stopped = [] if plan.hosts else [STOPPED] + [-signal.SIGKILL] * killed
-            if failed := job.failures(stopped):
+            good = [] if plan.hosts else [STOPPED]
+            if killed:
+                good.append(-signal.SIGKILL)
+            if failed := job.failures(good):
                 return failed
             if not any(job.exit_codes):
                 return []

@@ -94,8 +94,10 @@ class Call:
         inside: set[Process] = set()
         for event in self.events:
             process = event.host, event.pid
-            if event.member in self._firsts:
-                (inside.add if isinstance(event, ev.Entered) else inside.discard)(process)
+            if event.member in self._firsts and isinstance(event, ev.Entered):
+                inside.add(process)
+            elif event.member in self._firsts:
+                inside.discard(process)
             if event.member in self._firsts or process in inside:
                 ends[event.host] = event.time
         return ends

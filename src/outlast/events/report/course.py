@@ -60,10 +60,13 @@ def course_of(run: Run, calls: Sequence[Call]) -> Course:
         source="wrapper" if members or not run.events else "checkpoints",
         world_size=max((call.world_size(k) for call, k in iterations), default=0),
         ended=[
-            Ended(restart=restart, place=places[call.number, restart.iteration], gone=gone)
+            Ended(
+                restart=restart,
+                place=places[call.number, restart.iteration],
+                gone=call.lost_hosts(restart.iteration),
+            )
             for call in calls
             for restart in call.restarts()
-            for gone in [call.lost_hosts(restart.iteration)]
         ],
         completed=len(calls[-1].completed),
         segments=[call.begins(k) for call, k in iterations],
@@ -290,9 +293,7 @@ def name_lost_hosts(course: Course, losses: Sequence[SeenLoss]) -> list[SeenLoss
         begun = [
             i
             for i, ended in enumerate(course.ended)
-            for segment in [course.segments[ended.place]]
-            if each.loss.name in ended.gone
-            if any(segment[host] <= time for host, time in each.times.items() if host in segment)
+            if each.loss.name in ended.gone and _had_begun(course.segments[ended.place], each)
         ]
         # The logs of a lost host may be missing: its members are then in no log.
         found = begun[-1:] or [
@@ -322,6 +323,10 @@ def waits_for_lost_hosts(
         return dataclasses.replace(stretch, hung_from=min(stretch.hung_from, since))
 
     return {host: [corrected(host, s) for s in found] for host, found in course.stretches.items()}
+
+
+def _had_begun(segment: Mapping[str, float], each: SeenLoss) -> bool:
+    return any(segment.get(host, FOREVER) <= time for host, time in each.times.items())
 
 
 def _ended_then(course: Course, ended: Ended, each: SeenLoss) -> bool:

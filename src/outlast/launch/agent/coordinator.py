@@ -145,7 +145,8 @@ class OneHost:
 
     def take_replacement(self, limit: int) -> bool:
         taken = self.used < limit
-        self._faults += [self._now()] * taken
+        if taken:
+            self._faults.append(self._now())
         return taken
 
     def restart(self, cause: str, death: Death) -> None:

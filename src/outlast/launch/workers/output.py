@@ -259,10 +259,11 @@ class Capture:
             return
         texts = [readable(line) for line in lines]
         self.last.extend(texts)
-        shown = texts[texts[0] == self._state != "" :]  # its last state is there already
+        if self._state and texts[0] == self._state:  # that is there already
+            del texts[0]
         self._state = ""
         if self._outlet is not None:
-            data = b"".join(self._prefix + text.encode() + b"\n" for text in shown)
+            data = b"".join(self._prefix + text.encode() + b"\n" for text in texts)
             self._outlet.write(data, ending=self)
 
     def _show_state(self) -> None:

@@ -156,7 +156,8 @@ class ReplicatedGroup:
                 )
             if now >= say_at:
                 say_at = now + _SAY_S
-                if told != (told := service.problem()):
+                if (problem := service.problem()) != told:
+                    told = problem
                     left = f"{limit - now:.0f} s more"
                     self._spec.say(f"not in a group yet, and waits for {left}: {told}")
             if now >= look:

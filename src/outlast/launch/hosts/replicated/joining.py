@@ -108,9 +108,12 @@ class Joining:
             address = (peer.host.address, peer.host.port)
             if founding is None:
                 return
-            asked = message.endpoint, message.attempt, peer.host.id, address, message.past
-            would = founding.would_grant(peer.host.id, message.past)
-            if founding.asked(*asked) if message.sure else would:
+            grants = founding.would_grant(peer.host.id, message.past)
+            if message.sure:
+                grants = founding.asked(
+                    message.endpoint, message.attempt, peer.host.id, address, message.past
+                )
+            if grants:
                 peer.send(messages.Grant(self._own, message.attempt, message.sure))
         elif isinstance(message, messages.Grant):
             if founding is not None:

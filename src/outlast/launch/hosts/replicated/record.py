@@ -152,7 +152,8 @@ class Record:
             try:
                 self._write()
             except OSError as e:
-                if logged != (logged := str(e)):
+                if str(e) != logged:
+                    logged = str(e)
                     _log.warning(
                         "the record of this host's groups cannot be written: %s; it is tried "
                         "again, and until then this host does not count when voters change",
