@@ -75,7 +75,8 @@ def hung_ranks(faults: Sequence[T]) -> list[T]:
     for fault in faults:
         known = reported.get(fault.member)
         if fault.interruption != HUNG:
-            echoed |= {fault.member} if fault.consequence else set()
+            if fault.consequence:
+                echoed.add(fault.member)
         elif known is None or fault.own_report or not known.own_report:
             reported[fault.member] = fault
     waits = {member: _awaited(member, reported) for member in reported}
