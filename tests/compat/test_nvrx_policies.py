@@ -272,3 +272,14 @@ def test_torch_save_in_the_background(tmp_path: Any) -> None:
     saver.finalize_async_save(blocking=True, terminate=True)
     found = torch.load(tmp_path / "file")
     assert (found["weights"].tolist(), found["step"]) == ([1, 1, 1], 4)
+    saver.close()
+
+
+def test_a_queue_is_closed_as_in_later_versions(tmp_path: Any) -> None:
+    saver = TorchAsyncCheckpoint(persistent_queue=False)
+    saver.async_save({"step": 4}, str(tmp_path / "file"))
+    saver.close()
+    assert torch.load(tmp_path / "file") == {"step": 4}
+    saver = TorchAsyncCheckpoint(persistent_queue=False)
+    saver.async_save({"step": 5}, str(tmp_path / "missing" / "file"))
+    saver.close(abort=True)  # its error is dropped, too

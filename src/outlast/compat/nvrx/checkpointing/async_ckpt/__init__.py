@@ -102,6 +102,12 @@ class AsyncCallsQueue(async_checkpoint.AsyncCallsQueue):
     ) -> list[int]:
         return super().maybe_finalize_async_calls(blocking, no_dist)
 
+    def close(self, timeout: Any = None, *, abort: bool = False) -> None:
+        """Closes the queue; `abort`, of later versions, drops unfinished calls."""
+        if abort:
+            self.abort()
+        super().close(timeout)
+
 
 def _preloaded(request: Any) -> async_checkpoint.AsyncRequest:
     """The request of `outlast.async_checkpoint`, after `preload_fn` has run."""
@@ -146,6 +152,10 @@ class TorchAsyncCheckpoint:
         self._queue.maybe_finalize_async_calls(blocking, no_dist=no_dist)
         if terminate:
             self._queue.close()
+
+    def close(self, abort: bool = False) -> None:
+        """Closes the queue, as in later versions."""
+        self._queue.close(abort=abort)
 
 
 class CachedMetadataFileSystemReader(FileSystemReader):
