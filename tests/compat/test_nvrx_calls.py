@@ -11,9 +11,10 @@ from procs import Job
 
 
 @pytest.mark.parametrize(
-    ("scenario", "code"), [("fails_often", 0), ("does_not_run", -signal.SIGTERM)]
+    ("scenario", "code"),
+    [("fails_often", 0), ("does_not_run", -signal.SIGTERM), ("returns_anything", 0)],
 )
-def test_equal_faults_do_not_end_the_job_and_sigterm_ends_a_stopped_rank(
+def test_equal_faults_results_of_policies_and_a_stopped_rank(
     ranks: Callable[..., Job], scenario: str, code: int
 ) -> None:
     with ranks("nvrx_calls", scenario, nprocs=1) as job:

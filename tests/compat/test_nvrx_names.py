@@ -8,6 +8,7 @@ import inspect
 import sys
 import types
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -56,16 +57,52 @@ FACTS = {
         "NestedRestarterAborted": "restarter_state= restarter_stage= logger= special_rank=",
     },
     "inprocess.attribution": {"InterruptionRecord": "rank interruption"},
+    "inprocess.tools.inject_fault": {
+        "inject_fault": "faults num_faults keep_alive delay seed callback=",
+        "dispatch_fault_injection": "fault delay callback",
+        "maybe_raise_workload_exception": "",
+        "clear_workload_exception": "",
+    },
     "checkpointing.async_ckpt.core": {
         "AsyncCallsQueue": "persistent=",
+        "AsyncCallsQueue.schedule_async_request": "self async_request",
+        "AsyncCallsQueue.maybe_finalize_async_calls": "self blocking= no_dist=",
+        "AsyncCallsQueue.close": "self",
+        "AsyncCaller.schedule_async_call": "self async_req",
+        "AsyncCaller.is_current_async_call_done": "self blocking= no_dist=",
+        "AsyncCaller.sync_all_async_calls": "self is_alive",
+        "AsyncCaller.close": "self",
+        "TemporalAsyncCaller": "",
+        "TemporalAsyncCaller.schedule_async_call": "self async_req",
+        "PersistentAsyncCaller": "",
+        "PersistentAsyncCaller.is_current_async_call_done": "self blocking= no_dist=",
         "AsyncRequest": "async_fn async_fn_args finalize_fns async_fn_kwargs= preload_fn= "
         "is_frozen= call_idx=",
     },
-    "checkpointing.async_ckpt.torch_ckpt": {"TorchAsyncCheckpoint": "persistent_queue="},
+    "checkpointing.async_ckpt.torch_ckpt": {
+        "TorchAsyncCheckpoint": "persistent_queue=",
+        "TorchAsyncCheckpoint.finalize_async_save": "self blocking= no_dist= terminate=",
+    },
+}
+OPTIONS = "is_daemon= cpu_priority= io_priority= sigterm_timeout= cpu_shm_mode="
+# What has changed up to the newest version (0.7).
+LATER = {
+    "shared_utils.inject_fault": FACTS["inprocess.tools.inject_fault"],
+    "checkpointing.async_ckpt.core": {
+        "AsyncRequest": FACTS["checkpointing.async_ckpt.core"]["AsyncRequest"],
+        "AsyncCallsQueue": f"persistent= {OPTIONS}",
+        "AsyncCallsQueue.close": "self abort=",
+        "AsyncCaller.close": "self abort=",
+        "TemporalAsyncCaller.close": "self abort=",
+        "PersistentAsyncCaller": OPTIONS,
+        "PersistentAsyncCaller.close": "self abort=",
+    },
+    "checkpointing.async_ckpt.torch_ckpt": {"TorchAsyncCheckpoint.close": "self abort="},
 }
 NAMES = {
-    "inprocess": "abort completion exception finalize health_check initialize nested_restarter "
-    "rank_assignment state terminate Compose CallWrapper Mode",
+    "inprocess": "abort completion exception finalize health_check initialize monitor_thread "
+    "nested_restarter rank_assignment state terminate tools Compose CallWrapper Mode",
+    "inprocess.monitor_thread": "RankShouldRestart",
     "inprocess.exception": "RestartError RestartAbort HealthCheckError InternalError TimeoutError",
     "inprocess.completion": "Completion",
     "inprocess.terminate": "Terminate",
@@ -94,13 +131,24 @@ DEFAULTS_S = {
 
 @pytest.mark.parametrize(
     ("module", "name", "expected"),
-    [(module, name, text) for module, names in FACTS.items() for name, text in names.items()],
+    [
+        (module, name, text)
+        for facts in (FACTS, LATER)
+        for module, names in facts.items()
+        for name, text in names.items()
+    ],
 )
-def test_a_signature_is_that_of_the_facts(module: str, name: str, expected: str) -> None:
-    found = getattr(importlib.import_module(f"outlast.compat.nvrx.{module}"), name)
+def test_a_signature_begins_as_the_facts_say(module: str, name: str, expected: str) -> None:
+    found: Any = importlib.import_module(f"outlast.compat.nvrx.{module}")
+    for part in name.split("."):
+        found = getattr(found, part)
     parameters = inspect.signature(found).parameters.values()
     text = [p.name + ("" if p.default is p.empty else "=") for p in parameters]
-    assert text == expected.split()
+    named = [p for p in parameters if p.kind is not p.POSITIONAL_OR_KEYWORD]
+    length = len(expected.split())
+    assert text[:length] == expected.split()
+    assert all(each.endswith("=") for each in text[length:])
+    assert name == "Wrapper" or not {p.name for p in named} & {w.strip("=") for w in text[:length]}
 
 
 @pytest.mark.parametrize("module", NAMES)
@@ -141,6 +189,8 @@ def test_installed_it_stands_in_for_the_old_import(old_import: str) -> None:
     policies = importlib.import_module(f"{old_import}.inprocess.rank_assignment")
     assert policies is inprocess.rank_assignment is nvrx.inprocess.rank_assignment
     assert importlib.import_module(f"{old_import}.checkpointing.async_ckpt.core").AsyncRequest
+    faults = importlib.import_module(f"{old_import}.inprocess.tools.inject_fault")
+    assert faults is importlib.import_module(f"{old_import}.shared_utils.inject_fault")
     with pytest.raises(ModuleNotFoundError, match=f"{old_import}.attribution"):
         importlib.import_module(f"{old_import}.attribution")
     assert sum("_Finder" in repr(finder) for finder in sys.meta_path) == 1
@@ -156,7 +206,12 @@ def test_installed_it_is_not_taken_for_a_later_version(old_import: str) -> None:
     where = f"{old_import}.checkpointing.async_ckpt"
     for name in ("core", "filesystem_async", "state_dict_saver"):
         importlib.import_module(f"{where}.{name}")
-    for name in (f"{where}.cached_metadata_filesystem_reader", f"{old_import}.shared_utils"):
+    missing = ["monitor_process", "param_utils", "progress_watchdog", "sibling_monitor", "utils"]
+    for name in (
+        f"{where}.cached_metadata_filesystem_reader",
+        f"{old_import}.shared_utils.log_manager",
+        *(f"{old_import}.inprocess.{each}" for each in missing),
+    ):
         with pytest.raises(ModuleNotFoundError, match=r"no counterpart .*docs/migration\.md") as e:
             importlib.import_module(name)
         assert e.value.name == name

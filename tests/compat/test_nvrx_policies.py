@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import filecmp
 import logging
 import os
+import shutil
 import sys
+import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -13,20 +16,34 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from outlast.compat.nvrx.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncRequest
+from outlast.compat.nvrx.checkpointing.async_ckpt.core import (
+    AsyncCaller,
+    AsyncCallsQueue,
+    AsyncRequest,
+    PersistentAsyncCaller,
+    TemporalAsyncCaller,
+)
 from outlast.compat.nvrx.checkpointing.async_ckpt.torch_ckpt import TorchAsyncCheckpoint
 
 from outlast.compat.nvrx import inprocess
 from outlast.compat.nvrx.inprocess import rank_assignment as ra
 from outlast.compat.nvrx.inprocess.rank_assignment import as_core
-from outlast.errors import RankDiscarded, RestartAbort
+from outlast.coordination.decision import ViewRecord
+from outlast.errors import RankDiscarded, RestartAbort, RestartError
 from outlast.inprocess import state as core
+from outlast.inprocess.recovery.next_ranks import state_in_view
 
 State, Mode = inprocess.State, inprocess.Mode
 
 
 def ctx(rank: int, size: int, gone: set[int] | None = None, **fields: Any) -> Any:
     return ra.RankAssignmentCtx(State(rank, size, **fields), None, gone or set())
+
+
+def in_job(assignment: Any, rank: int, size: int, gone: set[int]) -> core.State:
+    """The state that a wrapped call gets from the assignment."""
+    record = ViewRecord(1, tuple(range(size)), frozenset(gone))
+    return state_in_view(record, rank, core.State(rank, size, store=object()), as_core(assignment))
 
 
 def test_ranks_are_moved_and_activated() -> None:
@@ -80,8 +97,8 @@ def test_gaps_are_filled_as_in_0_4_and_as_it_documents_in_a_job() -> None:
     lost = {1, 4, 5}
     healthy = [rank for rank in range(8) if rank not in lost]
     assert [ra.FillGaps()(ctx(r, 8, lost)).state.rank for r in healthy] == [0, 2, 3, 4, 5]
-    assignment = as_core(inprocess.Compose(ra.ActivateAllRanks(), ra.FillGaps()))
-    moved = [assignment(core.State(r, 8), frozenset(lost))[0].rank for r in healthy]
+    assignment = inprocess.Compose(ra.ActivateAllRanks(), ra.FillGaps())
+    moved = [in_job(assignment, r, 8, lost).rank for r in healthy]
     assert moved == [0, 2, 3, 1, 4]
 
 
@@ -151,10 +168,59 @@ def test_the_state_that_an_assignment_returns_counts() -> None:
             ctx.terminated_ranks = gone
             return ctx
 
-    after, left = as_core(Leaves())(core.State(2, 4), frozenset({1}))
-    assert (after.rank, after.world_size, left) == (1, 3, frozenset())
-    nobody_moved = inprocess.Compose(ra.ActivateAllRanks())
-    assert as_core(nobody_moved)(core.State(2, 4), frozenset({1}))[1] == {1}
+    after = in_job(Leaves(), 2, 4, {1})
+    assert (after.rank, after.world_size) == (1, 3)
+    with pytest.raises(RestartError, match=r"ranks \[1\] unhandled"):
+        in_job(inprocess.Compose(ra.ActivateAllRanks()), 2, 4, {1})
+
+
+def test_what_is_left_in_the_context_may_be_anything() -> None:
+    class Leaves(ra.RankAssignment):
+        def __init__(self, left: Any) -> None:
+            self.left = left
+
+        def __call__(self, ctx: Any) -> Any:
+            ctx = ra.ShiftRanks()(ctx)
+            ctx.terminated_ranks = self.left
+            return ctx
+
+    for left in (None, [1], {1: "lost"}, {1}):
+        assert in_job(Leaves(left), 2, 4, {1}).rank == 1
+
+
+@pytest.mark.parametrize("returned", [None, core.State(0, 1), 3, types.SimpleNamespace(state=None)])
+def test_an_assignment_that_returns_no_context_is_named(returned: Any) -> None:
+    class Wrong(ra.RankAssignment):
+        def __call__(self, ctx: Any) -> Any:
+            return returned
+
+    with pytest.raises(TypeError, match=r"Wrong object .* must return the context .* not"):
+        in_job(Wrong(), 2, 4, {1})
+
+
+def test_a_filter_that_returns_no_state_is_named_and_all_others_may_return_anything() -> None:
+    class Wrong(
+        inprocess.rank_filter.RankFilter,
+        inprocess.finalize.Finalize,
+        inprocess.initialize.Initialize,
+    ):
+        def __call__(self, state: Any) -> Any:
+            return "nothing"
+
+    with pytest.warns(DeprecationWarning, match="rank_filter"):
+        settings = inprocess.Wrapper(
+            rank_filter=Wrong(), finalize=Wrong(), initialize=Wrong()
+        )._core.settings
+    state = core.State(0, 1)
+    assert settings.initialize(state) is state
+    assert settings.finalize(state, None) == (state, None)
+    with pytest.raises(TypeError, match=r"Wrong object .* must return the state, not 'nothing'"):
+        settings.rank_filter(state)
+
+
+def test_no_rank_is_active_by_mistake() -> None:
+    with pytest.raises(RestartAbort, match="none of 3 ranks active"):
+        in_job(inprocess.Compose(ra.ActiveWorldSizeDivisibleBy(4), ra.ShiftRanks()), 2, 4, {1})
 
 
 def test_an_assignment_of_the_user_runs_under_the_wrapper_of_outlast() -> None:
@@ -166,8 +232,8 @@ def test_an_assignment_of_the_user_runs_under_the_wrapper_of_outlast() -> None:
             return ra.MaxActiveWorldSize(1)(ctx)
 
     before = core.State(2, 4, store=core.LazyStore(lambda: "the store"))
-    after, left = as_core(Custom())(before, frozenset({1}))
-    assert (after.rank, after.world_size, after.active_world_size, left) == (0, 2, 1, frozenset())
+    after, left = as_core(Custom())(before, {1})
+    assert (after.rank, after.world_size, after.active_world_size, left) == (0, 2, 1, set())
 
     class Swaps(ra.RankAssignment):
         def __call__(self, ctx: Any) -> Any:
@@ -272,14 +338,44 @@ def test_torch_save_in_the_background(tmp_path: Any) -> None:
     saver.finalize_async_save(blocking=True, terminate=True)
     found = torch.load(tmp_path / "file")
     assert (found["weights"].tolist(), found["step"]) == ([1, 1, 1], 4)
-    saver.close()
 
 
-def test_a_queue_is_closed_as_in_later_versions(tmp_path: Any) -> None:
+@pytest.mark.parametrize("make", [TemporalAsyncCaller, PersistentAsyncCaller])
+def test_a_caller_runs_one_request_after_another(make: Any, tmp_path: Any) -> None:
+    caller = make()
+    assert isinstance(caller, AsyncCaller)
+    assert caller.is_current_async_call_done()
+    for n in range(2):
+        path = str(tmp_path / str(n))
+        # Not torch.save, for which a worker would import torch.
+        request = AsyncRequest(shutil.copyfile, (__file__, None), [], {}, lambda path=path: path)
+        caller.schedule_async_call(request)
+        if n:
+            assert caller.is_current_async_call_done(blocking=True)
+        caller.close()  # waits
+        assert filecmp.cmp(path, __file__)
+    assert caller.sync_all_async_calls(False)
+    assert not caller.sync_all_async_calls(1)
+    caller.schedule_async_call(AsyncRequest(time.sleep, (1e6,), []))
+    assert not caller.is_current_async_call_done()
+    caller.close(abort=True)
+    assert caller.process is None
+
+
+@pytest.mark.parametrize("abort", [False, True])
+def test_a_closed_queue_and_a_closed_torch_checkpoint_can_be_used_again(
+    abort: bool, tmp_path: Any
+) -> None:
     saver = TorchAsyncCheckpoint(persistent_queue=False)
-    saver.async_save({"step": 4}, str(tmp_path / "file"))
-    saver.close()
-    assert torch.load(tmp_path / "file") == {"step": 4}
-    saver = TorchAsyncCheckpoint(persistent_queue=False)
-    saver.async_save({"step": 5}, str(tmp_path / "missing" / "file"))
-    saver.close(abort=True)  # its error is dropped, too
+    for n in range(2):
+        saver.async_save({"n": n}, str(tmp_path / "file"))
+        saver.close(abort=abort)
+    if not abort:
+        assert torch.load(tmp_path / "file") == {"n": 1}
+    queue = AsyncCallsQueue(False, cpu_priority=19)
+    for _ in range(2):
+        for _ in range(2):
+            index = queue.schedule_async_request(AsyncRequest(None, (), []))
+        assert (index, queue.get_num_unfinalized_calls()) == (1, 2)
+        queue.close(abort)
+    assert queue.get_num_unfinalized_calls() == 0

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import datetime
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from outlast.async_checkpoint import AsyncCallsQueue, AsyncRequest, DistributedAsyncCaller
+from outlast.compat.nvrx.checkpointing.async_ckpt import core as nvrx
 from outlast.inprocess import (
     Wrapper,
     finalize,
@@ -83,6 +85,21 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
 ]
 
 
+# The order of `AsyncRequest` in each version: the fifth field is not the same one.
+REQUESTS: list[tuple[str, Any, str]] = [
+    (
+        "0.2.1",
+        AsyncRequest,
+        "async_fn async_fn_args finalize_fns async_fn_kwargs is_frozen",
+    ),
+    (
+        "0.4.1 to 0.7",
+        nvrx.AsyncRequest,
+        "async_fn async_fn_args finalize_fns async_fn_kwargs preload_fn is_frozen call_idx",
+    ),
+]
+
+
 def plain(value: Any) -> Any:
     return value.total_seconds() if isinstance(value, datetime.timedelta) else value
 
@@ -105,3 +122,28 @@ def test_a_call_takes_what_it_took(function: Callable[..., Any], expected: dict[
     found = {p.name: plain(p.default) for p in parameters[: len(expected)]}
     assert list(found.items()) == list(expected.items())
     assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters[: len(expected)])
+
+
+@pytest.mark.parametrize(("version", "request_type", "fields"), REQUESTS)
+def test_a_request_has_the_order_of_its_version(
+    version: str, request_type: Any, fields: str
+) -> None:
+    assert list(request_type._fields) == fields.split(), version
+    made = request_type(*range(len(fields.split())))
+    assert (made.is_frozen, made.freeze().is_frozen) == (fields.split().index("is_frozen"), True)
+
+
+def test_a_queue_takes_a_request_of_either_order(tmp_path: Any) -> None:
+    queue = nvrx.AsyncCallsQueue(persistent=False)
+    done: list[str] = []
+    for made in (
+        AsyncRequest(tmp_path.mkdir, (), [lambda: done.append("0.2")], {"exist_ok": True}, True),
+        nvrx.AsyncRequest(
+            os.path.join, ("a", None), [lambda: done.append("0.4")], {}, lambda: "b", True, 7
+        ),
+        nvrx.AsyncRequest(None, (), [lambda: done.append("nothing")], {}, lambda: "b"),
+    ):
+        queue.schedule_async_request(made)
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0, 1, 2]
+    queue.close()
+    assert done == ["0.2", "0.4", "nothing"]

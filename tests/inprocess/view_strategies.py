@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from outlast.coordination.decision import Joiner, ViewRecord, decide
 from outlast.errors import RankDiscarded
-from outlast.inprocess.rank_assignment import RankAssignment
+from outlast.inprocess.rank_assignment import FilterGroupedByKey, RankAssignment
 from outlast.inprocess.rank_filter import RankFilter
 from outlast.inprocess.recovery.next_ranks import state_in_view
 from outlast.inprocess.state import State
@@ -18,6 +19,16 @@ from outlast.inprocess.state import State
 def state_of(rank: int, size: int, **changes: Any) -> State:
     """The state of a rank that still has its initial rank."""
     return State(rank, size, initial_rank=rank, initial_world_size=size).copy(**changes)
+
+
+class Marks(RankAssignment):
+    """`FilterGroupedByKey`, with a function that each rank calls for all: no exchange."""
+
+    def __init__(self, key: Callable[[int, int], object], condition: Callable[[int], bool]) -> None:
+        self.marks = FilterGroupedByKey(key, condition)
+
+    def __call__(self, state: State, terminated_ranks: Any) -> Any:
+        return state, self.marks(state.copy(store=None), terminated_ranks)[1]
 
 
 @st.composite
@@ -70,7 +81,7 @@ def states_in_view(
     """The states of all members of the view, by member, as `state_in_view` gives them to each.
 
     A member that the assignment discards is left out. The states are those of processes whose
-    initial rank is their index in `record.slots()`, without a store.
+    initial rank is their index in `record.slots()`, with a store, as in a job.
 
     Raises:
         RestartError: if the assignment leaves terminated ranks unhandled.
@@ -80,7 +91,7 @@ def states_in_view(
     for rank, member in enumerate(slots):
         if member is None:
             continue
-        state = State(rank, len(slots), initial_rank=rank, initial_world_size=len(slots))
+        state = state_of(rank, len(slots), store=object())
         try:
             places[member] = state_in_view(record, member, state, assignment, rank_filter)
         except RankDiscarded:

@@ -6,7 +6,9 @@
   subgroups and DDP's groups.
 * A rank may also be blocked while creating a group, waiting on the group's store for a peer that
   will never arrive. Therefore the connections to that store that this iteration opened are shut
-  down as well. Connections that were open before the wrapped call are not touched.
+  down as well; so is a connection that the function opened itself, to another store for example,
+  while its thread is waiting to receive from there. Connections that were open before the wrapped
+  call are not touched (for stores: `interruption/program_stores.py`).
 
 The groups' resources are released afterwards, in the thread that used them
 (`interruption/release.py`).
@@ -18,7 +20,6 @@ import abc
 import importlib
 import logging
 import os
-import socket
 import threading
 import time
 from typing import Any
@@ -29,7 +30,7 @@ from outlast.inprocess.environment import store_endpoint
 from outlast.inprocess.interruption.gloo import SETTLED_PATIENCE_S, GlooAbort
 from outlast.inprocess.state import State
 from outlast.system import devices
-from outlast.system.sockets import shut_down, socket_inodes
+from outlast.system.sockets import awaited, peer, shut_down, socket_inode, socket_inodes
 
 __all__ = ["Abort", "AbortTorchDistributed", "AbortTransformerEngine"]
 
@@ -64,10 +65,15 @@ class AbortTorchDistributed(Abort):
 
     def __init__(self) -> None:
         self._open_before: frozenset[int] = frozenset()
+        self._peers_before: frozenset[tuple[str, int] | None] = frozenset()
+        self._thread = 0
         self._gloo = GlooAbort()
 
     def prepare(self) -> None:
-        self._open_before = frozenset(socket_inodes().values())
+        before = socket_inodes()
+        self._open_before = frozenset(before.values())
+        self._peers_before = frozenset(map(peer, before))
+        self._thread = threading.get_native_id()
 
     def __call__(self, state: State) -> State:
         threads = [
@@ -91,6 +97,7 @@ class AbortTorchDistributed(Abort):
         """
         connected = self._gloo.shut_down()
         self._shut_down_store(connected)
+        self._shut_down_awaited()
         woken = self._gloo.wake_blocked(settled=not connected)
         if self._gloo.waits and not (woken or connected):
             # Between two requests of the interrupt: a signal that wakes a thread for a moment makes
@@ -108,8 +115,21 @@ class AbortTorchDistributed(Abort):
             return
         others = self._open_before | of_gloo
         for descriptor, inode in socket_inodes().items():
-            if inode not in others and _peer(descriptor) == endpoint:
+            if inode not in others and peer(descriptor) == endpoint:
                 shut_down(descriptor, inode)
+
+    def _shut_down_awaited(self) -> None:
+        """Ends a wait in C code, which an interrupt does not end, such as that for a key of a store
+        which the function has opened: the connection from which its thread waits to receive, if it
+        was opened since, to where none led before. This leaves out those of this package.
+        """
+        descriptor = awaited(self._thread)
+        inode = None if descriptor is None else socket_inode(descriptor)
+        if descriptor is None or inode is None or inode in self._open_before:
+            return
+        towards = peer(descriptor)
+        if towards is not None and towards not in self._peers_before:
+            shut_down(descriptor, inode)
 
 
 class AbortTransformerEngine(Abort):
@@ -166,18 +186,6 @@ def interrupt_collectives(done: threading.Event) -> None:
         if done.wait(_AGAIN_S):
             return
         gloo.wake_blocked(settled=not connected)
-
-
-def _peer(descriptor: int) -> tuple[str, int] | None:
-    """The peer's address and port; `None` if the socket has no peer, or the peer has no port."""
-    try:
-        with socket.socket(fileno=os.dup(descriptor)) as connection:
-            address = connection.getpeername()
-    except OSError:
-        return None
-    if not isinstance(address, tuple):
-        return None
-    return str(address[0]).removeprefix("::ffff:"), int(address[1])
 
 
 def _communicators() -> list[tuple[Any, Any]]:

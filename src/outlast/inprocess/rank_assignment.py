@@ -14,7 +14,8 @@ import collections
 import contextlib
 import dataclasses
 import datetime
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -48,15 +49,15 @@ class RankAssignment(abc.ABC):
 
     @abc.abstractmethod
     def __call__(
-        self, state: State, terminated_ranks: frozenset[int]
-    ) -> tuple[State, frozenset[int]]:
+        self, state: State, terminated_ranks: AbstractSet[int]
+    ) -> tuple[State, AbstractSet[int]]:
         """Returns the state with its new `rank` and `world_size`, and the terminated ranks not yet
         handled: none may be left after the last assignment.
 
         Args:
             state: the state of this rank; `rank` is less than `world_size`.
             terminated_ranks: ranks below `world_size` that are not in the next iteration. The
-                wrapper passes a `frozenset`; the policies of this module take any collection.
+                wrapper passes a `set`; the policies of this module take any collection.
 
         Raises:
             RankDiscarded: if this rank is a terminated rank.
@@ -82,20 +83,17 @@ class RankAssignment(abc.ABC):
         """
 
 
-class MarkedRanks(frozenset[int]):
+class MarkedRanks(set[int]):
     """Terminated ranks, some with the reason for which a policy marked them.
 
     Attributes:
         why: the reasons, by rank.
     """
 
-    why: Mapping[int, str]
-
-    def __new__(cls, ranks: Iterable[int], why: Mapping[int, str]) -> MarkedRanks:
+    def __init__(self, ranks: Iterable[int], why: Mapping[int, str]) -> None:
         """Creates the set."""
-        marked = super().__new__(cls, ranks)
-        marked.why = why
-        return marked
+        super().__init__(ranks)
+        self.why = why
 
 
 @dataclasses.dataclass(eq=False)
@@ -107,10 +105,10 @@ class ShiftRanks(RankAssignment):
 
     def __call__(
         self, state: State, terminated_ranks: Collection[int]
-    ) -> tuple[State, frozenset[int]]:
+    ) -> tuple[State, AbstractSet[int]]:
         gone = _checked(self, state, terminated_ranks)
         gaps = sum(gap < state.rank for gap in gone)
-        return _moved(state, state.rank - gaps, gone), frozenset()
+        return _moved(state, state.rank - gaps, gone), set()
 
 
 @dataclasses.dataclass(eq=False)
@@ -119,19 +117,22 @@ class FillGaps(RankAssignment):
 
     With n ranks left, ranks below n are kept. The others, in order, move into the gaps, in
     ascending order.
+
+    Without a store, outside of a job, rank r moves into gap number r - n, as the policy of
+    nvidia-resiliency-ext does: outside the new size, perhaps, if a rank between them is lost too.
     """
 
     def __call__(
         self, state: State, terminated_ranks: Collection[int]
-    ) -> tuple[State, frozenset[int]]:
+    ) -> tuple[State, AbstractSet[int]]:
         gone = _checked(self, state, terminated_ranks)
         size = state.world_size - len(gone)
         rank = state.rank
         if rank >= size:
-            before = sum(other not in gone for other in range(size, rank))
             # There are as many ranks to move as gaps below `size`, which come first.
-            rank = sorted(gone)[before]
-        return _moved(state, rank, gone), frozenset()
+            moved = range(size, rank) if state.in_job else ()
+            rank = sorted(gone)[rank - size - sum(other in gone for other in moved)]
+        return _moved(state, rank, gone), set()
 
 
 class KeyExchange:
@@ -216,10 +217,10 @@ class FilterGroupedByKey(RankAssignment):
     `Compose(ShiftRanks(), FilterGroupedByKey(lambda rank, size: rank // 8, lambda n: n == 8))`.
 
     Args:
-        key_or_fn: the group: a string, the key of this process (e.g., its host name), or
-            `fn(rank, world_size)`, which returns the key of any rank, and is called for the
-            healthy ranks, with their ranks before the assignment. Strings are exchanged through
-            `state.store`; a function is called on each rank, and must return the same on all.
+        key_or_fn: the group of this rank: a value of any type whose text (`str`) is its key, e.g.,
+            a host name, or `fn(rank, world_size)`, called with the rank before the assignment. The
+            ranks exchange the texts through `state.store`. Without a store, outside of a job, the
+            function is called for all healthy ranks.
         condition: takes the number of healthy ranks of a group, and returns whether they stay.
             Must return the same on each rank.
         timeout: the timeout of the exchange.
@@ -229,20 +230,18 @@ class FilterGroupedByKey(RankAssignment):
             names it.
     """
 
-    key_or_fn: str | Callable[[int, int], Hashable]
+    key_or_fn: object
     condition: Callable[[int], bool]
     timeout: Duration = datetime.timedelta(seconds=60)
     _exchange: KeyExchange = dataclasses.field(default_factory=KeyExchange, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.key_or_fn, str) and not callable(self.key_or_fn):
-            raise TypeError(f"key_or_fn must be a str or callable, not {self.key_or_fn!r}")
         check_callable("condition", self.condition)
         self.timeout = as_timedelta("timeout", self.timeout)
 
     def __call__(
         self, state: State, terminated_ranks: Collection[int]
-    ) -> tuple[State, frozenset[int]]:
+    ) -> tuple[State, AbstractSet[int]]:
         gone = as_ranks(terminated_ranks)
         if state.rank in gone:
             return state, gone  # the next policy raises
@@ -258,11 +257,13 @@ class FilterGroupedByKey(RankAssignment):
         why_before: Mapping[int, str] = getattr(gone, "why", {})
         return state, MarkedRanks(gone | why.keys(), {**why_before, **why})
 
-    def _keys(self, state: State, terminated_ranks: frozenset[int]) -> Mapping[int, Hashable]:
+    def _keys(self, state: State, terminated_ranks: AbstractSet[int]) -> Mapping[int, str]:
         healthy = [rank for rank in range(state.world_size) if rank not in terminated_ranks]
-        if isinstance(self.key_or_fn, str):
-            return self._exchange.exchange(state, self.key_or_fn, healthy, seconds(self.timeout))
-        return {rank: self.key_or_fn(rank, state.world_size) for rank in healthy}
+        fn = self.key_or_fn
+        if callable(fn) and not state.in_job:
+            return {rank: str(fn(rank, state.world_size)) for rank in healthy}
+        key = str(fn(state.rank, state.world_size) if callable(fn) else fn)
+        return self._exchange.exchange(state, key, healthy, seconds(self.timeout))
 
 
 @dataclasses.dataclass(eq=False)
@@ -288,16 +289,16 @@ class AwaitReplacements(RankAssignment):
 
     def __call__(
         self, state: State, terminated_ranks: Collection[int]
-    ) -> tuple[State, frozenset[int]]:
+    ) -> tuple[State, AbstractSet[int]]:
         return state, as_ranks(terminated_ranks)
 
 
-def as_ranks(ranks: Collection[int]) -> frozenset[int]:
+def as_ranks(ranks: Collection[int]) -> AbstractSet[int]:
     """The ranks as a set; a set of `MarkedRanks` keeps its reasons."""
-    return ranks if isinstance(ranks, frozenset) else frozenset(ranks)
+    return ranks if isinstance(ranks, AbstractSet) else set(ranks)
 
 
-def _checked(policy: object, state: State, ranks: Collection[int]) -> frozenset[int]:
+def _checked(policy: object, state: State, ranks: Collection[int]) -> AbstractSet[int]:
     """The terminated ranks; raises `RankDiscarded` if the rank is not in the next iteration."""
     terminated_ranks = as_ranks(ranks)
     unknown = sorted(rank for rank in terminated_ranks if not 0 <= rank < state.world_size)
@@ -317,6 +318,6 @@ def _checked(policy: object, state: State, ranks: Collection[int]) -> frozenset[
     return terminated_ranks
 
 
-def _moved(state: State, rank: int, terminated_ranks: frozenset[int]) -> State:
+def _moved(state: State, rank: int, terminated_ranks: AbstractSet[int]) -> State:
     size = state.world_size - len(terminated_ranks)
     return state.copy(rank=rank, world_size=size, active_world_size=0)

@@ -105,6 +105,11 @@ class State:
         """Whether this rank calls the function, by the rank filter."""
         return self.status is not Status.INACTIVE
 
+    @property
+    def in_job(self) -> bool:
+        """Whether there is a store, as in a job. Does not connect to it."""
+        return self.__dict__["store"] is not None
+
     def copy(self, **changes: Any) -> State:
         """A copy with `changes`."""
         values = {f.name: self.__dict__[f.name] for f in dataclasses.fields(self)}

@@ -21,6 +21,7 @@ from outlast.inprocess.finalize import Finalize
 from outlast.inprocess.health_check import HealthCheck
 from outlast.inprocess.initialize import Initialize
 from outlast.inprocess.interruption.error_kinds import remove_own_frames
+from outlast.inprocess.interruption.program_stores import ProgramStores
 from outlast.inprocess.rank_assignment import RankAssignment, ShiftRanks
 from outlast.inprocess.rank_filter import RankFilter
 from outlast.inprocess.recovery.host_protocol import GrowPolicy
@@ -205,7 +206,8 @@ class Wrapper:
                 return function(*given, **named)
 
             try:
-                return run_call(self.settings, once, name, self.event_sink)
+                stores = ProgramStores(args, kwargs)
+                return run_call(self.settings, once, name, self.event_sink, stores)
             except BaseException as error:
                 remove_own_frames(error)
                 raise error

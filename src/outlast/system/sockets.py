@@ -7,10 +7,16 @@ import ipaddress
 import os
 import socket
 import stat
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
 _FDS = "/proc/self/fd"
+# By machine, the numbers of the system calls poll, or ppoll, and recvfrom.
+_POLLS, _RECEIVES = {
+    "x86_64": ((b"7", b"271"), b"45"),
+    "aarch64": ((b"73",), b"207"),
+}.get(os.uname().machine, ((), b"none"))
 
 
 @contextlib.contextmanager
@@ -52,6 +58,34 @@ def socket_inodes() -> dict[int, int]:
     """All sockets of this process: inode by descriptor."""
     inodes = ((int(name), socket_inode(int(name))) for name in os.listdir(_FDS))
     return {descriptor: inode for descriptor, inode in inodes if inode is not None}
+
+
+def peer(descriptor: int) -> tuple[str, int] | None:
+    """The peer's address and port; `None` if the socket has no peer, or the peer has no port."""
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            address = connection.getpeername()
+    except OSError:
+        return None
+    if not isinstance(address, tuple):
+        return None
+    return str(address[0]).removeprefix("::ffff:"), int(address[1])
+
+
+def awaited(thread: int) -> int | None:
+    """The descriptor from which this thread of the process waits to receive, by its native id."""
+    try:
+        with open(f"/proc/self/task/{thread}/syscall", "rb", buffering=0) as file:
+            call, *arguments = file.read().split()
+        if call == _RECEIVES:
+            return int(arguments[0], 16)
+        if call not in _POLLS or int(arguments[1], 16) != 1:
+            return None
+        with open("/proc/self/mem", "rb", buffering=0) as memory:
+            (descriptor,) = struct.unpack("=i", os.pread(memory.fileno(), 4, int(arguments[0], 16)))
+            return int(descriptor)
+    except (OSError, OverflowError, struct.error):
+        return None  # it runs, has ended, or waits for something else
 
 
 def shut_down(descriptor: int, inode: int) -> bool:

@@ -6,7 +6,9 @@ import os
 import signal
 import sys
 from datetime import timedelta
+from typing import Any
 
+from outlast import inprocess as seed
 from outlast.compat.nvrx import inprocess
 
 
@@ -40,5 +42,30 @@ def does_not_run() -> None:
     train()
 
 
+def returns_anything() -> None:
+    """Policies with the calls of 0.2, whose results are no states: 0.4 does not use them."""
+    called: list[str] = []
+
+    class Policy(seed.initialize.Initialize, seed.finalize.Finalize, seed.health_check.HealthCheck):
+        def __init__(self, *returned: Any) -> None:
+            self.returned = list(returned)
+
+        def __call__(self, *_: Any) -> Any:
+            called.append(type(self.returned[0]).__name__)
+            return self.returned.pop(0)
+
+    @seed.Wrapper(
+        initialize=Policy(None, "initialized"),
+        finalize=Policy(("finalized", 1, 2)),
+        health_check=Policy(True, 0.5, {"healthy": True}),
+    )
+    def train() -> int:
+        if "tuple" not in called:
+            raise ValueError("a planned fault")
+        return len(called)
+
+    assert train() == 6, called
+
+
 if __name__ == "__main__":
-    {"fails_often": fails_often, "does_not_run": does_not_run}[sys.argv[1]]()
+    globals()[sys.argv[1]]()

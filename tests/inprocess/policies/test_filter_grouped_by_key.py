@@ -72,6 +72,32 @@ def test_the_rest_of_a_node_that_lost_a_rank_is_discarded(connect: Connect) -> N
     assert "its group 'b' has 1 healthy ranks" in str(discarded)
 
 
+@pytest.mark.parametrize(
+    "keys", [[7, 7, 8], [("a", 1), ("a", 1), ("a", 2)], [None, None, 0.5], [b"x", b"x", "ü"]]
+)
+def test_a_value_of_any_type_is_a_key(connect: Connect, keys: list[Any]) -> None:
+    ranks: dict[int, RankAssignment] = {
+        rank: FilterGroupedByKey(key, lambda n: n == 2, 20) for rank, key in enumerate(keys)
+    }
+    assert run(ranks, connect, 3, set()) == {rank: (rank, 3, {2}) for rank in range(3)}
+
+
+def test_a_function_is_called_for_its_own_rank() -> None:
+    """It may return what only this process knows, such as the name of the host."""
+    asked: list[tuple[int, int]] = []
+
+    def on_host(host: str) -> Callable[[int, int], str]:
+        return lambda rank, size: asked.append((rank, size)) or host  # type: ignore[func-returns-value]
+
+    ranks: dict[int, RankAssignment] = {
+        rank: FilterGroupedByKey(on_host(NODES[rank]), lambda n: n == 2, 20) for rank in (0, 1, 2)
+    }
+    store = dist.HashStore()
+    found = run(ranks, lambda: store, 4, {3})
+    assert found == {rank: (rank, 4, {2, 3}) for rank in (0, 1, 2)}
+    assert sorted(asked) == [(0, 4), (1, 4), (2, 4)]
+
+
 def test_several_keys_in_one_iteration_do_not_mix(connect: Connect) -> None:
     def both(rank: int) -> RankAssignment:
         rack = FilterGroupedByKey("left" if rank < 4 else "right", lambda n: n >= 2)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inprocess.view_strategies import ViewChange, state_of, states_in_view, view_changes
+from inprocess.view_strategies import Marks, ViewChange, state_of, states_in_view, view_changes
 from outlast.coordination.decision import (
     Decision,
     Joiner,
@@ -106,8 +106,8 @@ policies = st.sampled_from(
         FillGaps(),
         Compose(ShiftRanks(), AwaitReplacements(LONG)),
         Compose(AwaitReplacements(LONG), FillGaps()),
-        Compose(ShiftRanks(), FilterGroupedByKey(lambda rank, size: rank // 2, lambda n: n == 2)),
-        Compose(FillGaps(), FilterGroupedByKey(lambda rank, size: rank % 3, lambda n: n > 1)),
+        Compose(ShiftRanks(), Marks(lambda rank, size: rank // 2, lambda n: n == 2)),
+        Compose(FillGaps(), Marks(lambda rank, size: rank % 3, lambda n: n > 1)),
     ]
 )
 filters = st.sampled_from(
@@ -153,7 +153,7 @@ def test_each_member_finds_for_itself_what_all_find(
     places = states_in_view(change.record, policy, rank_filter)
     for member in change.record.expected:
         # Where it has been, and as what, does not matter.
-        mine = State(6, 7, 5, 9, active_world_size=1, iteration=3, status=Status.INACTIVE)
+        mine = State(6, 7, 5, 9, 1, iteration=3, status=Status.INACTIVE, store=object())
         if member not in places:
             with pytest.raises(RankDiscarded):
                 state_in_view(change.record, member, mine, policy, rank_filter)
@@ -194,6 +194,49 @@ def test_who_is_not_in_the_view_has_no_place() -> None:
 def test_the_store_stays_with_the_state() -> None:
     store = object()
     assert state_in_view(RECORD, 12, state_of(2, 4, store=store), ShiftRanks()).store is store
+
+
+@pytest.mark.parametrize("kind", [list, set, tuple, dict.fromkeys])
+def test_ranks_that_are_dropped_may_be_left_in_any_collection(kind: Any) -> None:
+    class Keeps(RankAssignment):
+        def __call__(self, state: State, terminated_ranks: Any) -> Any:
+            after, _ = ShiftRanks()(state, terminated_ranks)
+            return [after, kind(terminated_ranks)]
+
+    assert state_in_view(RECORD, 12, state_of(2, 4), Keeps()).rank == 1
+
+
+def test_a_policy_may_change_the_set_and_return_none_for_it() -> None:
+    class Drops(RankAssignment):
+        def __call__(self, state: State, terminated_ranks: Any) -> Any:
+            terminated_ranks.add(0)
+            after, left = ShiftRanks()(state, terminated_ranks)
+            left.update(())  # type: ignore[attr-defined]
+            return after, None
+
+    found = state_in_view(RECORD, 12, state_of(2, 4), Drops())
+    assert (found.rank, found.world_size) == (0, 2)
+
+
+def test_ranks_that_are_marked_after_the_others_were_dropped_are_unhandled() -> None:
+    policy = Compose(Marks(lambda rank, size: rank // 2, lambda n: n == 2), ShiftRanks())
+    with pytest.raises(RestartError, match=r"ranks \[2\] unhandled"):
+        state_in_view(RECORD, 12, state_of(2, 4), policy)
+
+
+@pytest.mark.parametrize(
+    "returned", [None, State(0, 1), (State(0, 1),), (None, set()), ("state", set()), 3]
+)
+def test_a_policy_that_returns_no_state_is_named(returned: Any) -> None:
+    class Wrong(RankAssignment, RankFilter):
+        def __call__(self, *_: Any) -> Any:
+            return returned
+
+    with pytest.raises(TypeError, match=r"Wrong object.* must return .*not"):
+        state_in_view(RECORD, 12, state_of(2, 4), Wrong())
+    if not isinstance(returned, State):
+        with pytest.raises(TypeError, match=r"Wrong object.* must return the state, not"):
+            state_in_view(RECORD, 12, state_of(2, 4), ShiftRanks(), Wrong())
 
 
 @pytest.mark.parametrize(("rank", "size"), [(3, 3), (-1, 3)])

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inprocess.view_strategies import sizes_with_gaps, state_of
+from inprocess.view_strategies import Marks, sizes_with_gaps, state_of
 from outlast.errors import RankDiscarded, RestartError
 from outlast.inprocess.compose import Compose, iter_parts
 from outlast.inprocess.rank_assignment import (
@@ -37,7 +37,7 @@ def assign(policy: Callable[..., Any], world: World) -> dict[int, int]:
                 policy(state_of(rank, size), terminated)
             continue
         try:
-            state, unhandled = policy(state_of(rank, size), terminated)
+            state, unhandled = policy(state_of(rank, size, store=object()), terminated)
         except RankDiscarded:
             continue
         assert unhandled == frozenset()
@@ -86,6 +86,13 @@ def test_examples_that_can_be_checked_by_eye() -> None:
     assert assign(FillGaps(), world) == {0: 0, 3: 3, 4: 4, 5: 1, 7: 2}
 
 
+def test_without_a_job_fill_gaps_returns_what_nvidia_resiliency_ext_does() -> None:
+    gone = {1, 4, 5}
+    found = {r: FillGaps()(state_of(r, 8), gone)[0].rank for r in range(8) if r not in gone}
+    assert found == {0: 0, 2: 2, 3: 3, 6: 4, 7: 5}
+    assert assign(FillGaps(), (8, frozenset(gone))) == {0: 0, 2: 2, 3: 3, 6: 1, 7: 4}
+
+
 @both
 def test_the_state_that_was_given_is_not_changed(policy: RankAssignment) -> None:
     state = state_of(3, 4)
@@ -122,7 +129,7 @@ def by(width: int) -> Callable[[int, int], int]:
 @given(sizes_with_gaps(), st.integers(1, 4), st.integers(0, 5))
 def test_groups_that_fail_are_marked_whole(world: World, width: int, least: int) -> None:
     size, terminated = world
-    marks = FilterGroupedByKey(by(width), lambda count: count >= least)
+    marks = Marks(by(width), lambda count: count >= least)
     healthy = {rank for rank in range(size) if rank not in terminated}
     groups = {g: {r for r in healthy if r // width == g} for g in range(size)}
     failed = {rank for group in groups.values() if len(group) < least for rank in group}
@@ -157,30 +164,29 @@ def test_the_condition_is_asked_once_a_group() -> None:
 
 def test_a_rank_of_a_failed_group_is_told_so() -> None:
     policy = Compose(ShiftRanks(), FilterGroupedByKey(by(2), lambda count: count == 2))
-    with pytest.raises(RankDiscarded, match=r"rank 2 .* ShiftRanks: its group 1 has 1 healthy"):
+    with pytest.raises(RankDiscarded, match=r"rank 2 .* ShiftRanks: its group '1' has 1 healthy"):
         policy(state_of(2, 4), frozenset({3}))
 
 
 def test_reasons_of_an_earlier_filter_are_kept() -> None:
     # Nodes of two; racks of four, which need both nodes. Rank 3 is lost, so rank 2 falls with
     # its node, and then ranks 0 and 1 with their rack.
-    nodes = FilterGroupedByKey(by(2), lambda count: count == 2)
-    racks = FilterGroupedByKey(lambda rank, size: f"rack {rank // 4}", lambda count: count == 4)
+    nodes = Marks(by(2), lambda count: count == 2)
+    racks = Marks(lambda rank, size: f"rack {rank // 4}", lambda count: count == 4)
     policy = Compose(ShiftRanks(), racks, nodes)
     assert assign(policy, (8, frozenset({3}))) == {4: 0, 5: 1, 6: 2, 7: 3}
-    with pytest.raises(RankDiscarded, match="its group 1 has 1 healthy"):
+    with pytest.raises(RankDiscarded, match="its group '1' has 1 healthy"):
         policy(state_of(2, 8), frozenset({3}))
     with pytest.raises(RankDiscarded, match="its group 'rack 0' has 2 healthy"):
         policy(state_of(0, 8), frozenset({3}))
     _, marked = Compose(racks, nodes)(state_of(4, 8), frozenset({3}))
-    with pytest.raises(RankDiscarded, match="its group 1 has 1 healthy"):
+    with pytest.raises(RankDiscarded, match="its group '1' has 1 healthy"):
         ShiftRanks()(state_of(2, 8), marked)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "error"),
     [
-        ("key_or_fn", 3, TypeError),
         ("condition", True, TypeError),
         ("timeout", "60", TypeError),
         ("timeout", timedelta(0), ValueError),

@@ -37,7 +37,9 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 def called(monkeypatch: pytest.MonkeyPatch) -> None:
     """The function is called at once, with `CALL` for its call wrapper."""
 
-    def run_call(settings: Any, function: Callable[[Any], Any], name: str, sink: Any) -> Any:
+    def run_call(
+        settings: Any, function: Callable[[Any], Any], name: str, sink: Any, stores: Any
+    ) -> Any:
         return function(CALL)
 
     monkeypatch.setattr(wrapper, "run_call", run_call)

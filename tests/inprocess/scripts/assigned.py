@@ -38,7 +38,10 @@ def with_a_reserve(call: CallWrapper) -> int:
 
 @scenario
 @wrapped(
-    rank_assignment=Compose(ShiftRanks(), FilterGroupedByKey(HOST, lambda count: count == 2)),
+    # The function returns what only this process knows.
+    rank_assignment=Compose(
+        ShiftRanks(), FilterGroupedByKey(lambda rank, size: HOST, lambda count: count == 2)
+    ),
 )
 def whole_hosts(call: CallWrapper) -> int:
     """Rank 1 dies, so that rank 0, of the same host, has to leave."""

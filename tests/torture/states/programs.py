@@ -230,6 +230,8 @@ def wrong_program(program: Program, changed: Program, what: str, folder: Path) -
         return f"with {what}, the job raised {type(e).__name__}: {e}"
     if load_fails:
         return f"with {what}, the job resumes, and torch does not: {load_fails}"
+    if step_fails and not program.steps:
+        return None  # a job keeps no moments of an optimizer that has not stepped; nor can torch
     # A rate that is a tensor stays one, of 32 bits, and torch's load makes it a float.
     rounds = "tensor lr" in (program.optimizer, changed.optimizer)
     for moment in ("", *([] if step_fails or rounds else [" after a step"])):
@@ -306,8 +308,20 @@ def _numbers(state: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
         else each
         for name, each in state["states"].items()
     }
-    optimizer = {**state["optimizer"], "param_groups": plain}
+    # torch makes what a parameter of 16 bits has in the optimizer 16 bits wide, too.
+    moments = {
+        number: {key: _wide(value) for key, value in each.items()}
+        for number, each in state["optimizer"]["state"].items()
+    }
+    optimizer = {**state["optimizer"], "state": moments, "param_groups": plain}
     return {**state, "optimizer": optimizer, "states": states}
+
+
+def _wide(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_wide, value))
+    rounds = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.to(torch.float32) if rounds else value
 
 
 def program_cases(seed: int, folder: Path) -> tuple[int, list[str]]:

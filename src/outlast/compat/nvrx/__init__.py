@@ -7,11 +7,12 @@ imports cannot be changed calls `install()` before them.
 
 What policies of a user's own may notice:
 
-* `FillGaps` gives no rank outside the new size when a rank at or above it is lost too.
+* In a job, `FillGaps` gives no rank outside the new size when a rank at or above it is lost too.
 * `state.active_rank` equals `state.rank` on active ranks, which are the lowest.
 * `Tree` fills the places of several lost ranks in the order of the active rank, raises
   `RestartAbort` if no active rank is left, and has no attributes such as `init_rank_map`.
-* Without `ActivateAllRanks` all ranks are active; 0.4 raises an `InternalError`.
+* Without `ActivateAllRanks` all ranks are active; 0.4 raises an `InternalError`. Filters that leave
+  no rank active raise `RestartAbort`.
 * A terminated rank that is part of the world size after the assignment is a `RestartError`; 0.4
   leaves its place empty.
 * `Interruption` has no `MONITOR_PROCESS_EXCEPTION`.
@@ -25,9 +26,10 @@ To the names of `outlast.inprocess`:
 | `rank_assignment.MaxActiveWorldSize(n)` | `rank_filter.MaxActiveWorldSize(n)` |
 | `rank_assignment.ActiveWorldSizeDivisibleBy(n)` | `rank_filter.WorldSizeDivisibleBy(n)` |
 | `FilterCountGroupedByKey(key_or_fn, ...)` | `FilterGroupedByKey`, with `fn(rank, world_size)` |
+| `monitor_thread.RankShouldRestart` | `RankShouldRestart` |
 | `rank_assignment.Tree`, `Layer`, `LayerFlag` | those of `outlast.compat.nvrx.tree` |
 | `completion.Completion`, `terminate.Terminate` | `ending.Completion`, `ending.Terminate` |
-| a rank assignment: `ctx -> ctx` | `(state, ranks) -> (state, ranks)`, `ranks` a `frozenset` |
+| a rank assignment: `ctx -> ctx` | `(state, ranks) -> (state, ranks)`, `ranks` a `set` |
 | `Finalize`, `HealthCheck`: `state -> state` | `(state, train_ex) -> (state, train_ex)` |
 | `FrozenState`, `state.mode`, `Mode` | `State`, `state.status`, `Status` |
 | `state.active_rank`, `state.fn_exception` | `state.rank`, `train_ex` |

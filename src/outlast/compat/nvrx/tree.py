@@ -186,7 +186,7 @@ class Tree(RankAssignment):
         assert last is not None
         return next_arrangement(last, paths, newcomers, self.layers, self.world_size_filter)
 
-    def _outside(self, state: State, gone: frozenset[int]) -> Arrangement:
+    def _outside(self, state: State, gone: Collection[int]) -> Arrangement:
         """Outside of a wrapped call: the keys of all ranks are computed here."""
         if self._last is not None and len(self._last.paths) == state.world_size:
             paths = {r: p for r, p in enumerate(self._last.paths) if r not in gone}

@@ -6,6 +6,8 @@ assignment, so all arrive at consistent ranks (R1).
 
 from __future__ import annotations
 
+from typing import Any
+
 from outlast.coordination.decision import ViewRecord
 from outlast.coordination.ops import Link
 from outlast.errors import RestartError
@@ -68,8 +70,9 @@ def state_in_view(
     reserve rank, and `INITIALIZED` otherwise.
 
     A `RestartError` names the terminated ranks that the assignment leaves unhandled, or the ranks
-    that do not exist; a `ValueError` says that `member` is not in the view. Exceptions of the
-    assignment and the filter, such as `RankDiscarded`, are propagated unchanged.
+    that do not exist; a `TypeError` the policy that does not return what it must; a `ValueError`
+    says that `member` is not in the view. Exceptions of the assignment and the filter, such as
+    `RankDiscarded`, are propagated unchanged.
     """
     slots = record.slots()
     if member not in slots:
@@ -82,8 +85,12 @@ def state_in_view(
         status=Status.INITIALIZED,
     )
     empty = frozenset(rank for rank, holder in enumerate(slots) if holder is None)
-    after, unhandled = assignment(before, empty)
-    if unhandled:
+    result: Any = assignment(before, set(empty))  # the policy may change the set
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
+        raise TypeError(f"{assignment!r} must return (state, terminated_ranks), not {result!r}")
+    after, unhandled = _state(assignment, result[0]), frozenset(result[1] or ())
+    # What it has dropped from the world size, it may leave in the set.
+    if unhandled and (after.world_size > len(slots) - len(unhandled) or not unhandled >= empty):
         raise RestartError(
             f"{assignment!r} leaves terminated ranks {sorted(unhandled)} unhandled: it must be "
             "followed by a policy that drops them, as in Compose(ShiftRanks(), ...)"
@@ -94,7 +101,7 @@ def state_in_view(
         )
     # A user's assignment need not know of reserve ranks, and may leave the size as it was.
     after = after.copy(active_world_size=min(after.active_world_size, after.world_size))
-    filtered = after if rank_filter is None else rank_filter(after)
+    filtered = after if rank_filter is None else _state(rank_filter, rank_filter(after))
     if filtered.rank >= filtered.active_world_size:
         filtered = filtered.copy(status=Status.INACTIVE)
     if not 1 <= filtered.active_world_size <= filtered.world_size:
@@ -103,3 +110,9 @@ def state_in_view(
             f"{filtered.active_world_size} out of {filtered.world_size}"
         )
     return filtered
+
+
+def _state(policy: object, returned: object) -> State:
+    if not isinstance(returned, State):
+        raise TypeError(f"{policy!r} must return the state, not {returned!r}")
+    return returned

@@ -35,6 +35,7 @@ from outlast.inprocess.interruption.monitor_thread import (
     MonitorThread,
     sample_of_error,
 )
+from outlast.inprocess.interruption.program_stores import ProgramStores
 from outlast.inprocess.interruption.release import ModesAtStart, Releaser
 from outlast.inprocess.monitor.shared_page import Activity
 from outlast.inprocess.rank_assignment import ShiftRanks
@@ -66,6 +67,7 @@ class RankHost(RankFaults):
     monitor_thread: MonitorThread
     monitor: MonitorSupervisor
     policy_store: LazyStore
+    stores: ProgramStores
 
     def __init__(
         self,
@@ -179,6 +181,7 @@ class RankHost(RankFaults):
         self.page.soft_limit = self.page.long_limit = 0.0
         loop.begin()
         self.watch = self.monitor_thread.watch_iteration(self._over(iteration))
+        self.stores.replace()
         publish_rank(
             self.state.rank,
             self.state.active_world_size,
@@ -270,10 +273,11 @@ class RankHost(RankFaults):
         with self._user_code(Activity.LEAVING), self.emitter.span(ev.FinalizeDone):
             self._notify_recovering(iteration)
             self.releaser.release()
+            self.stores.watch()
             if self.settings.finalize is not None:
-                result = self.settings.finalize(self.state, train_ex)
+                result: Any = self.settings.finalize(self.state, train_ex)
                 self.state = self._kept(result)
-                if isinstance(result, tuple):
+                if isinstance(result, tuple) and len(result) == 2:
                     train_ex = result[1]
         try:
             self._check_health(train_ex)
@@ -289,6 +293,7 @@ class RankHost(RankFaults):
         if again:
             for part in self.settings.abort_parts:
                 part.again(self.state.copy())
+            self.stores.end_wait()
             return
         self.torch_log.begin()
         self.releaser.hold()
@@ -357,13 +362,9 @@ class RankHost(RankFaults):
         return self.watch
 
     def _kept(self, result: Any) -> State:
-        """The state that a policy returned, alone or with `train_ex`; `None` is no change."""
+        """The state that a policy returned, alone or with `train_ex`; all else is no change."""
         state = result[0] if isinstance(result, tuple) and len(result) == 2 else result
-        if state is None:
-            return self.state
-        if not isinstance(state, State):
-            raise TypeError(f"a policy must return the state that it was given, not {result!r}")
-        return state
+        return state if isinstance(state, State) else self.state
 
     def _check_health(self, train_ex: BaseException | None) -> None:
         check = self.settings.health_check

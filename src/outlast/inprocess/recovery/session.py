@@ -33,6 +33,7 @@ from outlast.inprocess.call_wrapper import CallWrapper
 from outlast.inprocess.environment import exported, is_host_server, launched_job, read_launch
 from outlast.inprocess.interruption.interrupter import AtomicSection, Interrupter
 from outlast.inprocess.interruption.monitor_thread import MonitorThread
+from outlast.inprocess.interruption.program_stores import ProgramStores
 from outlast.inprocess.monitor.reports import MonitorPlan
 from outlast.inprocess.monitor.shared_page import SharedPage
 from outlast.inprocess.recovery.launcher_notice import LauncherNotice
@@ -58,7 +59,11 @@ _running = threading.Lock()
 
 
 def run_call(
-    settings: Settings, function: Callable[[CallWrapper], Any], name: str, sink: Sink | None
+    settings: Settings,
+    function: Callable[[CallWrapper], Any],
+    name: str,
+    sink: Sink | None,
+    stores: ProgramStores,
 ) -> Any:
     """Runs `function` under the wrapper until every rank has completed it. A `ValueError` if
     `torch.distributed` is already initialized, or a wrapped call is running.
@@ -78,6 +83,7 @@ def run_call(
     session = None
     try:
         session = _Session(settings, function, sink)
+        session.host.stores = stores
         return session.run()
     except BaseException as error:
         if session is not None and (job := launched_job()):
@@ -149,6 +155,7 @@ class _Session:
             stack.callback(host.iteration_store.close)
             # After the monitor thread, which runs the abort, has ended.
             stack.callback(lambda: host.releaser.end())
+            stack.callback(host.stores.close)
             stack.enter_context(host.releaser.keeping_destroyed())
             self.endpoint = monitor.endpoint
             factory, kwargs = self.settings.store_factory, self.store_kwargs

@@ -11,7 +11,7 @@ from typing import Any, cast
 from outlast.compat.nvrx import tree
 from outlast.compat.nvrx.state import Mode, State, from_core, to_core
 from outlast.compat.nvrx.tree import Layer, LayerFlag
-from outlast.errors import RankDiscarded
+from outlast.errors import RankDiscarded, RestartAbort
 from outlast.inprocess import rank_assignment as core
 from outlast.inprocess.compose import Compose, iter_parts
 from outlast.inprocess.state import LazyStore
@@ -100,7 +100,8 @@ class _Moves(RankAssignment):
     _core: core.RankAssignment
 
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        state, left = self._core(to_core(ctx.state), frozenset(ctx.terminated_ranks))
+        before = to_core(ctx.state, getattr(ctx, "_held", None) or ctx.store)
+        state, left = self._core(before, set(ctx.terminated_ranks))
         ctx.state = dataclasses.replace(ctx.state, rank=state.rank, world_size=state.world_size)
         ctx.terminated_ranks = set(left)
         return ctx
@@ -113,22 +114,9 @@ class ShiftRanks(_Moves):
 
 
 class FillGaps(_Moves):
-    """Fills the gaps from the end: `outlast.inprocess.rank_assignment.FillGaps`.
-
-    That is the arrangement that 0.4 documents, and it is used in a wrapped call. Called by itself,
-    the policy returns what 0.4 returns: the rank r at or above the new size moves to the gap
-    number r - size. If some of these high ranks are lost too, it passes over as many of the lowest
-    gaps, and returns ranks outside the new size.
-    """
+    """Fills the gaps from the end: `outlast.inprocess.rank_assignment.FillGaps`."""
 
     _core = core.FillGaps()
-
-    def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        gaps, rank = sorted(ctx.terminated_ranks), ctx.state.rank
-        ctx = super().__call__(ctx)
-        if not isinstance(ctx, _CallCtx) and rank is not None and rank >= ctx.state.world_size:
-            ctx.state.rank = gaps[rank - ctx.state.world_size]
-        return ctx
 
 
 class FilterCountGroupedByKey(RankAssignment):
@@ -154,7 +142,7 @@ class FilterCountGroupedByKey(RankAssignment):
         fn = self.key_or_fn
         self._core.key_or_fn = str(fn(ctx.state) if callable(fn) else fn)
         state = to_core(ctx.state, ctx.store)
-        _, marked = self._core(state, frozenset(ctx.terminated_ranks))
+        _, marked = self._core(state, set(ctx.terminated_ranks))
         ctx.terminated_ranks = set(marked)
         return ctx
 
@@ -168,7 +156,7 @@ class Tree(RankAssignment):
         self.core = tree.Tree(layers, world_size_filter)
 
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        state, _ = self.core(to_core(ctx.state), frozenset(ctx.terminated_ranks))
+        state, _ = self.core(to_core(ctx.state), set(ctx.terminated_ranks))
         ctx.state = from_core(state, ctx.state.fn_exception)
         ctx.terminated_ranks = set()
         return ctx
@@ -211,7 +199,9 @@ class CoreAssignment(core.RankAssignment):
         )
         ctx = _CallCtx(before, LazyStore(lambda: state.store), set(terminated_ranks))
         after = self._assignment(ctx)
-        found = after.state
+        found = getattr(after, "state", None)
+        if not isinstance(found, State):
+            raise TypeError(f"{self!r} must return the context with its state, not {after!r}")
         if found.active_rank not in (None, found.rank):
             raise ValueError(
                 f"{self!r} gave rank {found.rank} the active rank {found.active_rank}: the active "
@@ -219,17 +209,14 @@ class CoreAssignment(core.RankAssignment):
             )
         if found.rank is None or found.mode is Mode.TERMINATED:
             raise RankDiscarded(f"rank {state.rank} is left out by {self!r}")
+        if found.active_world_size == 0:
+            raise RestartAbort(f"{self!r} leaves none of {found.world_size} ranks active")
         after_state = state.copy(
             rank=found.rank,
             world_size=found.world_size,
             active_world_size=found.active_world_size or 0,
         )
-        # As in 0.4, the state counts, whether or not the assignment has emptied the set. Marked
-        # ranks that are still part of the world size are an error of the composition.
-        left = frozenset(after.terminated_ranks)
-        return after_state, frozenset() if found.world_size <= state.world_size - len(
-            left
-        ) else left
+        return after_state, getattr(after, "terminated_ranks", None)
 
 
 def as_core(assignment: Any) -> core.RankAssignment:

@@ -188,6 +188,9 @@ class _WithError(_Adapter):
 
 class _RankFilter(_Adapter, CoreRankFilter):
     def __call__(self, state: State) -> State:
-        size = self._policy(from_core(state)).active_world_size
+        found = self._policy(from_core(state))
+        size = getattr(found, "active_world_size", None)
+        if size is None:
+            raise TypeError(f"{self!r} must return the state, not {found!r}")
         status = state.status if state.rank < size else Status.INACTIVE
         return state.copy(active_world_size=size, status=status)

@@ -26,12 +26,16 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.utils._pytree import tree_map
 
 from outlast import async_checkpoint
+from outlast.coordination.collectives import least
 
 __all__ = [
+    "AsyncCaller",
     "AsyncCallsQueue",
     "AsyncRequest",
     "CachedMetadataFileSystemReader",
     "FileSystemWriterAsync",
+    "PersistentAsyncCaller",
+    "TemporalAsyncCaller",
     "TorchAsyncCheckpoint",
     "init_checkpoint_metadata_cache",
     "save_state_dict_async_finalize",
@@ -84,15 +88,71 @@ class AsyncRequest(NamedTuple):
         return self.call_idx
 
 
+class AsyncCaller(async_checkpoint.DistributedAsyncCaller):
+    """`outlast.async_checkpoint.DistributedAsyncCaller`, which takes requests."""
+
+    def schedule_async_call(self, async_req: Any) -> None:  # type: ignore[override]
+        request = _preloaded(async_req)
+        super().schedule_async_call(
+            request.async_fn, request.async_fn_args, request.async_fn_kwargs
+        )
+
+    def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
+        return super().is_current_async_call_done(blocking, no_dist)
+
+    def sync_all_async_calls(self, is_alive: int) -> bool:
+        """Whether the call of no rank is alive: a collective."""
+        return bool(least(int(not is_alive)))
+
+    def close(self, abort: bool = False) -> None:
+        """Waits for the call, or kills it with `abort`. Another one may follow."""
+        try:
+            if not abort:
+                super().is_current_async_call_done(blocking=True)
+        finally:
+            super().close()
+
+
+class TemporalAsyncCaller(AsyncCaller):
+    """Runs each call in a fork of this process."""
+
+
+class PersistentAsyncCaller(AsyncCaller):
+    """Runs all calls in one process; functions and arguments are pickled.
+
+    Args:
+        cpu_priority: niceness of the process. The others, also of later versions, have no effect.
+    """
+
+    def __init__(
+        self,
+        is_daemon: bool = True,
+        cpu_priority: int = 10,
+        io_priority: int | None = None,
+        sigterm_timeout: float = 30.0,
+        cpu_shm_mode: bool = False,
+    ) -> None:
+        super().__init__(persistent=True, nice=cpu_priority)
+
+
 class AsyncCallsQueue(async_checkpoint.AsyncCallsQueue):
     """`outlast.async_checkpoint.AsyncCallsQueue`, persistent by default as in 0.4.
 
     Args:
         persistent: run all calls in one process; functions and arguments are pickled.
+        cpu_priority, and others: see `PersistentAsyncCaller`.
     """
 
-    def __init__(self, persistent: bool = True) -> None:
-        super().__init__(persistent)
+    def __init__(
+        self,
+        persistent: bool = True,
+        is_daemon: bool = True,
+        cpu_priority: int = 10,
+        io_priority: int | None = None,
+        sigterm_timeout: float = 30.0,
+        cpu_shm_mode: bool = False,
+    ) -> None:
+        super().__init__(persistent, nice=cpu_priority)
 
     def schedule_async_request(self, async_request: Any) -> int:
         return super().schedule_async_request(_preloaded(async_request))
@@ -102,18 +162,21 @@ class AsyncCallsQueue(async_checkpoint.AsyncCallsQueue):
     ) -> list[int]:
         return super().maybe_finalize_async_calls(blocking, no_dist)
 
-    def close(self, timeout: Any = None, *, abort: bool = False) -> None:
-        """Closes the queue; `abort`, of later versions, drops unfinished calls."""
-        if abort:
-            self.abort()
-        super().close(timeout)
+    def close(self, abort: bool = False) -> None:  # type: ignore[override]
+        """Finalizes all calls, or kills and drops them with `abort`, and ends the process. The next
+        request starts another one, with index 0.
+        """
+        try:
+            self.abort() if abort else super().close()
+        finally:
+            self._closed, self._next_index = False, 0
 
 
 def _preloaded(request: Any) -> async_checkpoint.AsyncRequest:
     """The request of `outlast.async_checkpoint`, after `preload_fn` has run."""
     arguments = list(request.async_fn_args)
     preload = getattr(request, "preload_fn", None)
-    if preload is not None:
+    if preload is not None and request.async_fn is not None:
         arguments[1] = preload()
     return async_checkpoint.AsyncRequest(
         request.async_fn,
@@ -154,8 +217,8 @@ class TorchAsyncCheckpoint:
             self._queue.close()
 
     def close(self, abort: bool = False) -> None:
-        """Closes the queue, as in later versions."""
-        self._queue.close(abort=abort)
+        """Waits for the saves, or drops them with `abort`, and ends the background process."""
+        self._queue.close(abort)
 
 
 class CachedMetadataFileSystemReader(FileSystemReader):

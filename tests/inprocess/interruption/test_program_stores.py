@@ -1,0 +1,110 @@
+"""Stores that the program opened before the call: waits in them end, and they are renewed."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import threading
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from outlast.inprocess.interruption.program_stores import ProgramStores
+from outlast.system.sockets import awaited, socket_inodes
+from procs import NET_S
+
+LIMIT = datetime.timedelta(seconds=NET_S)
+
+
+def serve(port: int = 0) -> Any:
+    return dist.TCPStore("127.0.0.1", port, 1, True, LIMIT, wait_for_workers=False)
+
+
+def open_store(port: int) -> Any:
+    return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=LIMIT)
+
+
+def wait_in(store: Any, stores: ProgramStores) -> type[Exception] | None:
+    """Waits for a key that never comes, until `stores` ends that; returns the error."""
+    ended = threading.Event()
+
+    def end() -> None:
+        while not ended.wait(0.001):
+            stores.end_wait()
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    try:
+        store.get("never")
+    except dist.DistError as e:
+        return type(e)
+    finally:
+        ended.set()
+        thread.join(NET_S)
+    return None
+
+
+@pytest.mark.parametrize("prefixes", [0, 1, 2])
+def test_a_wait_in_a_given_store_is_ended_and_the_store_serves_again(prefixes: int) -> None:
+    server = serve()
+    store: Any = open_store(server.port)
+    for each in range(prefixes):
+        store = dist.PrefixStore(str(each), store)
+    store.set("key", "value")
+    stores, before = ProgramStores(3, ([store],), {"store": (store,)}), socket_inodes()
+    for _ in range(3):
+        assert wait_in(store, stores) is not None
+        stores.watch()
+        stores.replace()
+        assert store.get("key") == b"value"
+    after = socket_inodes()
+    assert len(after) <= len(before) + 1  # the server's end of the last one may close later
+
+
+def test_another_store_of_the_same_server_is_not_touched() -> None:
+    server = serve()
+    given, other = open_store(server.port), open_store(server.port)
+    stores = ProgramStores(given)
+    del other
+    with open(os.devnull) as file:  # has the descriptor of that store's connection
+        assert wait_in(given, stores) is not None
+        stores.watch()
+        stores.replace()
+        assert os.path.samestat(os.fstat(file.fileno()), os.stat(os.devnull))
+    given.set("key", "value")
+    assert given.get("key") == b"value"
+
+
+def test_a_store_is_renewed_by_a_server_that_waits_for_it() -> None:
+    first = serve()
+    port, stores = first.port, None
+    store = open_store(port)
+    stores = ProgramStores(store)
+    del first
+    with contextlib.suppress(dist.DistError):
+        store.get("never")
+    stores.watch()
+    again = dist.TCPStore("127.0.0.1", port, 2, True, LIMIT, wait_for_workers=True)
+    stores.replace()
+    again.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def test_what_a_thread_waits_for_is_known_only_if_it_is_a_descriptor() -> None:
+    asleep, wake = threading.Event(), threading.Event()
+    found: list[int] = []
+
+    def sleep() -> None:
+        found.append(threading.get_native_id())
+        asleep.set()
+        wake.wait()
+
+    thread = threading.Thread(target=sleep)
+    thread.start()
+    asleep.wait()
+    assert awaited(found[0]) is None
+    wake.set()
+    thread.join()
+    assert awaited(found[0]) is None
