@@ -20,7 +20,7 @@ VERSIONS = ("0.17.0", "0.19.2")
 EXCEPTION = {"faults": [{"rank": 0, "kind": "exception", "step": 10}]}
 # What Megatron-core asks of the package when it is imported, and what it takes for its saves.
 PROBES = """
-import sys, warnings
+import importlib.util, random, sys, warnings
 warnings.simplefilter("ignore")
 import outlast.compat.nvrx
 outlast.compat.nvrx.install()
@@ -31,6 +31,12 @@ from megatron.core.dist_checkpointing.strategies import torch as strategy
 from megatron.training import async_utils, inprocess_restart
 print(nvidia_resiliency_ext.__version__, strategy.HAVE_NVRX, tensor_aware_state_dict.HAVE_NVRX)
 strategy.get_async_strategy("mcore")
+if importlib.util.find_spec("megatron.core.fault_injector"):  # since 0.18
+    from megatron.core import fault_injector
+    assert fault_injector.has_nvidia_resiliency_ext
+    fault_injector.rng = random.Random(0)
+    config = fault_injector.FaultInjectorConfig(fault_injector_fault_types="sigkill")
+    assert fault_injector.get_fault(config).name == "SIGKILL"
 try:
     strategy.get_async_strategy("nvrx")
 except ModuleNotFoundError as e:
