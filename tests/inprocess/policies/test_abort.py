@@ -33,4 +33,5 @@ def test_a_part_that_raises_leaves_out_none_of_the_others(
         run_all(parts, State(0, 1, 0, 1))
     assert called == ["1", "second", "third", "fourth", "last"]
     (other,) = caplog.records
-    assert other.exc_info is not None and str(other.exc_info[1]) == "fourth"
+    assert other.exc_info is not None
+    assert str(other.exc_info[1]) == "fourth"
