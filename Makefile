@@ -196,6 +196,7 @@ bench: $(BENCH_STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python tests/docs/check_examples.py
+	$(BIN)/python tests/docs/check_names.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir build/site
 
 # The wheel is built from the sdist, and installed where there is only torch.
