@@ -5,7 +5,7 @@
 #   make test      the tests, without the slowest
 #   make test-all  all tests: ten thousand schedules, soaks, every kill point, quick benchmarks
 #   make test-hosts  jobs on several hosts, in network namespaces, that lose some of them
-#   make test-ports  scripts for Hugging Face's Trainer, Lightning and others, through all faults
+#   make test-ports  scripts for Hugging Face's Trainer, Lightning, Megatron and others, through faults
 #   make test-ray  the tests that need Ray
 #   make demo-hosts  three hosts on this machine, of which two die; or with BACKEND=etcd
 #   make services  what some tests need (etcd, Slurm, cc, Chromium), by apt where this user is root
@@ -82,6 +82,18 @@ endef
 $(FRAMEWORKS_STAMP): $(BUILT_FROM)
 	$(call environment,$(FRAMEWORKS_VENV),dev$(,)deepspeed$(,)demo$(,)ports$(,)ray)
 
+# The oldest wheel of Megatron-core with `megatron.training`, and the newest, each in a folder of its
+# own. The tests need their Python files alone: no other package, and in a version for Python 3.12.
+# The newest one needs Python 3.12 and triton, 300 MB: make test-ports PYTHON=python3.12 TRITON=triton
+MEGATRON_VERSIONS := 0.17.0 0.19.2
+MEGATRON_STAMP := $(FRAMEWORKS_VENV)/megatron/.installed
+$(MEGATRON_STAMP): $(FRAMEWORKS_STAMP)
+	$(foreach version,$(MEGATRON_VERSIONS),$(FRAMEWORKS_VENV)/bin/python -m pip install --quiet \
+		--upgrade --no-deps --ignore-requires-python --only-binary :all: \
+		--python-version 3.12 --platform manylinux_2_28_x86_64 --target $(@D)/$(version) megatron-core==$(version) &&) true
+	$(if $(TRITON),$(FRAMEWORKS_VENV)/bin/python -m pip install --quiet --no-deps $(TRITON))
+	touch $@
+
 # A comma that `call` does not take for an argument separator.
 , := ,
 
@@ -127,7 +139,7 @@ test-hosts: $(STAMP) services
 		$(if $(AFTER_TEST),-m 'not exhaustive' --every-second)
 
 # The tests mostly wait for default timeouts, all at the same time.
-test-ports: $(FRAMEWORKS_STAMP)
+test-ports: $(FRAMEWORKS_STAMP) $(MEGATRON_STAMP)
 	$(FRAMEWORKS_VENV)/bin/python -m pytest --numprocesses 6 --all tests/ports tests/integrations \
 		--ignore tests/integrations/test_parallel_3d.py --ignore tests/integrations/test_own_loaders.py \
 		$(if $(AFTER_TEST),-m 'not exhaustive' --every-second)
@@ -184,6 +196,7 @@ bench: $(BENCH_STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python tests/docs/check_examples.py
+	$(BIN)/python tests/docs/check_names.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir build/site
 
 # The wheel is built from the sdist, and installed where there is only torch.

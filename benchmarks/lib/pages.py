@@ -51,6 +51,12 @@ MODULES = {
         "Scale",
         "The real state machine of up to 512 members against one real store.",
     ),
+    "journeys": Benchmark(
+        "inprocess.journeys",
+        "Journeys",
+        "Calls of a function from one module of this package into another one, in the main process "
+        "of a rank, by a profiler: no figure of speed.",
+    ),
     "hosts": Benchmark(
         "hosts.scale",
         "Many hosts",

@@ -197,7 +197,7 @@ def test_installed_it_stands_in_for_the_old_import(old_import: str) -> None:
 
 
 def test_installed_it_is_not_taken_for_a_later_version(old_import: str) -> None:
-    """Megatron-core 0.17 and later look for four modules, and then assert that the version is 0.6
+    """Megatron-core 0.18 and later look for four modules, and then assert that the version is 0.6
     or later.
     """
     nvrx.install()

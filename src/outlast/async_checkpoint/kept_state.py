@@ -109,15 +109,27 @@ class KeptState:
         """
         self._saves.outcomes.make_room(step, ends)
 
-    def newest(self, after: int, step: int | None = None) -> int | None:
-        """The step of the newest checkpoint, on storage or in memory, that is later than `after`,
-        or `step`, if there is that one. All ranks call this, and get the same answer. It may turn
-        out to be damaged.
+    def held(self, after: int = -1) -> Any:
+        """What this rank has in memory, of later steps than `after`: plain JSON, for `sort`."""
+        return self._restorer.held(after)
+
+    def sort(self, step: int | None, held: list[Any]) -> Any:
+        """On rank 0: which checkpoints there are, on storage and in the memory of all ranks."""
+        return self._restorer.sort(step, held)
+
+    def looked(self, answer: Any, step: int | None) -> int | None:
+        """Takes the answer of `sort` on each rank: the next restore of `step` uses it. Returns the
+        step of the newest checkpoint, or `step` if there is that one. It may be damaged.
         """
-        restorer = self._restorer
-        with restorer.ranks.operation():
-            found = restorer.candidates(restorer.snapshots(after), step)
-        return found[0].step if found and found[0].step > after else None
+        return self._restorer.looked(answer, step)
+
+    def newest(self, after: int, step: int | None = None) -> int | None:
+        """The same of later steps than `after`, in a round of its own. All ranks call this."""
+        ranks = self._restorer.ranks
+        with ranks.operation():
+            answer = ranks.gather(self.held(after), lambda held: self.sort(step, held))
+        newest = self.looked(answer, step)
+        return newest if newest is not None and newest > after else None
 
     def restored(
         self, state_dict: Mapping[str, Any], step: int, source: str, seconds: float, size_bytes: int

@@ -13,6 +13,7 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
+from outlast.async_checkpoint.storage.directory import newest_checkpoint
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -49,27 +50,21 @@ class Trusted:
 
 
 def trusted(checkpointer: Checkpointer) -> Trusted | None:
-    """What may be restored; `None` if all checkpoints can be trusted. On all ranks, the same. A
+    """What may be restored; `None` if all checkpoints can be trusted. Called on one rank. A
     `CheckpointError` if none can be trusted, or the record cannot be read.
     """
-
-    def look(_: list[Any]) -> list[Any] | None:
-        limit, skip = _limit(checkpointer)
-        if limit is not None:
-            fault = "the replicas differed" if skip is None else _NON_FINITE
-            return [limit, _newest(checkpointer, limit), fault, skip]
-        known = checkpointer.checkpoints()
-        if not known or known[-1].finite is not False:
-            return None
-        usable = [info.step for info in known if info.finite] or [
-            info.step for info in known if info.finite is None
-        ]
-        if not usable:
-            return None
-        return [usable[-1], usable[-1], _NON_FINITE]
-
-    found = checkpointer._restorer.ranks.gather(None, look)
-    return None if found is None else Trusted(*found)
+    limit, skip = _limit(checkpointer)
+    if limit is not None:
+        fault = "the replicas differed" if skip is None else _NON_FINITE
+        return Trusted(limit, _newest(checkpointer, limit), fault, skip)
+    newest = newest_checkpoint(checkpointer._session.storage)
+    if newest is None or newest.finite is not False:
+        return None
+    known = checkpointer.checkpoints()
+    usable = [info.step for info in known if info.finite] or [
+        info.step for info in known if info.finite is None
+    ]
+    return Trusted(usable[-1], usable[-1], _NON_FINITE) if usable else None
 
 
 def newest_finite(checkpointer: Checkpointer) -> int | None:

@@ -22,10 +22,12 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
+from outlast.inprocess.compose import iter_parts
 from outlast.inprocess.environment import store_endpoint
 from outlast.inprocess.interruption.gloo import SETTLED_PATIENCE_S, GlooAbort
 from outlast.inprocess.state import State
@@ -58,6 +60,21 @@ class Abort(abc.ABC):
 
     def again(self, state: State) -> None:  # noqa: B027 - an optional hook
         """Called repeatedly until the function has been left, to end work that started later."""
+
+
+def run_all(abort: Callable[[Any], Any], state: Any) -> None:
+    """Calls each part of the abort, also after one that has raised: that error is raised last."""
+    errors: list[Exception] = []
+    for part in iter_parts(abort):
+        try:
+            returned = part(state)
+            state = state if returned is None else returned
+        except Exception as e:  # noqa: BLE001 - raised below
+            errors.append(e)
+    for each in errors[1:]:
+        log.error("abort raised another exception", exc_info=each)
+    if errors:
+        raise errors[0]
 
 
 class AbortTorchDistributed(Abort):

@@ -62,10 +62,12 @@ class OutlastCheckpointManager(BaseCheckpointManager):
                 "last_save_in_hf": self.last_save_in_hf,
                 "initial_load_in_hf": self.initial_load_in_hf,
                 "initial_load_path": self.initial_load_path,
-                "create_seed_checkpoint": self.create_seed_checkpoint,
+                # Each of these, and `enable`, is in some versions only.
+                "create_seed_checkpoint": getattr(self, "create_seed_checkpoint", False),
+                "purge_exempt": getattr(self, "purge_exempt", None),
             }
             used = [name for name, value in own.items() if value]
-            if self.enable and used:
+            if getattr(self, "enable", True) and used:
                 raise ValueError(
                     f"OutlastCheckpointManager does not support {', '.join(used)}: set them to "
                     "False or None, and use torchtitan's CheckpointManager to import and export"
@@ -85,7 +87,7 @@ class OutlastCheckpointManager(BaseCheckpointManager):
         sd_adapter: Any,
         base_folder: str = "",
     ) -> None:
-        self.enable = config.enable
+        self.enable = getattr(config, "enable", True)
         self.save_future: Future[Any] | None = None
         if not self.enable:
             return
@@ -107,6 +109,10 @@ class OutlastCheckpointManager(BaseCheckpointManager):
         )
         self._last = 0  # step that was completed
         self._stop = StopSignals(self.checkpointer)
+
+    def load(self, step: int = -1) -> bool:
+        """Restores `step`, or the newest valid checkpoint; False for a fresh start."""
+        return self.enable and self._load(step)
 
     def _load(self, step: int = -1) -> bool:
         excluded = self._config.exclude_from_loading
@@ -156,6 +162,12 @@ class OutlastCheckpointManager(BaseCheckpointManager):
     def _close(self) -> None:
         self._stop.close()
         self.checkpointer.close()
+
+    def _unused(self, *_args: Any, **_kwargs: Any) -> Any:
+        raise NotImplementedError("the Checkpointer finds, verifies and removes its checkpoints")
+
+    # Abstract in versions after 0.3, whose base class calls them from its own `load`.
+    _load_checkpoint = _is_valid_checkpoint = _is_resumable_checkpoint = _unused
 
     def _state_dict(self, excluded: list[str] | None = None) -> dict[str, Any]:
         state = {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.runs import Run
+from launch.runs import WORKER, Run
 
 LINGERS = """
 import atexit, os, sys, threading
@@ -98,3 +98,17 @@ def test_a_program_that_works_on_after_its_training_is_not_ended(tmp_path: Path)
     with Run(tmp_path, WORKS_ON, "--nproc-per-node=2", "--grace=1") as run:
         assert run.wait() == 0
     assert "uploaded" in run.out
+
+
+def test_a_replacement_that_waits_before_a_completed_call_is_ended(tmp_path: Path) -> None:
+    with Run(tmp_path, WORKER, "--nproc-per-node=3", "--grace=1") as run:
+        first = run.start_job(3)
+        first[1].kill()
+        run.ready(rank=1)  # it takes no part, and does not end
+        run.set_job("completed", by=[first[0], first[2]])
+        first[0].succeed()
+        first[2].succeed()
+        assert run.wait() == 0
+    (line,) = ended(run)
+    assert line.startswith("rank 1 came too late for the training, and its process ")
+    assert run.verdict.startswith("job completed")

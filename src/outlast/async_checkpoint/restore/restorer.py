@@ -101,6 +101,8 @@ class Restorer:
         self.restored_from = self.not_live = ""
         self.lacking: list[tuple[Any, ...]] = []
         self._left: list[LeftSave] = []
+        self._snapshots: dict[str, SnapshotDescription] = {}
+        self._looked: tuple[int | None, list[_Candidate]] | None = None
 
     def _items(self, state_dict: Mapping[str, Any]) -> list[Item]:
         found = self._session.memo.items(state_dict)
@@ -169,8 +171,11 @@ class Restorer:
         optional: tuple[str, ...],
         weights_only: bool,
     ) -> int | None:
-        snapshots = self.snapshots()
-        found = self.candidates(snapshots, step)
+        if self._looked is None or self._looked[0] != step:
+            with self.ranks.operation():
+                self.looked(self.ranks.gather(self.held(), partial(self.sort, step)), step)
+        assert self._looked is not None
+        (_, found), self._looked, snapshots = self._looked, None, self._snapshots
         where = self._session.storage.where
         if not found:
             if step is not None:
@@ -224,10 +229,8 @@ class Restorer:
                 log, "restored step %d from %s in %s", candidate.step, place, duration_text(seconds)
             )
 
-    def snapshots(self, after: int = -1) -> dict[str, SnapshotDescription]:
-        """This rank's snapshots in memory, by the ids of their saves. The writer is not asked, and
-        takes no checksums, unless there is one of a later step than `after`.
-        """
+    def snapshots(self, after: int) -> dict[str, SnapshotDescription]:
+        """This rank's snapshots in memory, by the ids of their saves."""
         held = [each.snapshot for each in self._session.pool.all_buffers]
         if not any(each is not None and each["step"] > after for each in held):
             return {}
@@ -245,43 +248,49 @@ class Restorer:
             and s["folder_id"] == self._session.identity
         }
 
-    def candidates(
-        self, snapshots: Mapping[str, SnapshotDescription], step: int | None
-    ) -> list[_Candidate]:
-        """The candidates, the best first: the same list on all ranks."""
-        copies = self.copies
-        mine = {
+    def held(self, after: int = -1) -> Any:
+        """What this rank has in memory, for `sort`: plain JSON. The writer is not asked, and takes
+        no checksums, unless there is a snapshot of a later step than `after`.
+        """
+        copies, place = self.copies, (self.ranks.rank, self.ranks.world_size)
+        snapshots = self._snapshots = self.snapshots(after)
+        return {
+            "after": after,
             "own": {save_id: [s["step"], s["number"]] for save_id, s in snapshots.items()},
             "committed": {i: s["final"] for i, s in snapshots.items() if s.get("committed")},
             "copies": [] if copies is None else [copies.listed(self.ranks.world_size)],
-            "left": [
-                dataclasses.asdict(each)
-                for each in left_by(self._session, self.ranks.rank, self.ranks.world_size)
-            ],
+            "left": [dataclasses.asdict(each) for each in left_by(self._session, *place)],
         }
 
-        def sort(parts: list[Any]) -> Any:
-            on_storage = candidates(self._session.storage)
-            folders = {folder for _, folder in on_storage}
-            final = {save_id: name for part in parts for save_id, name in part["committed"].items()}
-            listed = [each for part in parts for each in part["copies"]]
-            in_memory = plans([part["own"] for part in parts], listed)
-            # At the same step, memory comes first, and in memory the later save.
-            ranked = [((s, 0, 0), ["storage", s, folder]) for s, folder in on_storage]
-            ranked += [
-                ((s, 1, number), ["copies" if fetches else "memory", s, save_id, fetches])
-                for save_id, (s, number, fetches) in in_memory.items()
-                # A snapshot that was committed and is no longer on storage has been deleted.
-                if save_id not in final or final[save_id] in folders
-            ]
-            ranked.sort(key=lambda each: each[0], reverse=True)
-            left = compared([part["left"] for part in parts], partial(self._has_saved, on_storage))
-            found = [each for _, each in ranked if step is None or each[1] == step]
-            return found, list(map(dataclasses.asdict, left))
+    def sort(self, step: int | None, parts: list[Any]) -> Any:
+        """On rank 0, from the parts of all ranks: the candidates, the best first, for `looked`."""
+        on_storage = candidates(self._session.storage)
+        folders = {folder for _, folder in on_storage}
+        final = {save_id: name for part in parts for save_id, name in part["committed"].items()}
+        listed = [each for part in parts for each in part["copies"]]
+        in_memory = plans([part["own"] for part in parts], listed)
+        # At the same step, memory comes first, and in memory the later save.
+        ranked = [((s, 0, 0), ["storage", s, folder]) for s, folder in on_storage]
+        ranked += [
+            ((s, 1, number), ["copies" if fetches else "memory", s, save_id, fetches])
+            for save_id, (s, number, fetches) in in_memory.items()
+            # A snapshot that was committed and is no longer on storage has been deleted.
+            if save_id not in final or final[save_id] in folders
+        ]
+        ranked.sort(key=lambda each: each[0], reverse=True)
+        left = compared([part["left"] for part in parts], partial(self._has_saved, on_storage))
+        found = [each for _, each in ranked if step is None or each[1] == step]
+        is_all = all(part["after"] < 0 for part in parts)
+        return found, list(map(dataclasses.asdict, left)), is_all
 
-        found, left = self.ranks.gather(mine, sort)
+    def looked(self, answer: Any, step: int | None) -> int | None:
+        """Notes what `sort` has found: a restore of `step` that follows tries that. Returns the
+        step of the best candidate; it may turn out to be damaged.
+        """
+        found, left, is_all = answer
         self._left += msgspec.convert(left, list[LeftSave])
-        return [_Candidate(*each) for each in found]
+        self._looked = (step, [_Candidate(*each) for each in found]) if is_all else None
+        return found[0][1] if found else None
 
     def _has_saved(self, found: Sequence[tuple[int, str]], step: int, save_id: str) -> bool:
         storage = self._session.storage

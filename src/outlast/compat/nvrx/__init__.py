@@ -52,7 +52,7 @@ __version__ = "0.4.1"
 """Of the package whose names these are."""
 
 _REPLACED = "nvidia_resiliency_ext"
-# Megatron-core 0.17 and later use the asynchronous saves of 0.6 where all of four modules are
+# Megatron-core 0.18 and later use the asynchronous saves of 0.6 where all of four modules are
 # found, and end with an assertion where these are older. Without this one, they use their own.
 _PROBED = f"{_REPLACED}.checkpointing.async_ckpt.cached_metadata_filesystem_reader"
 

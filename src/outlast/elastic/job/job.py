@@ -195,8 +195,8 @@ class Job(JobProgress):
                 was in memory only has been saved.
         """
         self._training.check_savable()
-        self._parameters.check()
-        trusted = TrustedRestore(self.checkpointer, step)
+        known = self._restoring.look(step, self._parameters)
+        trusted = TrustedRestore(self.checkpointer, step, known)
         # With a step, from a checkpoint: survivors have a state from after a silent fault.
         found = self._restoring.restore(trusted.step)
         self._training.files.begin(is_restored=found is not None)

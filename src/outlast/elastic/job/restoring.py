@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 import uuid
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from outlast.async_checkpoint import Checkpointer
 from outlast.async_checkpoint.kept_state import KeptState
 from outlast.async_checkpoint.observers import notify
+from outlast.async_checkpoint.trust import Trusted, trusted
 from outlast.coordination.agreement import Agreement
 from outlast.coordination.call_ledger import CallLedger
 from outlast.coordination.collectives import raise_together
@@ -28,7 +30,7 @@ from outlast.elastic.job.live.own_state import Record, read_all
 from outlast.elastic.job.live.recorder import NotSupported, Recorder
 from outlast.elastic.job.live.rescue import Kept, rescue
 from outlast.elastic.job.live.transfer import Exchange, TransferFailed
-from outlast.elastic.job.same_on_all_ranks import first_rank
+from outlast.elastic.job.same_on_all_ranks import SameParameters, first_rank
 from outlast.elastic.job.training_state import TrainingState
 from outlast.elastic.wrapped_modules import plain_state_dict
 from outlast.errors import CheckpointError, FolderUnusable, RestartAbort
@@ -65,6 +67,8 @@ class Restoring:
         self._checkpointer, self._kept, self._group = checkpointer, checkpointer.kept, group
         self._rank, self._world_size = ledger.rank, ledger.world_size
         self._ranks = Agreement(ledger.child("live"), self._kept.timeout_s, self._kept.url)
+        self._found: Choice | str = ""  # the newest state with all parts on the ranks, or why none
+        self._newest: int | None = None  # the step of the newest checkpoint
         self._choice: Choice | None = None
         self._branch = ""
         self._recorder: Recorder | None = None
@@ -89,22 +93,22 @@ class Restoring:
         return self._choice is not None
 
     def restore(self, step: int | None) -> int | None:
-        """Restores the newest state, or the checkpoint of `step`. Returns the number of its steps,
-        or `None` if there is none: everything is then as before.
+        """After `look`: restores the newest state, or the checkpoint of `step`. Returns the number
+        of its steps, or `None` if there is none: everything is then as before.
 
         The newest step that the ranks have in their memory is taken, unless a checkpoint is newer
         or is required, or its parts cannot be collected. Raises what `Job.restore` describes.
         """
         self._choice = None
-        found = self._newest_of_ranks()
+        found = self._found
         if isinstance(found, Choice):
             # A checkpoint of a later step exists only if all ranks have completed that step, and
             # have lost it since. If it turns out to be damaged, an older one is loaded.
-            newer = self._kept.newest(found.step) if step is None else None
             if step is not None:
                 found = f"the checkpoint of step {step} is required"
-            elif newer is not None:
-                found = f"the ranks are at step {found.step}, and a checkpoint at step {newer}"
+            elif self._newest is not None and self._newest > found.step:
+                newer = f"a checkpoint at step {self._newest}"
+                found = f"the ranks are at step {found.step}, and {newer}"
             else:
                 self._check_states(found)
                 found = self._load_from_ranks(found)
@@ -168,22 +172,40 @@ class Restoring:
             if before is not None and isinstance(before.recorder, Recorder):
                 before.recorder.release()
 
-    def _newest_of_ranks(self) -> Choice | str:
-        """The newest state with all parts on the ranks, or why there is none; the same on all."""
-        if self._call is None:
-            return ""
+    def look(self, step: int | None, parameters: SameParameters) -> Trusted | None:
+        """The first round of all ranks: what each of them has, and what there is on storage. From
+        that, rank 0 chooses for all. Returns which checkpoints can be trusted, if not all.
+        """
+        call = self._call
 
         def work(parts: list[Any]) -> Any:
-            offers = [msgspec.convert(part, Offer) for part in parts]
-            branch = next_branch(offers, uuid.uuid4().hex[:8])
-            return [msgspec.to_builtins(choose(offers)), branch]
+            digests, given, held = zip(*parts, strict=True)
+            if len(set(digests)) > 1:
+                return digests, None, None, None
+            found = trusted(self._checkpointer) if step is None else None
+            first = step if found is None else found.step
+            choice = ["", ""]
+            if call is not None:
+                offers = [msgspec.convert(each, Offer) for each in given]
+                branch = next_branch(offers, uuid.uuid4().hex[:8])
+                choice = [msgspec.to_builtins(choose(offers)), branch]
+            known = None if found is None else dataclasses.asdict(found)
+            return (), known, choice, self._kept.sort(first, list(held))
 
         with self._ranks.operation():
-            offer = msgspec.to_builtins(self._offer(self._call))
-            found, self._branch = self._ranks.gather(offer, work)
-        if isinstance(found, str):
-            return found
-        return msgspec.convert(found, Choice, str_keys=True)
+            digest = parameters.digest()
+            offer = None if call is None else msgspec.to_builtins(self._offer(call))
+            # A checkpoint before what this rank has of its own is not newer than any choice.
+            after = min((record.step for record in self._own), default=-1)
+            part = digest, offer, self._kept.held(after)
+            digests, known, choice, answer = self._ranks.gather(part, work)
+        parameters.compared(digests)
+        found = None if known is None else Trusted(**known)
+        self._newest = self._kept.looked(answer, step if found is None else found.step)
+        text, self._branch = choice
+        is_choice = not isinstance(text, str)
+        self._found = msgspec.convert(text, Choice, str_keys=True) if is_choice else text
+        return found
 
     def _offer(self, call: RunningCall) -> Offer:
         self._own, before = read_all(self._kept.memories), self._before

@@ -108,12 +108,35 @@ class SameParameters:
         self._checked = self._has_compared = ledger.world_size == 1
 
     def check(self) -> None:
-        """Compares parameters at the first call, on all ranks; a `ValueError` says what differs."""
+        """Compares parameters in a round of its own, on all ranks, unless that was done."""
+        if not self._checked:
+            with self._ranks.operation():
+                digests = self._ranks.exchange(self.digest())
+            self.compared(digests if len(set(digests)) > 1 else ())
+
+    def digest(self) -> str:
+        """Of this rank's parameters, to be compared on all ranks; empty once they were."""
         if self._checked:
-            return
-        with self._ranks.operation():
-            self._compare()
+            return ""
+        for name, module in self._module.named_modules():
+            if isinstance(module, FullyShardedDataParallel):
+                raise ValueError(
+                    f"{name or 'the model'} is a FullyShardedDataParallel module, whose optimizer "
+                    "does not say which part of its state each rank has: use fully_shard (FSDP2)"
+                )
+        described = _described(self._module, self._optimizers)
+        return xxhash.xxh3_64_hexdigest(repr(described).encode())
+
+    def compared(self, digests: Sequence[str]) -> None:
+        """Takes those of all ranks, in rank order, if they differ: a `ValueError` says in what."""
         self._checked = True
+        if digests:
+            described = _described(self._module, self._optimizers)
+            # One rank of each kind says what it has.
+            speaks = self._ranks.rank == digests.index(digests[self._ranks.rank])
+            with self._ranks.operation():
+                kinds = self._ranks.exchange(described if speaks else None)
+            raise ValueError(difference(digests, kinds))
 
     def compare_lengths(self) -> None:
         """At the first step: warns on a rank whose epoch has another number of batches than on the
@@ -129,21 +152,6 @@ class SameParameters:
                 "end earlier, the job ends with an error there; %s",
                 *(rank, length, other, first, EQUAL_STEPS),
             )
-
-    def _compare(self) -> None:
-        for name, module in self._module.named_modules():
-            if isinstance(module, FullyShardedDataParallel):
-                raise ValueError(
-                    f"{name or 'the model'} is a FullyShardedDataParallel module, whose optimizer "
-                    "does not say which part of its state each rank has: use fully_shard (FSDP2)"
-                )
-        described = _described(self._module, self._optimizers)
-        digests = self._ranks.exchange(xxhash.xxh3_64_hexdigest(repr(described).encode()))
-        if len(set(digests)) > 1:
-            # One rank of each kind says what it has.
-            speaks = self._ranks.rank == digests.index(digests[self._ranks.rank])
-            kinds = self._ranks.exchange(described if speaks else None)
-            raise ValueError(difference(digests, kinds))
 
 
 def _described(module: nn.Module, optimizers: Mapping[str, Any]) -> Described:

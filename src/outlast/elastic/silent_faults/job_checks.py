@@ -11,7 +11,12 @@ import torch
 from torch import nn
 
 from outlast.async_checkpoint import Checkpointer, CheckpointInfo, Retention, SaveHandle
-from outlast.async_checkpoint.trust import limit_trust, newest_finite, remove_distrusted, trusted
+from outlast.async_checkpoint.trust import (
+    Trusted,
+    limit_trust,
+    newest_finite,
+    remove_distrusted,
+)
 from outlast.coordination.call_ledger import CallLedger
 from outlast.elastic.silent_faults.comparison import Result
 from outlast.elastic.silent_faults.finite_check import (
@@ -152,15 +157,13 @@ class JobChecks:
 
 
 class TrustedRestore:
-    """A restore in a folder whose newest checkpoints may be wrong. Create it on all ranks. A
-    `CheckpointError` if none can be trusted. `step` is the one to restore: the given one, or `None`
-    for the newest, if all can be trusted. `skip`: which batches to leave out after that
-    (`elastic.job.skipped`).
+    """A restore in a folder whose newest checkpoints may be wrong. `found` is what can be trusted,
+    if not all. `step` is the one to restore: the given one, or `None` for the newest. `skip`: which
+    batches to leave out after that (`elastic.job.skipped`).
     """
 
-    def __init__(self, checkpointer: Checkpointer, step: int | None) -> None:
-        self._checkpointer = checkpointer
-        self._found = trusted(checkpointer) if step is None else None
+    def __init__(self, checkpointer: Checkpointer, step: int | None, found: Trusted | None) -> None:
+        self._checkpointer, self._found = checkpointer, found
         self.step = step if self._found is None else self._found.step
         self.skip = None if self._found is None else self._found.skip
 

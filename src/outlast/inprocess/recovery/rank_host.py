@@ -23,6 +23,7 @@ from outlast.coordination.records import FaultRecord, process_token
 from outlast.coordination.training_step import count_restart, go_into_reserve, loop
 from outlast.errors import HealthCheckError, InternalError, RankShouldRestart, RestartAbort
 from outlast.events.emitter import Emitter
+from outlast.inprocess.abort import run_all
 from outlast.inprocess.call_wrapper import CallWrapper, observers
 from outlast.inprocess.ending import Completion, Terminate
 from outlast.inprocess.environment import Launch, publish_rank
@@ -298,7 +299,7 @@ class RankHost(RankFaults):
         self.torch_log.begin()
         self.releaser.hold()
         if self.settings.abort is not None:
-            self.settings.abort(self.state.copy())
+            run_all(self.settings.abort, self.state.copy())
 
     def decided(self, decision: Decision, *, reports: bool) -> None:
         # Only now, when every rank has left: a torch client that finds no server retries forever,

@@ -12,6 +12,10 @@ A script at its end, without an error, waits for its threads, and they may have 
 `--grace` once the scripts of all workers here are at their end, as a job must end. A program that
 still runs its script is never ended for that, nor one that leaves because it was told to stop.
 
+*A replacement that comes too late* for a call may wait, before it, for ranks that will not come: in
+a store that it serves itself. It has `--grace` once all workers here that have completed the call
+have ended.
+
 *They are stopped*, by SIGSTOP for one. Within a wrapped call, the monitor process of a rank sees
 that, and ends it. Of any other worker, the kernel tells its parent, the launcher, with SIGCHLD: one
 that does not go on within the hard timeout of a `Wrapper` is killed, and then replaced or restarted
@@ -23,9 +27,10 @@ from __future__ import annotations
 import functools
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from outlast.coordination.records import process_name
 from outlast.launch.agent.decisions import TOLD_TO_STOP, JobState
 from outlast.launch.agent.resources import JobResources
 from outlast.launch.workers import descendants
@@ -67,9 +72,17 @@ class DepartedWorkers:
 
     def look(self) -> None:
         workers = list(self._resources.workers)
-        if all(worker.at_end for worker in workers):
+        if all(worker.at_end for worker in workers) or self._are_late(workers):
             for worker in workers:
                 self._end_later(worker)
+
+    def _are_late(self, workers: Sequence[Worker]) -> bool:
+        ended, coordinator = self._resources.workers.last_exit_codes, self._resources.coordinator
+        if 0 not in ended.values() or not all(worker.start for worker in workers):
+            return False
+        job, host = coordinator.keys.job(), coordinator.host_id
+        names = {process_name(host, worker.pid) for worker in workers}
+        return job.state is JobState.COMPLETED and not names & job.completed_by
 
     def _end_later(self, worker: Worker) -> None:
         if worker.pid not in self._timed:
@@ -90,15 +103,17 @@ class DepartedWorkers:
 
     def _end(self, worker: Worker) -> None:
         departure, prefix = worker.departure, self._resources.coordinator.keys.job().prefix
-        assert departure is not None
         self._timed.discard(worker.pid)
-        left = worker.settled or worker.at_end or prefix == departure.call
-        if not self._is_there(worker) or not left:
+        left = worker.settled or worker.at_end or (departure and prefix == departure.call)
+        is_late = not left and self._are_late(list(self._resources.workers))
+        if not self._is_there(worker) or not (left or is_late):
             return
-        threads = f"; its threads: {', '.join(departure.threads)}" if departure.threads else ""
+        known = departure.threads if departure is not None else ()
+        threads = f"; its threads: {', '.join(known)}" if known else ""
+        how = "came too late for the training" if is_late else "has left the training"
         self._resources.console.say(
-            f"rank {worker.rank} has left the training, and its process {worker.pid} has not ended "
-            f"within {self._grace_s:g} s{threads}: it is ended"
+            f"rank {worker.rank} {how}, and its process {worker.pid} has not ended within "
+            f"{self._grace_s:g} s{threads}: it is ended"
         )
         worker.ended_by_launcher = True
         os.kill(worker.pid, signal.SIGTERM)

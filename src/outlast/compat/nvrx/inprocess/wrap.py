@@ -20,7 +20,7 @@ from outlast.compat.nvrx.inprocess.rank_assignment import (
 from outlast.compat.nvrx.state import from_core
 from outlast.inprocess import CallWrapper
 from outlast.inprocess import Wrapper as CoreWrapper
-from outlast.inprocess.abort import Abort, AbortTorchDistributed
+from outlast.inprocess.abort import Abort, AbortTorchDistributed, run_all
 from outlast.inprocess.compose import Compose, iter_parts
 from outlast.inprocess.ending import Completion, Terminate
 from outlast.inprocess.finalize import Finalize as CoreFinalize
@@ -165,6 +165,10 @@ def _adapter(kind: type, base: type[_Adapter] = _Adapter) -> Callable[[Any], Any
 
 class _Abort(_Adapter, Abort):
     """Also calls the hooks of its parts."""
+
+    def __call__(self, state: State) -> State:
+        run_all(self._policy, from_core(state).freeze())
+        return state
 
     def prepare(self) -> None:
         for part in self._parts():

@@ -2,7 +2,7 @@
 
 The leases do not show such a link, but collectives use it: a job in which it is broken hangs at
 each restart. So in a restart whose cause may be a link (`records.suspects_link`), the members wait
-(`MembershipProtocol.await_links`), and the leader's agent claims a `Probe`: each host of the group
+(`recovery/waits.py`), and the leader's agent claims a `Probe`: each host of the group
 tries to connect to each other one, and reports which it could not reach for as long as a host may
 be silent. Without a suspicion, no connection is made. From the reports the leader decides `Links`:
 few hosts without which all links are whole. Each of them ends its workers and leaves the group, so
