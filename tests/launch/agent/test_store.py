@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from launch.runs import WORKER, Run
+from outlast.coordination.job_record import JobState
 from outlast.errors import LaunchError
-from outlast.launch.agent.decisions import JobState
 from outlast.launch.agent.job_keys import JOB_KEY, JobKeys
 from outlast.launch.agent.one_host import JobStore
 from procs import free_port

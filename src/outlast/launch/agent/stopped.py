@@ -12,7 +12,7 @@ import os
 import signal
 from pathlib import Path
 
-from outlast.launch.agent.decisions import JobState
+from outlast.coordination.job_record import JobState
 from outlast.launch.agent.resources import JobResources
 from outlast.launch.workers.worker_group import Worker
 
