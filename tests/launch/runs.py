@@ -31,9 +31,9 @@ import psutil
 import torch.distributed as dist
 
 import zygote
+from outlast.coordination.job_record import JOB_KEY
 from outlast.coordination.records import COMPLETED_BY
 from outlast.coordination.stores.torch_store import TorchStore
-from outlast.launch.agent.job_keys import JOB_KEY
 from procs import MARKER, NET_S, marked, torch_noise
 
 WORKER = '''

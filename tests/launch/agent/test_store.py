@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from launch.runs import WORKER, Run
+from outlast.coordination.job_record import JobState
 from outlast.errors import LaunchError
 from outlast.launch.agent.coordinator import JobStore
-from outlast.launch.agent.decisions import JobState
 from outlast.launch.agent.job_keys import JOB_KEY, JobKeys
 from procs import free_port
 

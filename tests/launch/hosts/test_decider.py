@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from outlast.coordination.job_record import JobState
 from outlast.coordination.records import SizeRecord
 from outlast.coordination.replicated.hosts import HostInfo, HostJoined, HostLost
-from outlast.launch.agent.decisions import JobRecord, JobState
+from outlast.launch.agent.decisions import JobRecord
 from outlast.launch.config.hosts_spec import HostsSpec
 from outlast.launch.hosts.job.decider import Decider, Facts, Wait
 from outlast.launch.hosts.job.leading import WaitNotice

@@ -12,12 +12,13 @@ import pytest
 from fake_clock import FakeClock
 from launch.hosts.test_decider import Hosts, group, running
 from outlast.coordination.deciding import GONE
+from outlast.coordination.job_record import JobState
 from outlast.coordination.membership import RESTART, MembershipProtocol
 from outlast.coordination.ops import Link, drive, perform_on
 from outlast.coordination.records import SizeRecord
 from outlast.coordination.stores.store import MemoryStore
 from outlast.errors import StoreError
-from outlast.launch.agent.decisions import JobRecord, JobState
+from outlast.launch.agent.decisions import JobRecord
 from outlast.launch.agent.job_keys import JOB_KEY, JobKeys
 from outlast.launch.config.hosts_spec import HostsSpec
 from outlast.launch.hosts.job.job_log import JobLog

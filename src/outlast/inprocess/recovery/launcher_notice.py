@@ -8,39 +8,34 @@ that have completed the call are a log of their own: many append at once.
 
 from __future__ import annotations
 
-import json
+import dataclasses
 
+from outlast.coordination.job_record import JOB_KEY, CallRecord, JobState
 from outlast.coordination.records import COMPLETED_BY
 from outlast.inprocess.store import Connection
-
-_KEY = "outlast/job"
 
 
 class LauncherNotice:
     """The notices of one call. `process` names this one to `outlast run`; else it is empty."""
 
     def __init__(self, connection: Connection, call: int, prefix: str, *, process: str) -> None:
-        self._connection, self._call, self._prefix = connection, call, prefix
-        self._process = process
-        self._running = self._record("running")
+        self._connection, self._process = connection, process
+        self._running = CallRecord(JobState.RUNNING, prefix, call=call)
 
     def running(self) -> None:
-        held = json.loads(self._connection.claim(_KEY, self._running.encode()))
-        while held["call"] < self._call:
-            held = json.loads(self._change(json.dumps(held), self._running))
+        held = CallRecord.parse(self._connection.claim(JOB_KEY, self._running.encode()))
+        while held.call < self._running.call:
+            held = self._change(held, self._running)
 
     def aborted(self, *, reports: bool) -> None:
         """The members ended the job; `outlast run` reads which process reported why (`reports`)."""
         held = self._running
-        while True:
-            record = json.loads(held)
-            if record["call"] != self._call or record["state"] == "completed":
-                return
-            wanted = {**record, "state": "aborted"}
+        while held.call == self._running.call and held.state is not JobState.COMPLETED:
+            wanted = dataclasses.replace(held, state=JobState.ABORTED)
             if reports:
-                wanted["reporter"] = self._process
-            held = self._change(held, json.dumps(wanted))
-            if json.loads(held) == wanted:
+                wanted = dataclasses.replace(wanted, reporter=self._process)
+            held = self._change(held, wanted)
+            if held == wanted:
                 return  # otherwise another rank was first
 
     def completed(self) -> None:
@@ -50,12 +45,10 @@ class LauncherNotice:
         log that the launcher reads then.
         """
         if self._process:
-            key = self._prefix + COMPLETED_BY
+            key = self._running.prefix + COMPLETED_BY
             self._connection.append(key, f"{self._process}\n".encode())
-        self._change(self._running, self._record("completed"))
+        self._change(self._running, dataclasses.replace(self._running, state=JobState.COMPLETED))
 
-    def _record(self, state: str) -> str:
-        return json.dumps({"call": self._call, "state": state, "prefix": self._prefix})
-
-    def _change(self, before: str, after: str) -> str:
-        return self._connection.compare_set(_KEY, before.encode(), after.encode()).decode()
+    def _change(self, before: CallRecord, after: CallRecord) -> CallRecord:
+        found = self._connection.compare_set(JOB_KEY, before.encode(), after.encode())
+        return CallRecord.parse(found)

@@ -28,13 +28,14 @@ import selectors
 import signal
 import time
 
+from outlast.coordination.job_record import JobState
 from outlast.coordination.records import process_name
 from outlast.errors import NO_RESTART
 from outlast.events.types import LauncherEnded, StopRequested
 from outlast.launch.agent import death_log, decisions
 from outlast.launch.agent.coordinator import OpenCoordinator, Outcome
 from outlast.launch.agent.death_log import Death
-from outlast.launch.agent.decisions import Decision, JobRecord, JobState, replacements
+from outlast.launch.agent.decisions import Decision, JobRecord, replacements
 from outlast.launch.agent.departures import DepartedWorkers, StoppedWorkers, reap_workers
 from outlast.launch.agent.last_lines import Ending, summary
 from outlast.launch.agent.replacement import CallWatch, Replacements

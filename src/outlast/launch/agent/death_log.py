@@ -10,11 +10,12 @@ import re
 import signal
 from collections.abc import Sequence
 
+from outlast.coordination.job_record import JobState
 from outlast.coordination.records import process_name
 from outlast.errors import NO_RESTART
 from outlast.events.restart_causes import DIED, RestartCount, split_exception, what_failed
 from outlast.events.types import WorkerFailed
-from outlast.launch.agent.decisions import Decision, JobRecord, JobState
+from outlast.launch.agent.decisions import Decision, JobRecord
 from outlast.system.error_text import exit_summary, exit_text
 from outlast.system.user_frames import place_in_user_code
 

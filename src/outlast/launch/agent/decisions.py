@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import json
 import math
 from collections.abc import Sequence
 
+from outlast.coordination.job_record import CallRecord, JobState
 from outlast.coordination.records import FaultRecord
 from outlast.errors import NO_RESTART
 from outlast.events.restart_causes import RestartCount
@@ -22,57 +22,26 @@ that the signal killed has no exit code and is replaced.
 """
 
 
-class JobState(enum.Enum):
-    """The state of the wrapped function, as `outlast.inprocess.Wrapper` writes it to the store."""
-
-    PLAIN = "plain"
-    """The script does not use `Wrapper`, or has not called the wrapped function yet."""
-    RUNNING = "running"
-    COMPLETED = "completed"
-    ABORTED = "aborted"
-
-
 @dataclasses.dataclass(frozen=True)
-class JobRecord:
-    """The value of the key `outlast/job` in the launcher's store."""
+class JobRecord(CallRecord):
+    """The record of the newest call, and what else the store has of it."""
 
-    state: JobState = JobState.PLAIN  # the state of the latest call of a wrapped function
     # the names of the processes that completed it. If one of these fails afterwards, the job fails;
-    # any other was lost before the completion. Not part of the value.
+    # any other was lost before the completion.
     completed_by: frozenset[str] = frozenset()
-    prefix: str = ""  # of the keys of the call; empty if the record does not name it
-    # whether the job was told to stop, by a signal to a worker or by `Job.stop`. Not part of the
-    # value, as the store has a separate key for it.
+    # whether the job was told to stop, by a signal to a worker or by `Job.stop`
     stopping: bool = False
     # whether it was told to stop, and has not completed the save that this requires
     unsaved: bool = False
-    # the name of the process that has printed why the job was aborted; empty if none has
-    reporter: str = ""
-    # of all calls, by cause, as the ranks have counted them. Not part of the value.
+    # of all calls, by cause, as the ranks have counted them
     restarts: tuple[RestartCount, ...] = ()
-    # the one with which the ranks have ended the job. Not part of the value.
+    # the one with which the ranks have ended the job
     fault: FaultRecord | None = None
 
     @property
     def saved(self) -> bool:
         """Whether it was told to stop, and has completed the save that this requires."""
         return self.stopping and not self.unsaved
-
-    @classmethod
-    def parse(cls, value: bytes | None) -> JobRecord:
-        """Parse the value in the store. One that cannot be parsed counts as a running call: it may
-        be that of another version of `Wrapper`, and keeping the survivors is safer than ending
-        them.
-        """
-        if value is None:
-            return cls()
-        try:
-            fields = json.loads(value)
-            state = JobState(fields["state"])
-            prefix, reporter = str(fields.get("prefix", "")), str(fields.get("reporter", ""))
-            return cls(state, prefix=prefix, reporter=reporter)
-        except (ValueError, TypeError, KeyError):
-            return cls(JobState.RUNNING)
 
 
 class Decision(enum.Enum):

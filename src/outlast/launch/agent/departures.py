@@ -30,8 +30,9 @@ import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from outlast.coordination.job_record import JobState
 from outlast.coordination.records import process_name
-from outlast.launch.agent.decisions import TOLD_TO_STOP, JobState
+from outlast.launch.agent.decisions import TOLD_TO_STOP
 from outlast.launch.agent.resources import JobResources
 from outlast.launch.workers import descendants
 from outlast.launch.workers.descendants import LINGER_S, TERMINATE_S

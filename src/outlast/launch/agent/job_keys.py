@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from outlast.coordination.blame import may_be_of_host
+from outlast.coordination.job_record import JOB_KEY, JobState
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link, drive, perform_on
 from outlast.coordination.records import (
@@ -16,10 +17,7 @@ from outlast.coordination.records import (
 )
 from outlast.coordination.stores.store import Store
 from outlast.events.restart_causes import RestartCount
-from outlast.launch.agent.decisions import JobRecord, JobState
-
-JOB_KEY = "outlast/job"
-"""Where `outlast.inprocess.Wrapper` writes the state of its latest call; see `JobRecord`."""
+from outlast.launch.agent.decisions import JobRecord
 
 
 class JobKeys:

@@ -7,9 +7,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from outlast.coordination.job_record import JobState
 from outlast.errors import LaunchError
 from outlast.launch.agent.death_log import EARLY, Death
-from outlast.launch.agent.decisions import Decision, JobRecord, JobState
+from outlast.launch.agent.decisions import Decision, JobRecord
 from outlast.launch.agent.resources import JobResources
 from outlast.launch.config.job_spec import Placement
 from outlast.launch.event_loop import Timer

@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping
 
+from outlast.coordination.job_record import JobState
 from outlast.coordination.records import SizeRecord
 from outlast.coordination.replicated.hosts import HostInfo
-from outlast.launch.agent.decisions import JobRecord, JobState
+from outlast.launch.agent.decisions import JobRecord
 from outlast.launch.config.hosts_spec import HostsSpec
 from outlast.launch.hosts import plan as plans
 from outlast.launch.hosts.job.links import judge

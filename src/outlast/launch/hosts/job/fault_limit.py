@@ -16,7 +16,8 @@ import collections
 import math
 from collections.abc import Iterator
 
-from outlast.launch.agent.decisions import JobRecord, JobState
+from outlast.coordination.job_record import JobState
+from outlast.launch.agent.decisions import JobRecord
 from outlast.launch.agent.job_keys import JobKeys
 from outlast.launch.config.hosts_spec import HostsSpec
 from outlast.launch.hosts.plan import Blame, Entry, JobPlan, Unfit

@@ -9,12 +9,13 @@ import signal
 from collections.abc import Callable, Sequence
 
 from outlast.clock import Clock
+from outlast.coordination.job_record import JobState
 from outlast.errors import StoreError
 from outlast.events.emitter import Emitter
 from outlast.events.types import HostJoined, HostLost
 from outlast.launch.agent.coordinator import Outcome
 from outlast.launch.agent.death_log import Death
-from outlast.launch.agent.decisions import JobRecord, JobState
+from outlast.launch.agent.decisions import JobRecord
 from outlast.launch.agent.job_keys import JobKeys
 from outlast.launch.config.hosts_spec import HostsSpec
 from outlast.launch.config.job_spec import JobSpec
