@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from outlast.events.hung_ranks import hung_ranks
-from outlast.events.restart_causes import HUNG
+from outlast.events.restart_causes import HUNG, Interruption
 
 COMPLETED_BY = "completed-by"
 """Under the prefix of a call: the names of the processes that have completed it, one on each line,
@@ -49,7 +49,7 @@ class FaultRecord:
     rank: int
     host: str
     pid: int
-    interruption: str  # a name of `outlast.inprocess.attribution.Interruption`
+    interruption: str  # a name of `restart_causes.Interruption`
     cause: str  # one line
     traceback: str = ""  # the whole traceback, or an empty string
     consequence: bool = False  # it looks like that of another fault: a closed connection
@@ -115,7 +115,11 @@ def lines(data: bytes | None) -> list[dict[str, Any]]:
 
 
 # A process that ended is the cause of the faults of its peers, whichever was reported first.
-_SEVERITY = {"TERMINATED": 0, "HARD_TIMEOUT": 0, "UNRESPONSIVE": 1}
+_SEVERITY: dict[str, int] = {
+    Interruption.TERMINATED: 0,
+    Interruption.HARD_TIMEOUT: 0,
+    Interruption.UNRESPONSIVE: 1,
+}
 
 
 def first_cause(faults: list[FaultRecord]) -> FaultRecord | None:
@@ -146,14 +150,16 @@ def suspects_link(cause: FaultRecord) -> bool:
     connection that no fault of a rank explains, or an error that speaks of the network. A wrong
     suspicion costs each host one connection to each other host.
     """
-    if cause.interruption in (HUNG, "HARD_TIMEOUT") or cause.consequence:
+    if cause.interruption in (HUNG, Interruption.HARD_TIMEOUT) or cause.consequence:
         return True
     text = cause.cause.lower()
-    return cause.interruption == "EXCEPTION" and any(word in text for word in _NETWORK_WORDS)
+    return cause.interruption == Interruption.EXCEPTION and any(
+        word in text for word in _NETWORK_WORDS
+    )
 
 
 # The ends of a member: none of them can come before it arrives at a barrier.
-_ENDS = frozenset((*_SEVERITY, "BASE_EXCEPTION"))
+_ENDS = frozenset((*_SEVERITY, Interruption.BASE_EXCEPTION))
 
 
 def ends(fault: FaultRecord) -> bool:

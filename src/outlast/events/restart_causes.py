@@ -4,21 +4,42 @@
 
 from __future__ import annotations
 
+import enum
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 JOINED, HOST_LOST, DIED = "new ranks joined", "host lost", "died"
-HUNG = "SOFT_TIMEOUT"
+
+
+class Interruption(str, enum.Enum):
+    """Kinds of interruption.
+
+    * `EXCEPTION`: an `Exception` in the function or in `initialize`.
+    * `BASE_EXCEPTION`: the rank left with a `BaseException`, or with an error in its cleanup.
+    * `SOFT_TIMEOUT`, `HARD_TIMEOUT`: no progress; the hard timeout terminated the process.
+    * `TERMINATED`: the process ended without a report (killed or crashed).
+    * `UNRESPONSIVE`: no heartbeat from the rank.
+    """
+
+    EXCEPTION = "EXCEPTION"
+    BASE_EXCEPTION = "BASE_EXCEPTION"
+    SOFT_TIMEOUT = "SOFT_TIMEOUT"
+    HARD_TIMEOUT = "HARD_TIMEOUT"
+    TERMINATED = "TERMINATED"
+    UNRESPONSIVE = "UNRESPONSIVE"
+
+
+HUNG = Interruption.SOFT_TIMEOUT
 """The interruption that reports a rank without progress."""
-HANGS = (HUNG, "HARD_TIMEOUT")
+HANGS = (HUNG, Interruption.HARD_TIMEOUT)
 """Kinds of faults that are a lack of progress."""
 
-_IN_SHORT = {
-    "SOFT_TIMEOUT": "no progress",
-    "HARD_TIMEOUT": "no progress",
-    "TERMINATED": DIED,
-    "UNRESPONSIVE": "no heartbeat",
+_IN_SHORT: dict[str, str] = {
+    Interruption.SOFT_TIMEOUT: "no progress",
+    Interruption.HARD_TIMEOUT: "no progress",
+    Interruption.TERMINATED: DIED,
+    Interruption.UNRESPONSIVE: "no heartbeat",
 }
 _EXCEPTION = re.compile(r"(?P<hook>[a-z_]+: )?(?P<type>[A-Za-z_][\w.]*)(?=:|$)")
 _PLACE = re.compile(r"(?P<line>.+:\d+)(?: in .*)?")
@@ -52,14 +73,14 @@ def what_failed(interruption: str, message: str, where: str, exit_: str = "") ->
     """A fault in a few words: `KeyError at train.py:16`, `died`, `killed by SIGKILL`.
 
     Args:
-        interruption: a name of `outlast.inprocess.attribution.Interruption`, or `WORKER_FAILED`.
+        interruption: the value of an `Interruption`, or `WORKER_FAILED`.
         message: the first line of the fault's message.
         where: the user's line that raised it, `train.py:16 in step`; empty if there is none.
         exit_: how the process ended, if the launcher knows it.
     """
     if interruption in HANGS:
-        return _IN_SHORT[interruption]
-    if interruption == "TERMINATED" and message.startswith("host "):
+        return _IN_SHORT[HUNG]
+    if interruption == Interruption.TERMINATED and message.startswith("host "):
         return HOST_LOST
     error = split_exception(message)
     if exit_ and (exit_.startswith("killed") or error is None):

@@ -13,7 +13,7 @@ from outlast.events.event import Event
 class Fault(Event, kind="fault"):
     """A fault of `member`, as reported by its own process or its monitor.
 
-    `interruption` is a name of `outlast.inprocess.attribution.Interruption`. `consequence` is true
+    `interruption` is a name of `restart_causes.Interruption`. `consequence` is true
     if the fault looks like the consequence of another one (a peer's closed connection), and
     `overtaken` if a restart interrupted the function before the exception had left it. `where` is
     the user's line that raised the exception, as `train.py:42 in step`. For a hung rank,

@@ -3,27 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
+
+from outlast.events.restart_causes import Interruption
 
 __all__ = ["Interruption", "InterruptionRecord"]
-
-
-class Interruption(enum.Enum):
-    """Kinds of interruption.
-
-    * `EXCEPTION`: an `Exception` in the function or in `initialize`.
-    * `BASE_EXCEPTION`: the rank left with a `BaseException`, or with an error in its cleanup.
-    * `SOFT_TIMEOUT`, `HARD_TIMEOUT`: no progress; the hard timeout terminated the process.
-    * `TERMINATED`: the process ended without a report (killed or crashed).
-    * `UNRESPONSIVE`: no heartbeat from the rank.
-    """
-
-    EXCEPTION = "EXCEPTION"
-    BASE_EXCEPTION = "BASE_EXCEPTION"
-    SOFT_TIMEOUT = "SOFT_TIMEOUT"
-    HARD_TIMEOUT = "HARD_TIMEOUT"
-    TERMINATED = "TERMINATED"
-    UNRESPONSIVE = "UNRESPONSIVE"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,10 +19,10 @@ from outlast.events.report.intervals import FOREVER, Interval
 from outlast.events.report.model import Cause, Party, Restart
 from outlast.events.report.recoveries import measure, rank_recovery
 from outlast.events.report.run import Process, Run, record
-from outlast.events.restart_causes import HANGS, HUNG
+from outlast.events.restart_causes import HANGS, HUNG, Interruption
 
-NO_PROGRESS = (*HANGS, "UNRESPONSIVE")
-_LEAVES = ("BASE_EXCEPTION", "TERMINATED")
+NO_PROGRESS = (*HANGS, Interruption.UNRESPONSIVE)
+_LEAVES = (Interruption.BASE_EXCEPTION, Interruption.TERMINATED)
 """How a rank that was told to stop leaves: with `SystemExit`, or killed by the signal."""
 
 E = TypeVar("E", bound=Event)

@@ -18,6 +18,7 @@ from outlast.events.report.calls import NO_PROGRESS, Call
 from outlast.events.report.intervals import FOREVER, Interval, Stretch
 from outlast.events.report.model import Cause, HostLoss, Phases, Restart
 from outlast.events.report.run import Process, Run, record
+from outlast.events.restart_causes import Interruption
 from outlast.system.error_text import exit_summary
 
 
@@ -246,7 +247,7 @@ def _restart(number: int, one: _Round, following: _Round | None) -> Restart:
 
 
 _SILENT = re.compile(r"no heartbeat for (?P<seconds>[0-9.]+) s")
-_DEATHS = ("TERMINATED", "UNRESPONSIVE")
+_DEATHS = (Interruption.TERMINATED, Interruption.UNRESPONSIVE)
 
 
 class SeenLoss(Record):

@@ -10,7 +10,7 @@ from importlib.resources import files
 from outlast.events import restart_causes
 from outlast.events.report.model import Cause, HostTime, Party, Restart
 from outlast.events.report.report import Mismatch, Report
-from outlast.events.restart_causes import HANGS, HOST_LOST, JOINED
+from outlast.events.restart_causes import HANGS, HOST_LOST, JOINED, Interruption
 from outlast.system.units import duration_text, size_text
 
 _LISTED = 8
@@ -102,15 +102,18 @@ def cause_text(restart: Restart) -> str:
     return rank + what_happened(restart)
 
 
-_FAILURES = {
-    "EXCEPTION": "raised an exception",
-    "BASE_EXCEPTION": "left the job",
-    "SOFT_TIMEOUT": "hung",
-    "HARD_TIMEOUT": "hung and was terminated",
-    "TERMINATED": "died",
-    "UNRESPONSIVE": "stopped responding",
+_FAILURES: dict[str, str] = {
+    Interruption.EXCEPTION: "raised an exception",
+    Interruption.BASE_EXCEPTION: "left the job",
+    Interruption.SOFT_TIMEOUT: "hung",
+    Interruption.HARD_TIMEOUT: "hung and was terminated",
+    Interruption.TERMINATED: "died",
+    Interruption.UNRESPONSIVE: "stopped responding",
 }
-_ENDED_BY_ITSELF = ("TERMINATED", "WORKER_FAILED")  # the exit code says more than the message
+_ENDED_BY_ITSELF = (
+    Interruption.TERMINATED,
+    "WORKER_FAILED",
+)  # the exit code says more than the message
 _LAST_FRAME = re.compile(r'^ *File "(?P<file>[^"\n]+)", line (?P<line>\d+), in (?P<name>.+)$', re.M)
 _NAMED = 4
 

@@ -17,11 +17,12 @@ from outlast.events.report.model import Cause, HostLoss, Restart, Span
 from outlast.events.report.report import HostTimeline, InjectedFault, Lane, Mark, Saves
 from outlast.events.report.run import Process, Run
 from outlast.events.report.sentences import one_line, what_failed
+from outlast.events.restart_causes import Interruption
 from outlast.system.units import duration_text
 
 STARTING, RESTORING, TRAINING, HUNG = "starting", "restoring", "training", "hung"
 RESERVE, RESTARTING, LOST, ENDED = "reserve", "restarting", "lost", "ended"
-_DEATHS = ("TERMINATED", "HARD_TIMEOUT", "UNRESPONSIVE")
+_DEATHS = (Interruption.TERMINATED, Interruption.HARD_TIMEOUT, Interruption.UNRESPONSIVE)
 
 
 @dataclasses.dataclass

@@ -16,7 +16,7 @@ from outlast.coordination.records import (
     process_token,
 )
 from outlast.coordination.stores.store import Store
-from outlast.events.restart_causes import RestartCount
+from outlast.events.restart_causes import Interruption, RestartCount
 from outlast.launch.agent.decisions import JobRecord
 
 
@@ -150,7 +150,7 @@ class JobKeys:
             rank=ranks[0],
             host=host,
             pid=-1,
-            interruption="TERMINATED",
+            interruption=Interruption.TERMINATED.value,
             cause=cause,
         )
         drive(membership.report_ended(owner, ranks, fault), self._perform)

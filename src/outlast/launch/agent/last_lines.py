@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from outlast.coordination.records import FaultRecord, ends
 from outlast.errors import NO_RESTART
-from outlast.events.restart_causes import RestartCount, describe_restarts
+from outlast.events.restart_causes import Interruption, RestartCount, describe_restarts
 from outlast.launch.agent.death_log import Death, Raised, from_last_traceback
 from outlast.launch.agent.decisions import Decision
 from outlast.system.units import duration_text
@@ -78,7 +78,7 @@ class Ending:
         if fault is None or not ends(fault):
             return fault
         told = cause is not None and cause.exit_code == NO_RESTART
-        return fault if told and fault.interruption == "BASE_EXCEPTION" else None
+        return fault if told and fault.interruption == Interruption.BASE_EXCEPTION else None
 
     def output(self) -> list[str]:
         """The traceback or the last output of the first cause, with a line above it; empty if the
