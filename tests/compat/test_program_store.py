@@ -96,3 +96,41 @@ def test_the_rank_that_serves_the_store_is_killed_again_and_again(
 def test_waits_in_a_store_that_the_function_opens_are_ended(tmp_path: Path) -> None:
     faults = [(2, RAISE, "in a wait"), (1, KILL, "before the group"), (0, KILL, "in a wait")]
     assert survivors(tmp_path, "in the function", *faults) == {2}
+
+
+JOINS = """
+import json, os, signal, sys
+import torch.distributed as dist
+from outlast.inprocess import Wrapper
+
+RANK, SIZE, PORT = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(sys.argv[1])
+FIRST = os.environ["OUTLAST_REPLACEMENT"] == "0"
+STORE = dist.TCPStore("127.0.0.1", PORT, SIZE, RANK == 0, wait_for_workers=True)
+if RANK == 0:
+    STORE.set("pid", str(os.getpid()))
+if RANK == 1 and not FIRST:
+    os.kill(int(STORE.get("pid")), signal.SIGKILL)
+
+@Wrapper()
+def train(call):
+    if call.iteration == 0:
+        if RANK == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        STORE.get("never")
+    named = dist.PrefixStore(str(call.iteration), STORE)
+    named.set(str(RANK), "")
+    named.wait([str(each) for each in range(SIZE)])
+    print(json.dumps({"pid": os.getpid(), "rank": RANK, "env": {}}), flush=True)
+
+train()
+"""
+
+
+@pytest.mark.slow
+def test_the_server_is_lost_while_the_replacement_of_another_rank_joins(tmp_path: Path) -> None:
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+    options = ["--nproc-per-node=3", "--max-restarts=10"]
+    with Run(tmp_path, JOINS, *options, args=[str(free_port())], env=quiet) as run:
+        for rank in range(3):
+            run.ready(rank)
+        assert run.wait() == 0, run.err

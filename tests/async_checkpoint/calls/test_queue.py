@@ -218,6 +218,17 @@ def test_close_has_a_time_limit(make: Make, tmp_path: Path) -> None:
         os.kill(pid, 0)
 
 
+def test_abort_in_another_thread_ends_a_check_that_waits(make: Make, tmp_path: Path) -> None:
+    queue, gate = make(), Gate(tmp_path)
+    for _ in range(2):
+        queue.schedule_async_request(request_of(work.wait_then_write, gate, tmp_path / "o", []))
+    gate.arrived()
+    timer = threading.Timer(0.2, queue.abort)
+    timer.start()
+    assert queue.maybe_finalize_async_calls(blocking=True, no_dist=True) == []
+    timer.join()
+
+
 def test_abort_kills_and_drops(make: Make, tmp_path: Path) -> None:
     queue, gate, ran = make(), Gate(tmp_path), []
     for _ in range(2):

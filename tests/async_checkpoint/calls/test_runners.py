@@ -221,6 +221,22 @@ def test_what_cannot_be_unpickled_is_a_failed_call(worker: WorkerRunner) -> None
     assert "cannot be unpickled in the worker: RuntimeError: not here" in cause
 
 
+def test_a_program_that_reads_its_arguments_when_it_is_imported(tmp_path: Path) -> None:
+    program = tmp_path / "arguments.py"
+    program.write_text(
+        "import sys\n"
+        "from outlast.async_checkpoint import AsyncCallsQueue, AsyncRequest\n"
+        "WHERE = sys.argv[1]\n"
+        "def save(): open(WHERE, 'w').close()\n"
+        "if __name__ == '__main__':\n"
+        "    queue = AsyncCallsQueue(persistent=True)\n"
+        "    queue.schedule_async_request(AsyncRequest(save, (), []))\n"
+        "    queue.close()\n"
+    )
+    subprocess.run([sys.executable, program, tmp_path / "saved"], check=True)
+    assert (tmp_path / "saved").exists()
+
+
 @pytest.mark.slow
 def test_a_program_without_the_guard_is_told(tmp_path: Path) -> None:
     program = tmp_path / "unguarded.py"

@@ -5,7 +5,11 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import select
+import signal
+import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +17,7 @@ import torch.distributed as dist
 
 from outlast.inprocess.interruption.program_stores import ProgramStores
 from outlast.system.sockets import awaited, socket_inodes
-from procs import NET_S
+from procs import NET_S, free_port
 
 LIMIT = datetime.timedelta(seconds=NET_S)
 
@@ -90,6 +94,86 @@ def test_a_store_is_renewed_by_a_server_that_waits_for_it() -> None:
     stores.replace()
     again.set("key", "value")
     assert store.get("key") == b"value"
+
+
+@contextlib.contextmanager
+def served(port: int, clients: int = 0) -> Iterator[int]:
+    """A server in another process, which is killed; yields a pipe that is readable once it serves.
+    With a number of `clients`, it waits for these.
+    """
+    readable, writable = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(dist.DistError):
+            store = dist.TCPStore("127.0.0.1", port, clients + 1, True, LIMIT, clients > 0)
+            os.write(writable, b"x")
+            threading.Event().wait()
+            del store
+        os._exit(1)
+    try:
+        yield readable
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(readable)
+        os.close(writable)
+
+
+def given_store(port: int, timeout: datetime.timedelta = LIMIT) -> Any:
+    with served(port) as ready:
+        assert os.read(ready, 1)
+        return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+
+
+def comes(ready: int) -> bool:
+    return bool(select.select([ready], [], [], NET_S / 4)[0])
+
+
+def test_a_store_is_renewed_by_the_replacement_of_a_replacement() -> None:
+    port = free_port()
+    store = given_store(port)
+    stores = ProgramStores(store)
+    stores.watch()
+    with served(port, clients=1) as ready:  # lost before its rank has joined
+        assert comes(ready)
+    with served(port, clients=1) as ready:
+        assert comes(ready)
+        stores.replace()
+        store.set("key", "value")
+        assert store.get("key") == b"value"
+
+
+def test_a_replacement_may_take_longer_than_the_timeout_of_the_store() -> None:
+    port = free_port()
+    store = given_store(port, datetime.timedelta(seconds=1))
+    stores = ProgramStores(store)
+    stores.watch()
+    threading.Event().wait(4)  # torch tries twice
+    with served(port, clients=1) as ready:
+        assert comes(ready)
+        stores.replace()
+        store.set("key", "value")
+        assert store.get("key") == b"value"
+
+
+def test_a_store_that_the_program_gives_up_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "store", serve(), raising=False)
+    port, stores = main.store.port, ProgramStores()  # type: ignore[attr-defined]
+    main.store = None  # type: ignore[attr-defined]
+    assert serve(port).port == port
+    stores.close()
+
+
+def test_only_small_containers_are_looked_into() -> None:
+    class Config(dict[str, Any]):
+        values: Any = 3
+
+    server = serve()
+    store = open_store(server.port)
+    for given in ([store], Config(store=store)):
+        assert ProgramStores(given)._clients
+    assert not ProgramStores([store] * 1_001)._clients
 
 
 def test_what_a_thread_waits_for_is_known_only_if_it_is_a_descriptor() -> None:

@@ -48,6 +48,33 @@ if os.environ["RANK"] == "0":
     print("uploaded", flush=True)
 """
 
+COMES_LATE = """
+import os, pathlib, signal, threading, time
+from outlast.inprocess import Compose, Wrapper
+from outlast.inprocess.rank_assignment import AwaitReplacements, ShiftRanks
+
+def wait_for(name):
+    while not os.path.exists(name):
+        time.sleep(0.01)
+
+if os.environ["OUTLAST_REPLACEMENT"] != "0":
+    wait_for("over")
+
+@Wrapper(rank_assignment=Compose(ShiftRanks(), AwaitReplacements(0)))
+def train():
+    if os.environ["RANK"] == "1" and os.environ["WORLD_SIZE"] == "2":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 1
+
+if train() is None:
+    pathlib.Path("late").touch()
+    threading.Event().wait(8)  # longer than the grace time
+    print("uploaded", flush=True)
+else:
+    pathlib.Path("over").touch()
+    wait_for("late")
+"""
+
 
 def ended(run: Run) -> list[str]:
     """The lines about processes that were ended."""
@@ -98,6 +125,14 @@ def test_a_program_that_works_on_after_its_training_is_not_ended(tmp_path: Path)
     with Run(tmp_path, WORKS_ON, "--nproc-per-node=2", "--grace=1") as run:
         assert run.wait() == 0
     assert "uploaded" in run.out
+
+
+@pytest.mark.slow
+def test_a_replacement_that_comes_late_and_works_on_is_not_ended(tmp_path: Path) -> None:
+    with Run(tmp_path, COMES_LATE, "--nproc-per-node=2", "--grace=1") as run:
+        assert run.wait() == 0
+    assert "uploaded" in run.out, run.err
+    assert not ended(run)
 
 
 def test_a_replacement_that_waits_before_a_completed_call_is_ended(tmp_path: Path) -> None:

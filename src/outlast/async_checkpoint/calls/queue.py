@@ -202,8 +202,9 @@ class AsyncCallsQueue:
         """
         finalized: list[int] = []
         if blocking:
-            for call in self._calls:
-                self._known().wait(call.index, None)
+            for call in tuple(self._calls):  # an abort in another thread empties it
+                if not self._closed:
+                    self._known().wait(call.index, None)
         end = self._decided_until()
         if not no_dist:
             end = least(end, self._group)

@@ -335,6 +335,7 @@ def _surroundings() -> dict[str, Any]:
     spec = getattr(main, "__spec__", None)
     return {
         "path": [str(entry) for entry in sys.path],
+        "argv": [str(each) for each in sys.argv],
         "main_name": None if spec is None else spec.name,
         "main_file": getattr(main, "__file__", None) if spec is None else None,
     }

@@ -1,8 +1,8 @@
 """The program of a persistent worker: receives calls on a channel and reports their outcomes.
 
-It inherits only the module path of its parent. A call of a function that is defined in the parent's
-program needs that program here: it is then imported under another name, so that the code under
-`if __name__ == "__main__":` does not run.
+It inherits only the module path and the arguments of its parent. A call of a function that is
+defined in the parent's program needs that program here: it is then imported under another name, so
+that the code under `if __name__ == "__main__":` does not run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> None:
     channel = settle(nice=int(sys.argv[3]))
     try:
         surroundings = json.loads(channel.receive()[0])
-        sys.path[:] = surroundings["path"]
+        sys.path[:], sys.argv[:] = surroundings["path"], surroundings["argv"]
         while True:
             _, (descriptor,) = channel.receive()
             outcome = _run(descriptor, surroundings)

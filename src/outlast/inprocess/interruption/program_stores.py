@@ -10,13 +10,14 @@ wait for a key of a lost rank was ended, which takes a shutdown of the connectio
 The client is a C++ object that keeps nothing about its connection but the descriptor. So another
 client is made, which greets the server and counts as one of its workers, and the first one's number
 is given to its connection. This is done in the function's thread, when the function has been left
-and the process groups are released: nothing else uses the store then. The program holds it, so its
-descriptor is not closed meanwhile.
+and the process groups are released: nothing else uses the store then. What the program has closed
+is left alone: nothing here holds its stores, whose server may begin again on the same port.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import logging
 import os
 import select
@@ -36,23 +37,29 @@ dist: Any = torch.distributed  # its stubs do not export the stores
 _PATIENCE_S = 2.0
 """How long the function waits for a store. The server of a replacement has answered by then: it has
 waited for this client before the replacement asked to join."""
+_PAUSE_MS = 100
+_MOST = 1000
+"""A larger tuple, list or dict is data: to look for stores in it would take seconds."""
 
 
 @dataclasses.dataclass
 class _Client:
-    store: Any
+    host: str
+    port: int
+    timeout: datetime.timedelta
     addresses: frozenset[tuple[str, int]]
     descriptor: int
     inode: int
+    lost = False  # it has no connection, nor another client
     renewed: tuple[Any, int] | None = None  # the other client, and the descriptor of that
 
     def __str__(self) -> str:
-        return f"the program's store at {self.store.host}:{self.store.port}"
+        return f"the program's store at {self.host}:{self.port}"
 
 
 class ProgramStores:
-    """The TCP stores among these arguments, also below a `PrefixStore`, in a tuple or a dict; and
-    the globals of the main program. Made before the call.
+    """The TCP stores among these arguments, also below a `PrefixStore`, in a tuple, list or dict;
+    and the globals of the main program. Made before the call.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -61,10 +68,10 @@ class ProgramStores:
         self._clients: dict[int, _Client] = {}  # by descriptor
         found = (*arguments, *vars(sys.modules["__main__"]).values())
         for store in _tcp_stores(found, within=2):
-            addresses = _addresses(store)
+            place, addresses = (store.host, store.port, store.timeout), _addresses(store)
             for descriptor, inode in socket_inodes().items():
                 if peer(descriptor) in addresses:
-                    self._clients[descriptor] = _Client(store, addresses, descriptor, inode)
+                    self._clients[descriptor] = _Client(*place, addresses, descriptor, inode)
 
     def end_wait(self) -> None:
         """Ends a wait of the function's thread in one of the stores. Called in another thread."""
@@ -76,43 +83,57 @@ class ProgramStores:
         """Begins to connect again, in another thread, what has lost its connection, or loses it
         until `replace`: other ranks notice the end of a process before all its sockets are closed.
         """
+        if self._watch is not None and not self._watch.is_alive():
+            self.close()
         if self._clients and self._watch is None:
             self._stop = os.eventfd(0, os.EFD_CLOEXEC)
             self._watch = threading.Thread(target=self._connect, name="outlast-stores", daemon=True)
             self._watch.start()
 
     def _connect(self) -> None:
-        poll, stop = select.poll(), self._stop
+        poll, halt, stop = select.poll(), select.poll(), self._stop
         poll.register(stop, select.POLLIN)
-        for descriptor in self._clients:
+        halt.register(stop, select.POLLIN)
+        watched = dict(self._clients)
+        for descriptor in watched:
             poll.register(descriptor, select.POLLRDHUP)
         while True:
             ready = dict(poll.poll())
             for descriptor in ready.keys() - {stop}:
+                client = watched[descriptor]
+                open_still = socket_inode(client.descriptor) == client.inode
+                if open_still and not self._connect_again(client):
+                    if halt.poll(_PAUSE_MS):
+                        return
+                    continue  # once more
                 poll.unregister(descriptor)
-                if socket_inode(descriptor) == self._clients[descriptor].inode:
-                    self._connect_again(self._clients[descriptor])
+                if open_still and client.renewed is not None:
+                    # This server may be lost too: that of a replacement that has not joined yet.
+                    watched[client.renewed[1]] = client
+                    poll.register(client.renewed[1], select.POLLRDHUP)
             if stop in ready:
                 return
 
-    def _connect_again(self, client: _Client) -> None:
-        before, store = set(socket_inodes().values()), client.store
+    def _connect_again(self, client: _Client) -> bool:
+        client.lost, before = True, set(socket_inodes().values())
         try:
             # Its server counts it as one of its workers; their number matters to the server only.
-            other = dist.TCPStore(store.host, store.port, 1, False, store.timeout)
+            other = dist.TCPStore(client.host, client.port, 1, False, client.timeout)
         except RuntimeError as e:
-            log.warning("%s cannot be reached again: %s", client, str(e).partition("\n")[0])
-            return
+            log.debug("%s cannot be reached yet: %s", client, str(e).partition("\n")[0])
+            return False
         for descriptor, inode in socket_inodes().items():
             if inode not in before and peer(descriptor) in client.addresses:
-                client.renewed = other, descriptor
+                client.lost, client.renewed = False, (other, descriptor)
+        return True
 
     def replace(self) -> None:
         """Gives the stores their new connections. Called before the function is entered."""
-        if not self.close():
-            log.warning("%s has no server any more", ", or ".join(map(str, self._clients.values())))
-            return
-        for client in self._clients.values():
+        ended = self.close()
+        lost = {str(client) for client in self._clients.values() if client.lost}
+        if lost:
+            log.warning("%s has no server any more", ", ".join(sorted(lost)))
+        for client in self._clients.values() if ended else ():
             if client.renewed is not None and socket_inode(client.descriptor) == client.inode:
                 os.dup2(client.renewed[1], client.descriptor, inheritable=False)
                 client.inode = socket_inode(client.descriptor) or 0
@@ -136,8 +157,8 @@ def _tcp_stores(arguments: Iterable[Any], within: int) -> Iterator[Any]:
             argument = argument.underlying_store
         if isinstance(argument, dist.TCPStore):
             yield argument
-        elif within and isinstance(argument, tuple | dict):
-            inner = argument.values() if isinstance(argument, dict) else argument
+        elif within and isinstance(argument, tuple | list | dict) and len(argument) <= _MOST:
+            inner = dict.values(argument) if isinstance(argument, dict) else argument
             yield from _tcp_stores(inner, within - 1)
 
 

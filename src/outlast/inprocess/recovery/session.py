@@ -84,7 +84,10 @@ def run_call(
     try:
         session = _Session(settings, function, sink)
         session.host.stores = stores
-        return session.run()
+        value = session.run()
+        if session.host.joining and (job := launched_job()):
+            Departure(0, session.prefix, []).tell(job)  # what it does now is not cut short
+        return value
     except BaseException as error:
         if session is not None and (job := launched_job()):
             Departure.by(error, session.prefix).tell(job)
@@ -156,6 +159,7 @@ class _Session:
             # After the monitor thread, which runs the abort, has ended.
             stack.callback(lambda: host.releaser.end())
             stack.callback(host.stores.close)
+            host.stores.watch()  # until the first iteration: a rank may be lost before that
             stack.enter_context(host.releaser.keeping_destroyed())
             self.endpoint = monitor.endpoint
             factory, kwargs = self.settings.store_factory, self.store_kwargs

@@ -14,7 +14,7 @@ still runs its script is never ended for that, nor one that leaves because it wa
 
 *A replacement that comes too late* for a call may wait, before it, for ranks that will not come: in
 a store that it serves itself. It has `--grace` once all workers here that have completed the call
-have ended.
+have ended. One that comes to the call after all, and gets `None`, is as one that has completed it.
 
 *They are stopped*, by SIGSTOP for one. Within a wrapped call, the monitor process of a rank sees
 that, and ends it. Of any other worker, the kernel tells its parent, the launcher, with SIGCHLD: one
@@ -82,6 +82,8 @@ class DepartedWorkers:
         if 0 not in ended.values() or not all(worker.start for worker in workers):
             return False
         job, host = coordinator.keys.job(), coordinator.host_id
+        if any(each.departure == Departure(0, job.prefix, []) for each in workers):
+            return False
         names = {process_name(host, worker.pid) for worker in workers}
         return job.state is JobState.COMPLETED and not names & job.completed_by
 
@@ -105,7 +107,8 @@ class DepartedWorkers:
     def _end(self, worker: Worker) -> None:
         departure, prefix = worker.departure, self._resources.coordinator.keys.job().prefix
         self._timed.discard(worker.pid)
-        left = worker.settled or worker.at_end or (departure and prefix == departure.call)
+        of_call = departure and departure.code and prefix == departure.call
+        left = worker.settled or worker.at_end or of_call
         is_late = not left and self._are_late(list(self._resources.workers))
         if not self._is_there(worker) or not (left or is_late):
             return
@@ -116,6 +119,8 @@ class DepartedWorkers:
             f"rank {worker.rank} {how}, and its process {worker.pid} has not ended within "
             f"{self._grace_s:g} s{threads}: it is ended"
         )
+        if is_late:
+            worker.killer = "the launcher, as it came too late"
         worker.ended_by_launcher = True
         os.kill(worker.pid, signal.SIGTERM)
         self._resources.loop.call_later(TERMINATE_S, functools.partial(self._kill, worker))
