@@ -129,6 +129,7 @@ class KeptState:
         with ranks.operation():
             answer = ranks.gather(self.held(after), lambda held: self.sort(step, held))
         newest = self.looked(answer, step)
+        self._restorer.forget()
         return newest if newest is not None and newest > after else None
 
     def restored(
@@ -138,6 +139,7 @@ class KeptState:
         from other ranks. All ranks call this.
         """
         self._restorer.restored_from = source
+        self._restorer.forget()
         self._emitter.emit(
             CheckpointRestored(step=step, source=source, seconds=seconds, fetched_bytes=size_bytes)
         )

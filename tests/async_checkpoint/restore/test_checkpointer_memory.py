@@ -155,3 +155,18 @@ def test_at_the_end_of_the_program_saves_are_finished(ranks: Ranks, tmp_path: Pa
         assert job.wait(0) == 0, job.errors(0)
     assert valid_steps(path) == [1, 2]
     assert left_over(path) == []
+
+
+@pytest.mark.parametrize("how", ["asked", "restored elsewhere"])
+def test_a_restore_uses_no_list_from_before_another_save(tmp_path: Path, how: str) -> None:
+    state = state_of(1)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state).wait()
+        kept = checkpointer.kept
+        if how == "asked":
+            assert kept.newest(-1) == 1
+        else:
+            kept.looked(kept.sort(None, [kept.held()]), None)
+            kept.restored(state, 1, "fallback", 0.0, 0)
+        checkpointer.save(2, state).wait()
+        assert checkpointer.restore(blank()) == 2

@@ -292,6 +292,10 @@ class Restorer:
         self._looked = (step, [_Candidate(*each) for each in found]) if is_all else None
         return found[0][1] if found else None
 
+    def forget(self) -> None:
+        """No restore follows: a later one looks again, since there may be other checkpoints."""
+        self._looked = None
+
     def _has_saved(self, found: Sequence[tuple[int, str]], step: int, save_id: str) -> bool:
         storage = self._session.storage
         folders = [folder for each, folder in found if each == step]
