@@ -1,3 +1,5 @@
+from procs import NET_S
+
 """Several endpoints: any of them may found the group, and the death of one is survived."""
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ def test_two_groups_with_one_run_id_do_not_last(run: MakeRun) -> None:
     for host in hosts:
         host.joined()
         host.begin("until", lease_ok=False)
-    (readable, *_), _, _ = select.select([host.process.stdout for host in hosts], [], [], 60.0)
+    (readable, *_), _, _ = select.select([host.process.stdout for host in hosts], [], [], NET_S)
     (loser,) = [host for host in hosts if host.process.stdout is readable]
     (winner,) = [host for host in hosts if host is not loser]
     assert "another group with this run id" in loser.answer()["error"]

@@ -59,7 +59,12 @@ def dispatch_fault_injection(fault: Any, delay: float, callback: Any) -> None:
         raise RuntimeError(f"unknown fault: {fault!r}")
     if fault is Fault.SIGNAL_EXC:
         signal.signal(signal.SIGUSR1, _raise)
-    device = torch.cuda.current_device() if "GPU" in fault.name else -1  # of this thread
+    device = None
+    if "GPU" in fault.name:  # that of this thread
+        kind = torch.accelerator.current_accelerator()
+        if kind is None:
+            raise RuntimeError(f"{fault.name}: this process has no accelerator")
+        device = torch.device(kind.type, torch.accelerator.current_device_index())
     start_thread("outlast-inject-fault", _inject, fault, delay, callback, device)
 
 
@@ -79,17 +84,17 @@ def _raise(*_: object) -> None:
     raise InjectedException
 
 
-def _inject(fault: Any, delay: float, callback: Any, device: int) -> None:
+def _inject(fault: Any, delay: float, callback: Any, device: torch.device | None) -> None:
     time.sleep(delay)
     if callback is not None:
         callback()
     match fault:
         case Fault.GPU_ERROR:
-            one = torch.ones(1, dtype=torch.int64, device=f"cuda:{device}")
+            one = torch.ones(1, dtype=torch.int64, device=device)
             one[one] = 0  # there is no index 1
         case Fault.GPU_SLEEP:
-            torch.cuda.set_device(device)
-            torch.cuda._sleep(1 << 62)
+            torch.accelerator.set_device_index(device)
+            torch.get_device_module(device)._sleep(1 << 62)
         case Fault.WORKLOAD_EXC:
             _asked.set()
         case Fault.ASYNC_EXC:
