@@ -1,5 +1,3 @@
-from procs import NET_S
-
 """Several endpoints: any of them may found the group, and the death of one is survived."""
 
 from __future__ import annotations
@@ -9,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
+from procs import NET_S
 
 MakeRun = Callable[..., Any]
 EVERYONE = ["127.0.0.2", "127.0.0.3", "127.0.0.4"]
