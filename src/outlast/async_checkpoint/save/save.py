@@ -140,8 +140,13 @@ class Save:
         shared = self._shared
         structure = shared.structures.present
         buffer = None if structure is None else shared.session.pool.take_left(save_id, structure)
-        if structure is None or buffer is None or buffer.snapshot is None:
-            raise CheckpointError("its snapshot is not of the present structure")
+        if structure is None:
+            raise CheckpointError("the ranks have not agreed on what they save now")
+        if buffer is None or buffer.snapshot is None:
+            held = [b for b in shared.session.pool.all_buffers if b.snapshot is not None]
+            left = [b for b in held if b.snapshot and b.snapshot["save_id"] == save_id]
+            there = "in use" if any(b.busy for b in left) else "not of the present structure"
+            raise CheckpointError(f"its snapshot is {there if left else 'gone'}")
         self._structure, self._beside = structure.digest, Beside(sync)
         if shared.ledger.world_size == 1:
             self._catalog = shared.structures.catalog
