@@ -35,8 +35,6 @@ export PYTHONDONTWRITEBYTECODE :=
 
 # The number of processes that run tests.
 WORKERS ?= 3
-# Slow tests wait more than the others.
-SLOW_WORKERS ?= 4
 
 VENV := .venv$(TORCH_FOLDER)
 BIN := $(VENV)/bin
@@ -129,7 +127,7 @@ services:
 # every second one of many cases. The last environment is installed while the tests with hosts run. A
 # cluster of Ray has dozens of processes that import for a minute, so nothing runs beside it.
 test-all: $(STAMP) services
-	$(BIN)/python -m pytest --numprocesses $(SLOW_WORKERS) --dist worksteal --all --ignore tests/hosts \
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --all --ignore tests/hosts \
 		--ignore tests/ports $(if $(AFTER_TEST),-m 'slow and not exhaustive' --every-second)
 	$(MAKE) --jobs 2 test-hosts $(FRAMEWORKS_STAMP)
 	$(MAKE) test-ports
