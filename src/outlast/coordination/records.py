@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from outlast.events.hung_ranks import hung_ranks
-from outlast.events.restart_causes import HUNG, Interruption
+from outlast.events.restart_causes import HANGS, HUNG, Interruption
 
 COMPLETED_BY = "completed-by"
 """Under the prefix of a call: the names of the processes that have completed it, one on each line,
@@ -150,7 +150,7 @@ def suspects_link(cause: FaultRecord) -> bool:
     connection that no fault of a rank explains, or an error that speaks of the network. A wrong
     suspicion costs each host one connection to each other host.
     """
-    if cause.interruption in (HUNG, Interruption.HARD_TIMEOUT) or cause.consequence:
+    if cause.interruption in HANGS or cause.consequence:
         return True
     text = cause.cause.lower()
     return cause.interruption == Interruption.EXCEPTION and any(

@@ -23,19 +23,21 @@ class LauncherNotice:
         self._running = CallRecord(JobState.RUNNING, prefix, call=call)
 
     def running(self) -> None:
-        held = CallRecord.parse(self._connection.claim(JOB_KEY, self._running.encode()))
-        while held.call < self._running.call:
+        held = self._connection.claim(JOB_KEY, self._running.encode())
+        while CallRecord.parse(held).call < self._running.call:
             held = self._change(held, self._running)
 
     def aborted(self, *, reports: bool) -> None:
         """The members ended the job; `outlast run` reads which process reported why (`reports`)."""
-        held = self._running
-        while held.call == self._running.call and held.state is not JobState.COMPLETED:
-            wanted = dataclasses.replace(held, state=JobState.ABORTED)
+        held, call = self._running.encode(), self._running.call
+        while (record := CallRecord.parse(held)).call == call:
+            if record.state is JobState.COMPLETED:
+                return
+            wanted = dataclasses.replace(record, state=JobState.ABORTED)
             if reports:
                 wanted = dataclasses.replace(wanted, reporter=self._process)
             held = self._change(held, wanted)
-            if held == wanted:
+            if held == wanted.encode():
                 return  # otherwise another rank was first
 
     def completed(self) -> None:
@@ -47,8 +49,8 @@ class LauncherNotice:
         if self._process:
             key = self._running.prefix + COMPLETED_BY
             self._connection.append(key, f"{self._process}\n".encode())
-        self._change(self._running, dataclasses.replace(self._running, state=JobState.COMPLETED))
+        completed = dataclasses.replace(self._running, state=JobState.COMPLETED)
+        self._change(self._running.encode(), completed)
 
-    def _change(self, before: CallRecord, after: CallRecord) -> CallRecord:
-        found = self._connection.compare_set(JOB_KEY, before.encode(), after.encode())
-        return CallRecord.parse(found)
+    def _change(self, before: bytes, after: CallRecord) -> bytes:
+        return self._connection.compare_set(JOB_KEY, before, after.encode())
