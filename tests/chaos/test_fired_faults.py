@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from outlast.chaos.environment import Environment
-from outlast.chaos.fired_faults import MarkerDirectory, job_directory
+from outlast.chaos.fired_faults import Environment, MarkerDirectory, job_directory
 from outlast.errors import ChaosError
 from procs import NET_S
 

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from outlast.system.error_text import describe, exit_text, first_line, signal_name, traceback_text
-from outlast.system.user_frames import user_place, user_traceback
+from outlast.system.frames import user_place, user_traceback
 
 
 @pytest.mark.parametrize(

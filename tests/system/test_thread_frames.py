@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from outlast.system.thread_frames import exception_of, frame_of
+from outlast.system.frames import exception_of, frame_of
 
 NET_S = 60.0
 
@@ -18,7 +18,7 @@ NET_S = 60.0
 # allocations in turn: some of them are those of Python's look at the threads.
 PROGRAM = """
 import gc, sys, threading
-from outlast.system.thread_frames import exception_of, frame_of
+from outlast.system.frames import exception_of, frame_of
 class Node:
     def __init__(self):
         self.me = self

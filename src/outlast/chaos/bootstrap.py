@@ -14,8 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from outlast.chaos.environment import Environment
-from outlast.chaos.fired_faults import MarkerDirectory, job_directory
+from outlast.chaos.fired_faults import Environment, MarkerDirectory, job_directory
 from outlast.chaos.injector import Injector
 from outlast.chaos.install import install
 from outlast.chaos.plan import Plan

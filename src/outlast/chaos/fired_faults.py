@@ -3,12 +3,14 @@
 A process claims a fault before it fires it, with a marker file that only one process can create
 (`O_EXCL`); the claim outlives the process. A marker contains, as JSON, what fired, where and when.
 At the end of a job, `planned_events` tells which faults of its plan have fired, and which never
-came due.
+came due. Where the markers are, the environment says: `Environment` is all that fault injection
+reads of it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -18,10 +20,32 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from outlast.chaos.environment import Environment
 from outlast.chaos.plan import Plan
 from outlast.errors import ChaosError
 from outlast.events.types import PlannedFault
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Environment:
+    """Settings from environment variables."""
+
+    plan: str | None  # the path of the plan (`OUTLAST_CHAOS`)
+    state: str | None  # the directory of the records of fired faults (`OUTLAST_CHAOS_STATE`)
+    rank: int | None  # the rank that the launcher gave this process
+    job: tuple[str, ...]  # values that identify this job among others on the same machine
+    store_port: int | None = None  # the port of the job's store (`MASTER_PORT`)
+
+    @classmethod
+    def read(cls) -> Environment:
+        rank, port = os.environ.get("RANK", ""), os.environ.get("MASTER_PORT", "")
+        names = ("OUTLAST_JOB", "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
+        return cls(
+            plan=os.environ.get("OUTLAST_CHAOS") or None,
+            state=os.environ.get("OUTLAST_CHAOS_STATE") or None,
+            rank=int(rank) if rank.isdecimal() else None,
+            store_port=int(port) if port.isdecimal() else None,
+            job=tuple(os.environ.get(name, "") for name in names),
+        )
 
 
 class MarkerDirectory:

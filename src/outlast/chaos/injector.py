@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING
 
 from outlast.chaos.actions import fire, server_of
 from outlast.chaos.collectives import on_next_collective
-from outlast.chaos.environment import Environment
-from outlast.chaos.fired_faults import MarkerDirectory, job_directory
+from outlast.chaos.fired_faults import Environment, MarkerDirectory, job_directory
 from outlast.chaos.kinds import Kind, Phase
 from outlast.chaos.plan import Moment, Plan, PlannedFault, RandomFaults
 from outlast.chaos.writer_server import PUBLISH, PUBLISHED, PUT, WRITE, WriterServer

@@ -11,6 +11,7 @@
 * `parallel`: start a thread; one piece of work in several threads.
 * `files`: fsync, and the lock of a file.
 * `error_text`: an exception, an exit code or a signal as text; what tracebacks keep alive.
+* `frames`: what another thread executes; the user's part of a stack or traceback.
 * `arguments`: check and convert the arguments of public functions.
 * `lazy_exports`: packages that import their modules on first use.
 

@@ -35,7 +35,7 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-from outlast.system.user_frames import in_standard_library
+from outlast.system.frames import in_standard_library
 
 _PACKAGES = (
     *("threading", "queue", "logging", "multiprocessing", "concurrent.futures", "asyncio"),

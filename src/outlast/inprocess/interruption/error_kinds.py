@@ -25,7 +25,7 @@ from outlast.errors import (
     StoreError,
 )
 from outlast.system.error_text import chain, message
-from outlast.system.user_frames import in_standard_library, is_installed, is_own
+from outlast.system.frames import in_standard_library, is_installed, is_own
 
 log = logging.getLogger("outlast.inprocess")
 

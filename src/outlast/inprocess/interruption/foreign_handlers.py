@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 from outlast.inprocess.interruption.error_kinds import USER_REGION
-from outlast.system.user_frames import in_own_code
+from outlast.system.frames import in_own_code
 
 
 class ForeignHandlers:

@@ -27,7 +27,7 @@ from typing import Any
 from outlast.errors import RankShouldRestart
 from outlast.inprocess.interruption.error_kinds import USER_REGION, is_consequence, is_interrupt
 from outlast.inprocess.interruption.interrupter import Interrupter, waits
-from outlast.system.thread_frames import exception_of, frame_of
+from outlast.system.frames import exception_of, frame_of
 
 log = logging.getLogger("outlast.inprocess")
 

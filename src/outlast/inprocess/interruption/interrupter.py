@@ -44,8 +44,8 @@ from outlast.inprocess.interruption.error_kinds import USER_REGION, ending_in, u
 from outlast.inprocess.interruption.release import QuietHooks
 from outlast.inprocess.monitor.shared_page import Blocked
 from outlast.system import devices
-from outlast.system.thread_frames import frame_of
-from outlast.system.user_frames import (
+from outlast.system.frames import (
+    frame_of,
     in_own_code,
     in_standard_library,
     is_installed,

@@ -32,7 +32,7 @@ from outlast.inprocess.interruption.flight_recorder import process_groups
 from outlast.inprocess.interruption.interrupter import AtomicSection, Interrupter, places_of
 from outlast.inprocess.monitor.shared_page import Activity, Blocked, SharedPage
 from outlast.inprocess.store import Connection
-from outlast.system.user_frames import user_place
+from outlast.system.frames import user_place
 
 log = logging.getLogger("outlast.inprocess")
 

@@ -23,7 +23,7 @@ from outlast.clock import Clock
 from outlast.coordination.training_step import loop
 from outlast.inprocess.monitor.loader_workers import LoaderWorkers
 from outlast.inprocess.monitor.shared_page import Activity, Blocked, SharedPage
-from outlast.system.thread_frames import frame_of
+from outlast.system.frames import frame_of
 
 _PendingCall = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 _add_pending_call = ctypes.pythonapi.Py_AddPendingCall

@@ -35,8 +35,8 @@ from outlast.inprocess.running_call import RunningCall
 from outlast.inprocess.timeouts import Timeouts
 from outlast.system.arguments import seconds
 from outlast.system.error_text import chain, first_line, release_frames, signal_name
+from outlast.system.frames import user_place, user_traceback
 from outlast.system.notices import notice
-from outlast.system.user_frames import user_place, user_traceback
 
 log = logging.getLogger("outlast.inprocess")
 

@@ -17,7 +17,7 @@ from outlast.events.restart_causes import DIED, RestartCount, split_exception, w
 from outlast.events.types import WorkerFailed
 from outlast.launch.agent.decisions import Decision, JobRecord
 from outlast.system.error_text import exit_summary, exit_text
-from outlast.system.user_frames import place_in_user_code
+from outlast.system.frames import place_in_user_code
 
 EARLY = "before it reached the wrapped function"
 _FAULTS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)

@@ -12,7 +12,7 @@ import pytest
 
 from outlast.chaos.plan import load_json
 from outlast.errors import ChaosError
-from outlast.system.user_frames import (
+from outlast.system.frames import (
     in_own_code,
     user_place,
     user_place_of,
@@ -38,7 +38,7 @@ def reads(path: object) -> None:
 def test_the_place_is_the_innermost_line_of_the_user() -> None:
     error = raised(step)
     line = step.__code__.co_firstlineno + 1
-    assert user_place(error) == f"test_user_frames.py:{line} in step"
+    assert user_place(error) == f"test_frames.py:{line} in step"
     assert "in decode" in user_traceback(error, 10_000)  # a library's frames stay
 
 
@@ -78,4 +78,4 @@ def test_a_thread_is_in_this_package_if_that_has_called_what_it_does() -> None:
             wait()
             looking.join()
     assert [own for _, own in found] == [False, True]
-    assert all(place.startswith("test_user_frames.py:") for place, _ in found)
+    assert all(place.startswith("test_frames.py:") for place, _ in found)
