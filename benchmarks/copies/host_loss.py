@@ -97,7 +97,7 @@ def _train(size: Size, path: Path, replicas: int, log: Path, host: int) -> None:
             while replicas and not any(isinstance(e, CopyCompleted) for e in sink.events):
                 time.sleep(0.01)
             dist.barrier()
-            session = checkpointer._session
+            session = checkpointer.session
             keeper = None if session.keeper is None else session.keeper.pid
             say("ready", pids=[p for p in (session.writer.pid, keeper, os.getpid()) if p])
             while True:

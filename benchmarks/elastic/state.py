@@ -91,7 +91,7 @@ def _job(job: Job) -> dict[str, float]:
     memory = time.perf_counter() - began
     # As in a new process, which has no snapshot in memory: the checkpoint is read from disk.
     settle()
-    buffers = job.checkpointer._session.pool.buffers
+    buffers = job.checkpointer.session.pool.buffers
     kept = [buffer.snapshot for buffer in buffers]
     for buffer in buffers:
         buffer.snapshot = None

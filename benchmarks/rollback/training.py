@@ -95,7 +95,7 @@ def _say_restored(rank: int, number: int, job: outlast.Job, began: float, sink: 
 
 
 def _give_up_memory(job: outlast.Job) -> None:
-    pool = job.checkpointer._session.pool
+    pool = job.checkpointer.session.pool
     for buffer in [*pool.buffers, *pool.handed_over]:
         buffer.snapshot = None
 

@@ -125,7 +125,7 @@ def test_snapshot_buffers_are_page_locked(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, training.state())
         checkpointer.wait(NET)
-        pool = checkpointer._session.pool
+        pool = checkpointer.session.pool
         buffers = [buffer for buffer in pool.buffers if buffer.memory is not None]
         assert buffers
         assert all(buffer.pinned is not None for buffer in buffers)

@@ -118,7 +118,7 @@ def test_a_failed_save_neither_names_nor_removes_a_checkpoint(
     """Even once its error has been raised."""
     save(folder, tmp_path / "first.ckpt", 1)
     folder._checkpointer.wait()
-    writer = folder._checkpointer._session.writer.pid
+    writer = folder._checkpointer.session.writer.pid
     assert writer is not None
     resource.prlimit(writer, resource.RLIMIT_FSIZE, (0, 0))  # it can write no more
     save(folder, tmp_path / "second.ckpt", 2)

@@ -120,7 +120,7 @@ def _save_until_shutdown(folder: Path, last: int, chance: Random) -> tuple[int, 
             finally:
                 saved.release()
                 checkpointer.abort()
-                checkpointer._session.close(0.0)
+                checkpointer.session.close(0.0)
 
     descriptor = os.open(folder.parent, os.O_RDONLY)
     thread = threading.Thread(target=save)

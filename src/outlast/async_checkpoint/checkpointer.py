@@ -126,6 +126,7 @@ class Checkpointer:
             group, ledger = None, CallLedger(MemoryStore(), "checkpoint", 0, 1)
         else:
             ledger = connect_ledger("checkpoint", group)
+        self.ledger = ledger  # children of it are for what belongs to this checkpointer
         self.rank, self.world_size = ledger.rank, ledger.world_size
         if not_hooked and self.rank == 0:
             log.warning(
@@ -135,50 +136,46 @@ class Checkpointer:
         job = ledger.agree("job", uuid.uuid4().hex[:12])
         self._ranks = Agreement(ledger.child("restore"), timeout_s, self._url)
         with self._ranks.operation():
-            self._session, taken_over = session_for(
+            self.session, taken_over = session_for(
                 self._url, threads=threads, linger_s=linger_s, replicas=replicas
             )
-            self._session.writer.timeout_s = timeout_s
+            self.session.writer.timeout_s = timeout_s
             if taken_over:
-                self._session.end_owner()
+                self.session.end_owner()
             if self.rank != 0:
-                self._session.unlock()
-            self._session.pool.grow(max_in_flight, spare=replicas)
-            self._emitter = Emitter(events if events is not None else self._session.sink(self.rank))
-            self._emitter.place(rank=self.rank)
+                self.session.unlock()
+            self.session.pool.grow(max_in_flight, spare=replicas)
+            self.emitter = Emitter(events if events is not None else self.session.sink(self.rank))
+            self.emitter.place(rank=self.rank)
             global_rank = dist.get_rank() if grouped else 0
-            self._session.memo.ranks = global_rank, self.rank, self.world_size
-            self._restorer = Restorer(self._session, self._ranks, group, self._emitter)
+            self.session.memo.ranks = global_rank, self.rank, self.world_size
+            self.restorer = Restorer(self.session, self._ranks, group, self.emitter)
             try:
-                self._restorer.open(f"process {os.getpid()} on {socket.gethostname()}, job {job}")
+                self.restorer.open(f"process {os.getpid()} on {socket.gethostname()}, job {job}")
                 if not alone:
                     keep_events_beside(events_folder(), self._url, warn=self.rank == 0)
-                self._restorer.copies = arrange_copies(
-                    self._session, self._ranks, ledger, self._emitter, replica_bandwidth
+                self.restorer.copies = arrange_copies(
+                    self.session, self._ranks, ledger, self.emitter, replica_bandwidth
                 )
             except BaseException:
                 if not taken_over:  # no other checkpointer knows of it
-                    self._session.close(0.0)
+                    self.session.close(0.0)
                 raise
-        self._saves = Saves(
-            self._session,
+        self.saves = Saves(
+            self.session,
             ledger,
-            self._emitter,
+            self.emitter,
             job=job,
             optimizers=optimizers,
             timeout_s=timeout_s,
             keep=retention,
             policy=on_failure if isinstance(on_failure, FailurePolicy) else None,
         )
-        self.kept = KeptState(self._session, self._restorer, self._saves, self._emitter)
+        self.kept = KeptState(self.session, self.restorer, self.saves, self.emitter)
+        self.resumes_saves = True  # after a restore, those that a fault has cut off; else a `Job`
         self._closed = False
         atexit.register(self._close_at_exit)
-        self._session.owner = self
-
-    @property
-    def emitter(self) -> Emitter:
-        """The emitter of this checkpointer's events; `outlast.Job` writes its own events there."""
-        return self._emitter
+        self.session.owner = self
 
     # ------------------------------------------------------------------------------ saving
 
@@ -217,7 +214,7 @@ class Checkpointer:
         step = as_int("step", step, at_least=0)
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a dict, not a {type(state_dict).__name__}")
-        handle = self._saves.save(step, state_dict, metric, finite, place)
+        handle = self.saves.save(step, state_dict, metric, finite, place)
         if not self._alone:  # its steps are none of the training: see `elastic.states`
             report_step(step)
         return handle
@@ -264,16 +261,16 @@ class Checkpointer:
         self._check_open()
         step = None if step is None else as_int("step", step, at_least=0)
         with self._ranks.operation():
-            self._saves.seal_all()
-            found = self._restorer.restore(state_dict, step, strict, tuple(optional), weights_only)
-        self._saves.prepare(state_dict)
-        if found is not None and not self.kept.resumes:
-            self.kept.resume(found)
+            self.saves.seal_all()
+            found = self.restorer.restore(state_dict, step, strict, tuple(optional), weights_only)
+        self.saves.prepare(state_dict)
+        if found is not None and self.resumes_saves:
+            self.saves.resume_left(self.restorer.take_left(found))
         return found
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """The committed checkpoints, oldest first. Reads only their manifests."""
-        return folders.list_checkpoints(self._session.storage)
+        return folders.list_checkpoints(self.session.storage)
 
     def verify(self, step: int) -> CheckpointInfo:
         """Reads and verifies the whole checkpoint of `step`, on this rank.
@@ -281,7 +278,7 @@ class Checkpointer:
         Raises:
             CheckpointError: if it is damaged; names the file and what is wrong with it.
         """
-        return folders.verify(self._session.storage, as_int("step", step, at_least=0))
+        return folders.verify(self.session.storage, as_int("step", step, at_least=0))
 
     def delete(self, step: int) -> None:
         """Deletes the checkpoint of `step`. Call it on one rank, and not for a step that is being
@@ -291,7 +288,7 @@ class Checkpointer:
             CheckpointError: if there is none.
         """
         self._check_open()
-        folders.delete(self._session.storage, as_int("step", step, at_least=0))
+        folders.delete(self.session.storage, as_int("step", step, at_least=0))
 
     @property
     def in_use(self) -> bool:
@@ -310,7 +307,7 @@ class Checkpointer:
             TimeoutError: the built-in one, if it takes longer than `timeout`.
         """
         limit = as_wait("timeout", timeout)
-        self._saves.wait(None if limit is None else limit.total_seconds())
+        self.saves.wait(None if limit is None else limit.total_seconds())
 
     def abort(self) -> None:
         """Drops all saves in progress, on all ranks; does not wait. The checkpointer cannot be used
@@ -333,20 +330,20 @@ class Checkpointer:
         """
         if self._closed:
             return
-        self._saves.check_not_in_callback()
+        self.saves.check_not_in_callback()
         limit = as_wait("timeout", timeout)
-        self._saves.seal_all()
-        in_time = self._saves.finish(None if limit is None else limit.total_seconds())
-        late = [save.step for save in self._saves.pending]
+        self.saves.seal_all()
+        in_time = self.saves.finish(None if limit is None else limit.total_seconds())
+        late = [save.step for save in self.saves.pending]
         if not in_time:
-            self._saves.abort()
+            self.saves.abort()
         self._closed = True
         atexit.unregister(self._close_at_exit)
-        self._session.close(5.0 if in_time else 0.0)
-        self._session.owner = None
+        self.session.close(5.0 if in_time else 0.0)
+        self.session.owner = None
         if late:
             raise SaveCancelled(f"steps {late} were not committed within {limit}, and dropped")
-        self._saves.outcomes.raise_unseen()
+        self.saves.outcomes.raise_unseen()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -356,7 +353,7 @@ class Checkpointer:
             self.close()
         elif (self.world_size == 1 and issubclass(kind, Exception | SystemExit)) or (
             # A rank that was told to stop has waited for its last save; only removals are left.
-            issubclass(kind, SystemExit) and not self._saves.pending
+            issubclass(kind, SystemExit) and not self.saves.pending
         ):
             self._close_and_log(_FOR_FAULT)  # the caller must see the error that left the block
         else:
@@ -380,14 +377,14 @@ class Checkpointer:
                 log.warning("%s", e)
 
     def _close_at_exit(self) -> None:
-        if self._session.outlives_program:
+        if self.session.outlives_program:
             self.abort()
         else:
             self._close_and_log(_FOR_EXIT)
 
     def _drop(self) -> None:
         self._closed = True
-        self._saves.abort()
+        self.saves.abort()
         atexit.unregister(self._close_at_exit)
 
     def _check_open(self) -> None:

@@ -7,29 +7,20 @@ and treats the state that the caller has restored like one that it has loaded it
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from outlast.async_checkpoint.beside import Beside
-from outlast.async_checkpoint.handle import SaveHandle
 from outlast.async_checkpoint.restore.restorer import Restorer
 from outlast.async_checkpoint.save.folder_session import FolderSession
-from outlast.async_checkpoint.save.left_saves import LeftSave
 from outlast.async_checkpoint.save.saves import Saves
 from outlast.async_checkpoint.storage.system_errors import NO_ROOM as NO_ROOM
-from outlast.async_checkpoint.writer.handover import take_over
 from outlast.events.emitter import Emitter
 from outlast.events.types import CheckpointRestored
-from outlast.system.notices import notice
 from outlast.system.shared_memory import SharedMemory
-
-log = logging.getLogger("outlast.checkpoint")
 
 
 class KeptState:
-    """One rank's part. `resumes`: whether the caller calls `resume` after a restore. Otherwise the
-    checkpointer does. `url` is the folder of the checkpoints, in the form in which it is unique;
+    """One rank's part. `url` is the folder of the checkpoints, in the form in which it is unique;
     `timeout_s`, how long to wait for other ranks.
     """
 
@@ -38,22 +29,11 @@ class KeptState:
     ) -> None:
         self._session, self._restorer, self._saves = session, restorer, saves
         self._emitter = emitter
-        self.resumes, self.url, self.timeout_s = False, session.url, session.writer.timeout_s
+        self.url, self.timeout_s = session.url, session.writer.timeout_s
 
     @property
     def memories(self) -> list[SharedMemory]:
-        """What was kept by this process, before a restart in place, and by a process of this rank
-        that was killed.
-        """
-        found = (self._session.kept, self._session.inherited)
-        return [memory for memory in found if memory is not None]
-
-    def left_by(self, rank: int, world_size: int) -> SharedMemory | None:
-        """What a dead process of another rank, on this host, has kept for its replacement; once."""
-        snapshots, kept = take_over(self._session.socket_path(rank, world_size))
-        for each in snapshots:
-            each.memory.close()
-        return kept
+        return self._session.memories
 
     @property
     def restored_from(self) -> str:
@@ -75,39 +55,7 @@ class KeptState:
         """Keeps `memory` after a kill of this process, for its replacement. What was kept before is
         released.
         """
-        ranks = self._restorer.ranks
-        self._session.keep(memory, self._session.socket_path(ranks.rank, ranks.world_size))
-
-    def beside(self, make: Callable[[], Beside]) -> None:
-        """Calls `make` at each save, on the training thread: what it returns belongs to it."""
-        self._saves.shared.beside = make
-
-    def resume(
-        self,
-        step: int,
-        sync: Callable[[], object] = lambda: None,
-        finite: Callable[[], Collection[str]] = tuple,
-    ) -> list[tuple[LeftSave, SaveHandle | None]]:
-        """After a restore of `step`, on all ranks: completes the saves with a metric that were cut
-        off before that; `sync` as in `Beside`. Returns them, without a handle if a rank has lost
-        its snapshot.
-        """
-        left = self._restorer.take_left(step)
-        if self._restorer.ranks.rank == 0:
-            for each in left:
-                if each.is_whole:
-                    text = "completing the save of step %d, which a fault had cut off"
-                    notice(log, text, each.step)
-        return [
-            (each, self._saves.resume(each, sync, finite()) if each.is_whole else None)
-            for each in left
-        ]
-
-    def make_room(self, step: int, ends: float) -> None:
-        """On rank 0, after a save of `step` failed: removes checkpoints that its commit would. It
-        is given up at the monotonic time `ends`.
-        """
-        self._saves.outcomes.make_room(step, ends)
+        self._session.keep(memory)
 
     def held(self, after: int = -1) -> Any:
         """What this rank has in memory, of later steps than `after`: plain JSON, for `sort`."""

@@ -30,7 +30,7 @@ def limit_trust(
     rank may call this. `skip`, of plain JSON values, says what is left out after the restore. An
     `OSError` if it cannot be written.
     """
-    storage = checkpointer._session.storage
+    storage = checkpointer.session.storage
     if skip is not None and (before := _limit(checkpointer)[0]) is not None:
         step = min(step, before)  # replicas that differ may have been found, too
     record = {"step": step, "why": why} | ({} if skip is None else {"skip": skip})
@@ -57,7 +57,7 @@ def trusted(checkpointer: Checkpointer) -> Trusted | None:
     if limit is not None:
         fault = "the replicas differed" if skip is None else _NON_FINITE
         return Trusted(limit, _newest(checkpointer, limit), fault, skip)
-    newest = newest_checkpoint(checkpointer._session.storage)
+    newest = newest_checkpoint(checkpointer.session.storage)
     if newest is None or newest.finite is not False:
         return None
     known = checkpointer.checkpoints()
@@ -81,7 +81,7 @@ _WRONG = (ArithmeticError, AttributeError, KeyError, TypeError, ValueError)  # o
 
 
 def _limit(checkpointer: Checkpointer) -> tuple[int | None, dict[str, Any] | None]:
-    storage = checkpointer._session.storage
+    storage = checkpointer.session.storage
     try:
         record = json.loads(storage.get(_FOLDER, _FILE))
         skip = record.get("skip")
@@ -98,7 +98,7 @@ def _limit(checkpointer: Checkpointer) -> tuple[int | None, dict[str, Any] | Non
 def _newest(checkpointer: Checkpointer, limit: int) -> int:
     steps = [info.step for info in checkpointer.checkpoints()]
     if not any(step <= limit for step in steps):
-        where = checkpointer._session.storage.where
+        where = checkpointer.session.storage.where
         raise CheckpointError(
             f"{where} has no checkpoint that can be trusted: those of steps {sorted(steps)} were "
             f"saved after step {limit}, the last one at which all replicas were equal. To restore "
@@ -115,5 +115,5 @@ def remove_distrusted(checkpointer: Checkpointer, limit: int) -> list[int]:
     later = [info.step for info in checkpointer.checkpoints() if info.step > limit]
     for step in later:
         checkpointer.delete(step)
-    checkpointer._session.storage.remove(_FOLDER)
+    checkpointer.session.storage.remove(_FOLDER)
     return later

@@ -28,7 +28,6 @@ from types import FrameType
 from typing import Any, Protocol
 
 from outlast.async_checkpoint import Checkpointer
-from outlast.coordination.call_ledger import connect_ledger
 from outlast.elastic.stop_agreement import StopAgreement
 from outlast.errors import StoreError
 from outlast.events.types import StopRequested
@@ -72,7 +71,6 @@ class StopSignals:
     def __init__(
         self,
         checkpointer: Checkpointer,
-        group: Any = None,
         *,
         signals: Iterable[int] = SIGNALS,
         grace: Duration = datetime.timedelta(seconds=30),
@@ -80,7 +78,7 @@ class StopSignals:
     ) -> None:
         self.grace_s = as_timedelta("grace", grace, allow_zero=True).total_seconds()
         self._checkpointer, self._exit_code = checkpointer, exit_code
-        self._call, self._ledger = running_call(), connect_ledger("stop", group)
+        self._call, self._ledger = running_call(), checkpointer.ledger.child("stop")
         self._agreement: StopAgreement | None = None
         self._closed = False
         self._request = _present_request(self._call)

@@ -145,7 +145,7 @@ class DeepSpeedCheckpoints:
         self.engine = engine
         self.checkpointer = Checkpointer(path, **arguments)
         self._files = BackgroundCheckpointEngine(self.checkpointer)
-        self._stop = StopSignals(self.checkpointer, arguments.get("group"), signals=signals)
+        self._stop = StopSignals(self.checkpointer, signals=signals)
 
     def save(self, client_state: Mapping[str, Any] | None = None) -> SaveHandle:
         """Saves the engine as it is now, in the background, as step `engine.global_steps`.

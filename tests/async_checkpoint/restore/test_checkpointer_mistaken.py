@@ -175,7 +175,7 @@ def test_a_snapshot_belongs_to_the_folder_and_not_to_its_name(tmp_path: Path) ->
     first = Checkpointer(folder)
     first.save(5, {"w": full(5.0)}).wait(NET)
     first.abort()
-    session = first._session
+    session = first.session
     shutil.rmtree(folder)
     session.storage.unlock()
     session.locked = False

@@ -159,7 +159,7 @@ def test_a_close_in_a_callback_is_refused(tmp_path: Path) -> None:
         told.set()
 
     with Checkpointer(tmp_path) as checkpointer:
-        with checkpointer._session.writer.exclusive:  # else the save may have ended already
+        with checkpointer.session.writer.exclusive:  # else the save may have ended already
             checkpointer.save(1, state_of(1)).add_done_callback(close)
         assert told.wait(NET.total_seconds())
     assert "close() was called in a callback of a save" in str(errors[0])
@@ -173,7 +173,7 @@ def test_a_close_ends_the_writers_that_were_replaced(
     monkeypatch.setattr("outlast.async_checkpoint.writer.client._EXIT_S", 3.0)
     with Checkpointer(tmp_path / "c") as checkpointer:
         checkpointer.save(1, state_of(1)).wait(NET)
-        client = checkpointer._session.writer
+        client = checkpointer.session.writer
         process = client._process
         assert process is not None
         replaced = psutil.Process(process.pid)

@@ -133,11 +133,11 @@ def test_a_url_of_the_same_folder_is_no_other_folder(tmp_path: Path) -> None:
 def test_the_options_of_the_next_checkpointer_count(tmp_path: Path) -> None:
     first = Checkpointer(tmp_path, threads=1)
     first.save(1, state_of(1)).result(NET)
-    writer = first._session.writer
+    writer = first.session.writer
     first.abort()
     with Checkpointer(tmp_path, threads=3) as second:
-        assert second._session.writer is not writer
-        assert second._session.options[0] == 3
+        assert second.session.writer is not writer
+        assert second.session.options[0] == 3
         second.save(2, state_of(2)).result(NET)
     assert valid_steps(tmp_path) == [1, 2]
 
@@ -145,7 +145,7 @@ def test_the_options_of_the_next_checkpointer_count(tmp_path: Path) -> None:
 def test_the_next_checkpointer_of_a_process_takes_over(tmp_path: Path) -> None:
     first = Checkpointer(tmp_path)
     first.save(1, state_of(1)).wait(NET)
-    pid, memory = first._session.writer.pid, first._session.pool.buffers[0].memory
+    pid, memory = first.session.writer.pid, first.session.pool.buffers[0].memory
     handle = first.save(2, state_of(2))
     first.abort()
     with Checkpointer(tmp_path) as second:
@@ -158,8 +158,8 @@ def test_the_next_checkpointer_of_a_process_takes_over(tmp_path: Path) -> None:
         )  # the snapshot was complete, whatever the outcome of its save
         assert same(state, state_of(2))
         second.save(4, state_of(4)).wait(NET)
-        assert second._session.writer.pid == pid
-        assert second._session.pool.buffers[0].memory is memory
+        assert second.session.writer.pid == pid
+        assert second.session.pool.buffers[0].memory is memory
         first.close()
         second.save(5, state_of(5)).wait(NET)
     assert restored(tmp_path) == 5
@@ -180,16 +180,16 @@ def test_an_interrupted_abort_is_completed_by_the_next_checkpointer(
 
         with monkeypatch.context() as patch:
             if broken == "seal":
-                patch.setattr(first._saves.pending[0].taken, "_copy_failure", interrupt)
+                patch.setattr(first.saves.pending[0].taken, "_copy_failure", interrupt)
             else:
-                patch.setattr(first._session.writer, "tell", interrupt)
+                patch.setattr(first.session.writer, "tell", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 first.abort()
         second = Checkpointer(tmp_path)
         assert handle._await_end(60)
-        assert first._saves._thread is not None
-        first._saves._thread.join(60)
-        assert not first._saves._thread.is_alive()
+        assert first.saves._thread is not None
+        first.saves._thread.join(60)
+        assert not first.saves._thread.is_alive()
         second.close()
     assert len(_global_optimizer_pre_hooks) == 0
     assert valid_steps(tmp_path) == []

@@ -31,7 +31,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
 
 def limit(checkpointer: Checkpointer, timeout_s: float) -> None:
     """Sets the timeout once a writer is running: under load a writer takes seconds to start."""
-    checkpointer._session.writer.timeout_s = checkpointer._saves.shared.timeout_s = timeout_s
+    checkpointer.session.writer.timeout_s = checkpointer.saves.shared.timeout_s = timeout_s
 
 
 def check_error(error: BaseException, path: Path) -> None:
@@ -47,7 +47,7 @@ def test_a_disk_that_hangs(tmp_path: Path, plan: Plan, op: str) -> None:
     path = tmp_path / "c"
     with Checkpointer(path) as checkpointer:
         checkpointer.save(1, state_of(1)).wait(NET)
-        lost = checkpointer._session.writer.pid
+        lost = checkpointer.session.writer.pid
         plan.set({"op": op, "name": "" if op == "publish" else FILE, "do": "wait"})
         gate = plan.gate()
         # What comes before the operation that hangs has to be done within it.
@@ -79,12 +79,12 @@ def test_a_save_does_not_wait_longer_for_a_buffer(tmp_path: Path, plan: Plan) ->
         gate = plan.gate()
         handle = checkpointer.save(2, state_of(2))  # its write may take a minute
         gate.arrived()
-        checkpointer._saves.shared.timeout_s = SHORT_S
+        checkpointer.saves.shared.timeout_s = SHORT_S
         with pytest.raises(CheckpointTimeout) as error:
             checkpointer.save(3, state_of(3))
         check_error(error.value, path)
         assert "save of step 3 could not begin: rank 0 waited 0.3 s" in str(error.value)
-        checkpointer._saves.shared.timeout_s = NET.total_seconds()
+        checkpointer.saves.shared.timeout_s = NET.total_seconds()
         plan.set()
         gate.open()
         handle.result(NET)
@@ -109,11 +109,11 @@ def test_a_step_of_a_job_does_not_wait_longer(tmp_path: Path, plan: Plan) -> Non
         check_error(error.value, path)
         plan.set()
         limit(job.checkpointer, NET.total_seconds())
-        for save in job.checkpointer._saves.pending:
+        for save in job.checkpointer.saves.pending:
             save.handle.exception(NET)
         with contextlib.suppress(CheckpointTimeout):  # of an earlier save: this one has begun
             job.save()
-        for save in job.checkpointer._saves.pending:
+        for save in job.checkpointer.saves.pending:
             save.handle.result(NET)
     assert valid_steps(path)[-1] == job.steps
 
@@ -122,7 +122,7 @@ def test_a_stopped_writer(tmp_path: Path) -> None:
     state = {"x": torch.ones(10)}
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state).wait(NET)
-        writer = checkpointer._session.writer.pid
+        writer = checkpointer.session.writer.pid
         assert writer is not None
         limit(checkpointer, SHORT_S)
         os.kill(writer, signal.SIGSTOP)
@@ -140,7 +140,7 @@ def test_a_stopped_writer_that_does_not_read_a_message_is_replaced(tmp_path: Pat
     state = {"x": torch.ones(10), "value": "v" * 1_000_000}
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state).wait(NET)
-        process = checkpointer._session.writer._process
+        process = checkpointer.session.writer._process
         assert process is not None
         process.channel.limit(SHORT_S)
         os.kill(process.pid, signal.SIGSTOP)
@@ -150,13 +150,13 @@ def test_a_stopped_writer_that_does_not_read_a_message_is_replaced(tmp_path: Pat
 
         process.kill = kill  # type: ignore[method-assign]
         assert checkpointer.save(2, state).result(NET) == 2
-        assert checkpointer._session.writer.pid != process.pid
+        assert checkpointer.session.writer.pid != process.pid
     assert valid_steps(tmp_path) == [1, 2]
 
 
 def test_a_writer_killed_by_a_late_message_is_reported_as_late(tmp_path: Path, plan: Plan) -> None:
     with Checkpointer(tmp_path / "c") as checkpointer:
-        writing = checkpointer._session.writer
+        writing = checkpointer.session.writer
         checkpointer.save(1, state_of(1)).wait(NET)
         plan.set({"op": "write_at", "name": FILE, "do": "wait"})
         gate = plan.gate()

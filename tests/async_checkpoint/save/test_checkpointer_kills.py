@@ -157,7 +157,7 @@ def await_sent(client: WriterClient) -> None:
 def test_a_writer_killed_as_a_save_begins_is_replaced(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state_of(1)).wait(NET)
-        client = checkpointer._session.writer
+        client = checkpointer.session.writer
         pid = client.pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)  # it looks alive, and does not answer
@@ -178,7 +178,7 @@ def test_a_writer_that_the_library_kills_is_not_said_to_be_killed_by_others(
 ) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state_of(1)).wait(NET)
-        client = checkpointer._session.writer
+        client = checkpointer.session.writer
         process = client._process
         assert process is not None
         os.kill(process.pid, signal.SIGSTOP)
@@ -200,7 +200,7 @@ def test_a_second_writer_killed_as_a_save_begins_fails_it(
 ) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state_of(1)).wait(NET)
-        client = checkpointer._session.writer
+        client = checkpointer.session.writer
         running, killed = client._running, []
 
         def and_stopped(method: str = "") -> Any:
@@ -226,7 +226,7 @@ def test_a_second_writer_killed_as_a_save_begins_fails_it(
 
 def running_writer(checkpointer: Checkpointer) -> int:
     """The writer's pid; starts a writer if the last kill came after the save."""
-    writer = checkpointer._session.writer
+    writer = checkpointer.session.writer
     while True:
         with contextlib.suppress(CheckpointError):
             writer.request(Writer.begin_save)

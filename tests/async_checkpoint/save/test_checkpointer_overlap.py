@@ -321,7 +321,7 @@ def test_a_seal_that_comes_while_the_writer_is_replaced_reaches_the_new_one(
 ) -> None:
     state, optimizer = two_tensors()
     with Checkpointer(tmp_path / "c", overlap=optimizer) as checkpointer:
-        client = checkpointer._session.writer
+        client = checkpointer.session.writer
         checkpointer.save(1, state).wait(NET)
         optimizer.step()
         ask = client.request
@@ -365,7 +365,7 @@ def test_an_interrupted_seal_is_completed_later(
     with Checkpointer(tmp_path, overlap=optimizer) as checkpointer:
         handle = checkpointer.save(1, state)
         expected = copy_of(state)
-        client = checkpointer._session.writer
+        client = checkpointer.session.writer
         tell = client.tell
 
         def interrupted(method: Any, **arguments: Any) -> None:
@@ -394,7 +394,7 @@ def test_an_interrupted_wait_for_the_copy_is_repeated(
     state, optimizer = two_tensors()
     checkpointer = Checkpointer(tmp_path, overlap=optimizer)
     checkpointer.save(1, state)
-    (save,) = checkpointer._saves.pending
+    (save,) = checkpointer.saves.pending
     assert save.taken is not None
     with monkeypatch.context() as patch:
         await_copy = Snapshot._await_copy

@@ -66,7 +66,7 @@ def check_pressure(path: Path, plan: Plan, max_in_flight: int) -> None:
             done = handles[0].done()
         last.wait(NET)
         assert done
-        assert len(checkpointer._session.pool.buffers) == max_in_flight
+        assert len(checkpointer.session.pool.buffers) == max_in_flight
     assert restored(path) == 9
 
 
@@ -98,7 +98,7 @@ def test_memory_is_flat_over_many_saves(tmp_path: Path) -> None:
             checkpointer.save(count % 3, state)
             if count in (10, 59):
                 checkpointer.wait(NET)
-                writer = psutil.Process(checkpointer._session.writer.pid)
+                writer = psutil.Process(checkpointer.session.writer.pid)
                 held[count] = (
                     own.num_fds(),
                     own.num_threads(),
@@ -107,7 +107,7 @@ def test_memory_is_flat_over_many_saves(tmp_path: Path) -> None:
                     len(own.children()),
                     sum(
                         buffer.memory.size_bytes
-                        for buffer in checkpointer._session.pool.buffers
+                        for buffer in checkpointer.session.pool.buffers
                         if buffer.memory
                     ),
                 )
@@ -122,7 +122,7 @@ def test_a_smaller_state_gives_memory_back(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         for step, elements in enumerate((1000, 2_000_000, 1000)):
             checkpointer.save(step, state_of(step, elements)).wait(NET)
-            memory = checkpointer._session.pool.buffers[0].memory
+            memory = checkpointer.session.pool.buffers[0].memory
             assert memory is not None
             assert elements * 4 <= memory.size_bytes <= elements * 8 + (2 << 20)
     assert valid_steps(tmp_path) == [0, 1, 2]

@@ -236,7 +236,7 @@ def test_a_failure_is_shown_by_the_rank_that_failed(
 
 
 def _ended(checkpointer: Checkpointer) -> None:
-    for save in checkpointer._saves.pending:
+    for save in checkpointer.saves.pending:
         assert save.handle._await_end(60)
 
 

@@ -47,7 +47,7 @@ def looks(path: Path, made: list[Checkpointer]) -> None:
 
 
 def asks(path: Path, made: list[Checkpointer]) -> None:
-    made[0]._restorer.ranks.gather(None, lambda _: trusted(made[0]))  # as a job does
+    made[0].restorer.ranks.gather(None, lambda _: trusted(made[0]))  # as a job does
 
 
 UNICODE = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")

@@ -69,7 +69,7 @@ def leaves_a_snapshot(path: str, plan: str, forks: str = "") -> None:
         dist.barrier()
     checkpointer.save(2, own_state(2))
     gate.arrived()  # the writer has the snapshot: it is sent in the background
-    say("saving", writer=checkpointer._session.writer.pid)
+    say("saving", writer=checkpointer.session.writer.pid)
     time.sleep(600)
 
 
@@ -87,9 +87,9 @@ def takes_a_snapshot(path: str) -> None:
         step = checkpointer.restore(state)
         assert step is not None
         assert same(state, own_state(step))
-        say("restored", step=step, handed_over=len(checkpointer._session.pool.handed_over))
+        say("restored", step=step, handed_over=len(checkpointer.session.pool.handed_over))
         checkpointer.save(3, own_state(3)).wait(NET)
-        assert checkpointer._session.pool.handed_over == []
+        assert checkpointer.session.pool.handed_over == []
         assert checkpointer.restore(state) == 3
         assert same(state, own_state(3))
 

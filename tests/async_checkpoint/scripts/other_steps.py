@@ -73,7 +73,7 @@ def one_prepares(path: str) -> None:
     join_group()
     with Checkpointer(path) as checkpointer:
         if RANK == 1:
-            raising(lambda: checkpointer._saves.prepare(state_of(1)))
+            raising(lambda: checkpointer.saves.prepare(state_of(1)))
         else:
             raising(lambda: save(checkpointer, 5, state_of(5)))
         save(checkpointer, 6, state_of(6))
@@ -89,7 +89,7 @@ def one_does_not_come(path: str) -> None:
         with Checkpointer(folder) as checkpointer:
             save(checkpointer, 1, state_of(1))
             own = {"own": torch.ones(9)} if new else {}
-            saves = checkpointer._saves.shared
+            saves = checkpointer.saves.shared
             if RANK == 0:
                 saves.timeout_s = 0.2
                 raising(lambda: save(checkpointer, 2, {**state_of(2), **own}))  # noqa: B023

@@ -69,7 +69,7 @@ def empty() -> dict[str, Any]:
 
 
 def keeper_of(checkpointer: Checkpointer) -> int | None:
-    keeper = checkpointer._session.keeper
+    keeper = checkpointer.session.keeper
     return None if keeper is None else keeper.pid
 
 
@@ -89,7 +89,7 @@ def leaves_copies(path: str, plan: str) -> None:
     checkpointer.save(2, own_state(2))
     copies.wait_for(2)
     dist.barrier()
-    say("ready", keeper=keeper_of(checkpointer), writer=checkpointer._session.writer.pid)
+    say("ready", keeper=keeper_of(checkpointer), writer=checkpointer.session.writer.pid)
     time.sleep(600)
 
 
@@ -152,7 +152,7 @@ def restarts_in_place(path: str, plan: str, faults: str) -> None:
                 checkpointer.save(step + 2, own_state(step + 2))
                 copies.wait_for(step + 2)
                 dist.barrier()
-                pid = checkpointer._session.writer.pid
+                pid = checkpointer.session.writer.pid
                 say("ready", keeper=keeper_of(checkpointer), writer=pid)
                 dist.barrier()
                 time.sleep(600)

@@ -89,7 +89,7 @@ def restarts(path: str, count: str) -> None:
             state = empty()
             step = checkpointer.restore(state)
             assert step is None or same(state, own_state(step))
-            session = checkpointer._session
+            session = checkpointer.session
             looks = call.iteration in (10, last)
             say(
                 "began",

@@ -103,11 +103,11 @@ def one_disk_hangs(path: str, plan: str) -> None:
         if stage is not None:
             stage.set({"op": "write_at", "do": "wait"})
             stage.gate()
-            checkpointer._session.writer.timeout_s = 0.3
+            checkpointer.session.writer.timeout_s = 0.3
         raising(lambda: saves(checkpointer, 2, {**state_of(2), own: torch.ones(10)}))
         if stage is not None:
             stage.set()
-            checkpointer._session.writer.timeout_s = 60.0
+            checkpointer.session.writer.timeout_s = 60.0
         saves(checkpointer, 3, {**state_of(3), own: torch.ones(10)})
     leave_group()
 
@@ -342,7 +342,7 @@ def one_writer_does_not_answer(path: str, plan: str) -> None:
     join_group()
     with Checkpointer(path) as checkpointer:
         saves(checkpointer, 1, state_of(1))
-        writer = checkpointer._session.writer
+        writer = checkpointer.session.writer
         ask = writer.request
 
         def lost(method: Any, **arguments: Any) -> Any:
@@ -372,7 +372,7 @@ def closes(path: str, plan: str) -> None:
         try:
             checkpointer.close(datetime.timedelta(milliseconds=100))
         except CheckpointError:
-            assert checkpointer._session.writer.pid is None
+            assert checkpointer.session.writer.pid is None
             raise
 
     raising(close)

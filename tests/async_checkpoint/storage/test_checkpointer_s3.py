@@ -112,12 +112,12 @@ def test_a_snapshot_belongs_to_the_folder_and_not_to_its_name(s3: Server) -> Non
     first = Checkpointer(url)
     first.save(5, state(5)).wait()
     first.abort()
-    storage = first._session.storage
+    storage = first.session.storage
     assert isinstance(storage, RemoteStorage)
     for key in keys(url):
         storage._fs.rm_file(f"{storage._root}/{key}")
     storage.unlock()
-    first._session.locked = False
+    first.session.locked = False
     with Checkpointer(url) as second:
         assert second.restore(state(0)) is None
 
@@ -135,7 +135,7 @@ def test_a_writer_that_is_killed_leaves_the_last_good_one(s3: Server, at: str) -
         # The manifest is the commit, even if its writer has no reply yet.
         committed = at.startswith("after:")
         assert len({key for key in keys(url) if key.endswith("manifest.json")}) == 1 + committed
-        pid = checkpointer._session.writer.pid
+        pid = checkpointer.session.writer.pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         with (

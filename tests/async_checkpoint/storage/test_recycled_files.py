@@ -74,7 +74,7 @@ class Saving:
         self.checkpointer.save(step, {"w": torch.full((elements,), float(step))}).wait(NET)
         if step > 1:
             assert self._removals.told.acquire(timeout=60)
-            self.checkpointer._session.writer.request(Writer.await_removals, tidy=False)
+            self.checkpointer.session.writer.request(Writer.await_removals, tidy=False)
         found = {"w": torch.zeros(elements)}
         assert self.checkpointer.restore(found, step=step) == step
         assert torch.equal(found["w"], torch.full((elements,), float(step)))
@@ -165,7 +165,7 @@ def test_the_next_job_removes_recycled_files(tmp_path: Path) -> None:
     saving.save()
     saving.save()
     saving.checkpointer.abort()
-    saving.checkpointer._session.close(0.0)  # as if it had been killed: nothing is cleaned up
+    saving.checkpointer.session.close(0.0)  # as if it had been killed: nothing is cleaned up
     assert (tmp_path / RECYCLED).is_dir()
     with Checkpointer(tmp_path):
         assert not (tmp_path / RECYCLED).exists()
@@ -258,7 +258,7 @@ def test_files_that_rank_0_keeps_while_another_rank_makes_room_stay(
 
 def end_session(checkpointer: Checkpointer, gate: Gate) -> None:
     """Ends as at exit; opens the gate after the writer has been told."""
-    session = checkpointer._session
+    session = checkpointer.session
     end = threading.Thread(target=session.close, args=(60.0,))
     end.start()
     limit = time.monotonic() + 60
@@ -342,7 +342,7 @@ def test_another_writer_tidies_up_after_one_that_was_lost(tmp_path: Path, fenced
     with Checkpointer(path, keep=Retention(last=1)) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, {"w": torch.ones(ELEMENTS)}).wait(NET)
-        session = checkpointer._session
+        session = checkpointer.session
         limit = time.monotonic() + NET.total_seconds()
         while not (path / RECYCLED).exists():  # after the handle of the save has ended
             assert time.monotonic() < limit

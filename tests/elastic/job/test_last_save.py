@@ -213,7 +213,7 @@ def test_training_goes_on_while_the_disk_is_full(small_disk: Path) -> None:
         filler = fill(small_disk)
         for steps in (1, 2, 3):
             train(job, steps)
-            concurrent.futures.wait([save.handle for save in job.checkpointer._saves.pending])
+            concurrent.futures.wait([save.handle for save in job.checkpointer.saves.pending])
         filler.unlink()
         train(job, 5)
     assert names(path)[-1] == 5

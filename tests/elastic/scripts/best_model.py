@@ -39,7 +39,7 @@ def digest(model: nn.Module) -> float:
 
 def fail(job: outlast.Job) -> None:
     if PLAN["lose"]:
-        for buffer in job.checkpointer._session.pool.all_buffers:
+        for buffer in job.checkpointer.session.pool.all_buffers:
             buffer.snapshot = None
     if PLAN["rank"] != RANK:
         return

@@ -220,7 +220,7 @@ class JobSubject:
             yield restore
         finally:
             if last:
-                last[0].checkpointer._session.close(5.0)
+                last[0].checkpointer.session.close(5.0)
 
 
 def _bits(model: torch.nn.Module) -> bytes:

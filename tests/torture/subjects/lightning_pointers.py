@@ -101,7 +101,7 @@ class LightningPointers:
             yield restore
         finally:
             if last:
-                last[-1]._checkpointer._session.close(5.0)
+                last[-1]._checkpointer.session.close(5.0)
 
     def _restore(self, folder: Path, last: list[Any]) -> int:
         """Loads every file that is there: each leads to a whole checkpoint."""

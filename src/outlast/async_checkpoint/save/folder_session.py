@@ -23,7 +23,7 @@ from outlast.async_checkpoint.storage.directory import open_storage
 from outlast.async_checkpoint.storage.fence import Credentials
 from outlast.async_checkpoint.storage.manifest import checksum
 from outlast.async_checkpoint.writer.client import WriterClient
-from outlast.async_checkpoint.writer.handover import SnapshotDescription
+from outlast.async_checkpoint.writer.handover import SnapshotDescription, take_over
 from outlast.coordination.training_step import reserve_observers
 from outlast.events.emitter import JsonlSink, Sink
 from outlast.system.shared_memory import SharedMemory
@@ -82,6 +82,12 @@ class FolderSession:
             self._sink = JsonlSink(Path(folder) / f"checkpoint{rank}-{os.getpid()}.jsonl")
         return self._sink
 
+    @property
+    def own_socket(self) -> Path:
+        """That at which the writer of this process waits for its replacement."""
+        _, rank, world_size = self.memo.ranks
+        return self.socket_path(rank, world_size)
+
     def socket_path(self, rank: int, world_size: int) -> Path:
         """The socket at which the writer of a dead process waits for the replacement of a rank."""
         name = checksum(f"{self.url}\0{rank}\0{world_size}".encode())
@@ -100,9 +106,26 @@ class FolderSession:
         if kept is not None:
             self.writer.keep(kept, str(path))
 
-    def keep(self, memory: SharedMemory, path: Path) -> None:
+    @property
+    def memories(self) -> list[SharedMemory]:
+        """What was kept by this process, before a restart in place, and by a process of this rank
+        that was killed.
+        """
+        return [each for each in (self.kept, self.inherited) if each is not None]
+
+    def left_by(self, rank: int, world_size: int) -> SharedMemory | None:
+        """What a dead process of another rank, on this host, has kept for its replacement; once."""
+        snapshots, kept = take_over(self.socket_path(rank, world_size))
+        for each in snapshots:
+            each.memory.close()
+        return kept
+
+    def keep(self, memory: SharedMemory) -> None:
+        """Keeps `memory` after a kill of this process, for its replacement. What was kept before is
+        released.
+        """
         before, self.kept = self.kept, memory
-        self.writer.keep(memory, str(path))
+        self.writer.keep(memory, str(self.own_socket))
         if before is not None and before is not memory:
             before.close()
         self.release_inherited()

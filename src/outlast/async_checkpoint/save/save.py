@@ -198,7 +198,7 @@ class Save:
             "layout": structure.files,
             "values": values_file(self._rank) if values else "",
             "places": places,
-            "socket": str(session.socket_path(self._rank, world_size)),
+            "socket": str(session.own_socket),
         }
 
     # ------------------------------------------------------------- on the thread of the saves

@@ -35,6 +35,7 @@ from outlast.coordination.waits import waits, works
 from outlast.errors import CheckpointError, StoreError
 from outlast.events.emitter import Emitter
 from outlast.system.error_text import describe
+from outlast.system.notices import notice
 from outlast.system.parallel import start_thread
 
 log = logging.getLogger("outlast.checkpoint")
@@ -107,12 +108,24 @@ class Saves:
         self.outcomes.raise_unseen()
         return save.handle
 
-    def resume(
+    def resume_left(
+        self,
+        left: Sequence[LeftSave],
+        sync: Callable[[], object] = lambda: None,
+        finite: Collection[str] = (),
+    ) -> list[SaveHandle | None]:
+        """Completes saves that were cut off, after a restore and `prepare`, on all ranks; `sync` as
+        in `Beside`. Returns their handles, `None` if a rank has lost its snapshot.
+        """
+        for each in left if self.shared.ledger.rank == 0 else ():
+            if each.is_whole:
+                notice(log, "completing the save of step %d, which a fault had cut off", each.step)
+        return [self._resume(each, sync, finite) if each.is_whole else None for each in left]
+
+    def _resume(
         self, left: LeftSave, sync: Callable[[], object], finite: Collection[str]
     ) -> SaveHandle:
-        """Completes a save that was cut off, after `prepare`, on all ranks together. If it cannot
-        be completed, its handle has the error, and no later save raises it.
-        """
+        """If it cannot be completed, its handle has the error, and no later save raises it."""
         began, index = self._clock.now(), self._next_index()
         save = Save(self.shared, index, left.step, left.metric, finite, began, left.place)
         try:

@@ -17,7 +17,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from outlast.async_checkpoint import Checkpointer, Retention, SaveHandle
-from outlast.coordination.call_ledger import connect_ledger
 from outlast.coordination.training_step import report_step
 from outlast.elastic.job.counters import StepEvents
 from outlast.elastic.job.ending import Ending
@@ -141,7 +140,7 @@ class Job(JobProgress):
         self._skipped = self._training.skipped
         self._skipped.most = self._checks.max_skips
         self._training.epochs.may_leave_out = self._skipped.most is not None
-        self._ledger = connect_ledger("job", self._group)
+        self._ledger = self.checkpointer.ledger.child("job")
         self._parameters = SameParameters(self._training, self._ledger, self.checkpointer)
         second = None if fallback is None else Fallback(fallback, self.checkpointer, self._group)
         finite = partial(self._checks.must_be_finite, self.module)
@@ -162,7 +161,7 @@ class Job(JobProgress):
         self._may_save = False  # restored, or there is nothing to restore
         # Last: a constructor that raises leaves no handlers.
         self._stop = StopSignals(
-            self.checkpointer, self._group, signals=signals, grace=grace, exit_code=exit_code
+            self.checkpointer, signals=signals, grace=grace, exit_code=exit_code
         )
         last_save = LastSave(self._saves, self.checkpointer, self._ledger, second, self._stop)
         self._ending = Ending(

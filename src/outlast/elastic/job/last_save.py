@@ -112,7 +112,7 @@ class LastSave:
             self._saves.failed()
             if rank == 0 and NO_ROOM in cause:
                 with long_phase(left_s):  # it reads a checkpoint
-                    self._checkpointer.kept.make_room(self._saves.step, ends)
+                    self._checkpointer.saves.outcomes.make_room(self._saves.step, ends)
             self._await_all()
             with long_phase(pause_s + self._timeout_s), contextlib.suppress(KeyTimeout):
                 self._pauses.pause(_NEVER if told else _STOP, pause_s)

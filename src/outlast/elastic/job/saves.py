@@ -39,7 +39,7 @@ class Saves:
         self._saved: Progress | None = None
         self._restored: Progress | None = None
         self._metric: tuple[int, float] | None = None  # of a step
-        checkpointer.kept.resumes = True
+        checkpointer.resumes_saves = False  # `restored` does
 
     @property
     def _progress(self) -> Progress:
@@ -64,8 +64,11 @@ class Saves:
         the present step must be made again.
         """
         self._handle, self._saved, self._restored = None, None, self._progress
-        sync, again = self._training.files.sync, False
-        for each, handle in self._checkpointer.kept.resume(self.step, sync, self._finite):
+        left, again = self._checkpointer.restorer.take_left(self.step), False
+        handles = self._checkpointer.saves.resume_left(
+            left, self._training.files.sync, self._finite()
+        )
+        for each, handle in zip(left, handles, strict=True):
             if each.step == self.step:
                 self.set_metric(each.metric)
                 self._handle, again = handle or self._handle, handle is None
@@ -92,7 +95,7 @@ class Saves:
 
     def save_to(self, checkpointer: Checkpointer) -> SaveHandle:
         """Saves the present state, also somewhere else."""
-        checkpointer.kept.beside(self._beside)
+        checkpointer.saves.shared.beside = self._beside
         step, finite = self.step, self._finite()
         metric = self._metric[1] if self._metric is not None and self._metric[0] == step else None
         if self._training.consistent_ddp is not None:

@@ -129,7 +129,7 @@ class _Rescue:
         return f"step {choice.step}, the newest one that the ranks had, is saved now{lacks}"
 
     def _offer(self) -> tuple[Sequence[Frozen], Offer]:
-        recorder, memories = self._kept.recorder, self._checkpointer.kept.memories
+        recorder, memories = self._kept.recorder, self._checkpointer.session.memories
         frozen: Sequence[Frozen] = ()
         place, why = (0, 0), recorder if isinstance(recorder, str) else ""
         if isinstance(recorder, Recorder):
@@ -137,7 +137,7 @@ class _Rescue:
             frozen, why = recorder.all_frozen, recorder.why
             place = recorder.point.record.rank, recorder.point.record.world_size
         for rank in self._ranks.gather(place, _absent):
-            left = self._checkpointer.kept.left_by(rank, place[1])
+            left = self._checkpointer.session.left_by(rank, place[1])
             memories += [] if left is None else [left]
         self._records = read_all(memories)
         if frozen and (name := _not_finite(frozen[-1], self._kept.finite)):
