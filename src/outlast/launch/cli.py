@@ -17,9 +17,10 @@ from outlast.errors import HostUnfit, LaunchError
 from outlast.launch import environment
 from outlast.launch.commands import chaos, checkpoint, live, report
 from outlast.launch.commands.shared import UNFIT, exit_on, fold_help, with_options_of
-from outlast.launch.config.from_options import in_step, job_from_options
+from outlast.launch.config.from_options import job_from_options
 from outlast.launch.config.job_spec import JobSpec
 from outlast.launch.config.options import RunOptions
+from outlast.launch.config.slurm import in_step
 from outlast.system.fast_exit import exit_fast
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from outlast.elastic.silent_faults import waits
+from outlast.elastic.silent_faults import own_time
 from outlast.elastic.silent_faults.straggler_check import SlowRanks
 from outlast.events.report import load
 from outlast.events.types import StragglerFound
@@ -96,10 +96,10 @@ def test_equal_ranks_of_a_sharded_model_are_not_slow(ranks: Ranks, tmp_path: Pat
 
 def test_the_functions_that_are_timed_are_restored() -> None:
     def functions() -> list[Any]:
-        return [getattr(owner, name) for owner, name in waits._waiting_functions()]
+        return [getattr(owner, name) for owner, name in own_time._waiting_functions()]
 
     before = functions()
-    first, second = waits.Waits(time.perf_counter), waits.Waits(time.perf_counter)
+    first, second = own_time._Waits(time.perf_counter), own_time._Waits(time.perf_counter)
     assert all(now is not then for now, then in zip(functions(), before, strict=True))
     first.stop()
     assert functions() != before

@@ -21,10 +21,10 @@ from typer.testing import CliRunner
 import outlast
 from outlast.launch.cli import app
 from outlast.launch.commands.shared import with_options_of
-from outlast.launch.config.from_options import has_wrapper, in_step, job_from_options, parse_std
+from outlast.launch.config.from_options import has_wrapper, job_from_options, parse_std
 from outlast.launch.config.job_spec import JobSpec, Std
 from outlast.launch.config.options import RunOptions
-from outlast.launch.config.slurm import SlurmStep
+from outlast.launch.config.slurm import SlurmStep, in_step
 from procs import NET_S
 
 HOSTS = {"nnodes": "2", "rdzv_endpoint": "a:1"}

@@ -63,10 +63,12 @@ class Rules:
 
     def next_entry(self, plan: JobPlan, there: Hosts, facts: Facts, now: float) -> Entry | None:
         facts = dataclasses.replace(facts, leader=there.leader)
-        return self._decider.next_entry(there.of(plan), facts, now)
+        found = self._decider.decide(there.of(plan), facts, now)
+        return None if isinstance(found, Wait) else found
 
     def wait(self, plan: JobPlan, there: Hosts, facts: Facts, now: float) -> Wait | None:
-        return self._decider.wait(there.of(plan), facts, now)
+        found = self._decider.decide(there.of(plan), facts, now)
+        return found if isinstance(found, Wait) else None
 
 
 def group(there: str, lost: str = "") -> Hosts:

@@ -13,7 +13,7 @@ import pytest
 from launch.hosts.neighbor_pair import Pair
 from launch.hosts.test_decider import LIMITS, WRAPPED, Hosts, group, led
 from outlast.launch.hosts.job import neighbors
-from outlast.launch.hosts.job.decider import Decider, Facts
+from outlast.launch.hosts.job.decider import Decider, Facts, Wait
 from outlast.launch.hosts.plan import (
     Check,
     Checked,
@@ -42,7 +42,8 @@ class Checking:
     def next_entry(self, there: Hosts, facts: Facts = WRAPPED) -> Entry | None:
         self.plan = there.of(self.plan)
         facts = dataclasses.replace(facts, leader=there.leader)
-        return self._decider.next_entry(self.plan, facts, 0.0)
+        found = self._decider.decide(self.plan, facts, 0.0)
+        return None if isinstance(found, Wait) else found
 
     def apply(self, *entries: Entry) -> None:
         for entry in entries:
@@ -86,7 +87,7 @@ def test_a_host_that_fails_with_both_neighbors_leaves_and_the_others_start() -> 
 
 def test_one_host_has_no_neighbor_and_is_checked_with_the_next_one() -> None:
     job = Checking(minimum=1)
-    job._decider.next_entry(group("a").of(job.plan), WRAPPED, -100.0)  # since then it is enough
+    job._decider.decide(group("a").of(job.plan), WRAPPED, -100.0)  # since then it is enough
     assert job.next_entry(group("a")) == Start(0, ("a",))
     job.apply(Start(0, ("a",)))
     there = led("ab", "a")
@@ -123,11 +124,11 @@ def test_a_host_that_comes_again_and_again_does_not_make_the_others_wait_forever
     job = Checking()
     for now in (0.0, 300.0, 601.0):
         alone = led("a", "a").of(job.plan)
-        found = job._decider.next_entry(alone, WRAPPED, now)
+        found = job._decider.decide(alone, WRAPPED, now)
         assert isinstance(found, End) == (now > 600)
         there = led("abc", "a").of(job.plan)
         ready = dataclasses.replace(WRAPPED, ready=frozenset("abc"))
-        assert isinstance(job._decider.next_entry(there, ready, now + 200), Check)
+        assert isinstance(job._decider.decide(there, ready, now + 200), Check)
 
 
 def test_a_spare_takes_a_place_once_it_was_checked_rather_with_another_spare() -> None:

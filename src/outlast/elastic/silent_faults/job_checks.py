@@ -107,18 +107,20 @@ class JobChecks:
         self._starts += 1
         for check in self._checks:
             own = ledger.child(f"{type(check).__name__}/{step}/{self._starts}")
-            place = own, checkpointer.emitter, step
+            emitter = checkpointer.emitter
             if isinstance(check, FiniteCheck):
                 found, newest = self._finite_parameters(module), partial(_newest, checkpointer)
-                self._finite = RunningFiniteCheck(check, found, *place, newest, go_back)
+                self._finite = RunningFiniteCheck(check, found, own, emitter, step, newest, go_back)
             elif isinstance(check, StragglerCheck):
-                self._running.append(RunningStragglerCheck(check, module, *place))
+                self._running.append(RunningStragglerCheck(check, module, own, emitter, step))
             else:
                 distrust = _distrust(checkpointer) if check.excludes else None
                 clean = step if clean_step is None else min(clean_step, step)
                 # The ranks may know different clean steps: they agree on one of them.
                 clean = int(own.agree("clean step", str(clean)))
-                self._replicas = RunningReplicaCheck(check, module, *place, distrust, clean)
+                self._replicas = RunningReplicaCheck(
+                    check, module, own, emitter, step, distrust, clean
+                )
                 self._running.append(self._replicas)
 
     def completed(self, step: int, loss: torch.Tensor | float | None = None) -> None:

@@ -267,10 +267,16 @@ class RunningReplicaCheck(Running):
             found: list[str | None] = []
             for pieces, made in zip(layout.slices, digests, strict=True):
                 found += [None] * len(pieces) if made is None else [digest() for digest in made]
-            sizes = [len(pieces) for pieces in layout.slices]
-            buffers = {name: digest() for name, digest in of_buffers.items()}
-            place = layout.signature, host, first, sizes
-            return Record(*place, found, known, buffers, batches).encode()
+            return Record(
+                signature=layout.signature,
+                host=host,
+                first=first,
+                slices=[len(pieces) for pieces in layout.slices],
+                digests=found,
+                known=known,
+                buffers={name: digest() for name, digest in of_buffers.items()},
+                batches=batches,
+            ).encode()
 
         self._exchange.publish(record)
 

@@ -150,7 +150,8 @@ class CallWatch:
                 console.say(f"{who} {EARLY}, where the other ranks wait for it")
                 coordinator.keys.give_up(frozenset({worker.rank}))
             cause = f"process {worker.pid} {exit_text(exit_code)} {EARLY}"
-            process = coordinator.host_id, worker.pid, worker.rank
-            coordinator.keys.will_not_come(job, *process, self._world_size, cause)
+            coordinator.keys.will_not_come(
+                job, coordinator.host_id, worker.pid, worker.rank, self._world_size, cause
+            )
         elif exit_code == 0 and job.state is JobState.RUNNING and not job.stopping:
             console.say(f"{who} within the wrapped function: a rank that ends so is not replaced")

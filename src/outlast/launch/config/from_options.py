@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import importlib
 import importlib.util
 import math
@@ -19,7 +18,6 @@ from outlast.launch.config.hosts_spec import NO_RUN_ID, fault_limit, hosts_from_
 from outlast.launch.config.job_spec import DEFAULT_HOST, JobSpec, Program, Routes, Std
 from outlast.launch.config.options import RunOptions
 from outlast.launch.config.secret import read_secret
-from outlast.launch.config.slurm import SlurmStep
 
 STANDBY_BYTES = 512 * 1024**2
 """Estimate of the memory of a process that has imported torch and a script's other packages."""
@@ -71,20 +69,6 @@ def job_from_options(options: RunOptions, token: str = "") -> JobSpec:
         metrics_port=options.metrics_port,
         opentelemetry=options.opentelemetry,
         secret=read_secret(token, options.token_file),
-    )
-
-
-def in_step(options: RunOptions, step: SlurmStep | None) -> RunOptions:
-    """The options, completed by the Slurm step in which the launcher runs, if there is one."""
-    chosen = options.rdzv_endpoint or options.master_addr or options.standalone
-    if step is None or chosen or options.nnodes in ("1", "1:1"):
-        return options
-    return dataclasses.replace(
-        options,
-        nnodes=options.nnodes or step.nnodes,
-        rdzv_endpoint=step.endpoints,
-        rdzv_backend="c10d",
-        run_id=options.run_id or step.run_id,
     )
 
 

@@ -13,6 +13,8 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping
 
+from outlast.launch.config.options import RunOptions
+
 ENDPOINTS = 3
 """How many nodes serve as endpoints: the job can start, and a node can come late or come back, as
 long as one of them is up.
@@ -39,6 +41,20 @@ class SlurmStep:
     def endpoints(self) -> str:
         port = _FIRST_PORT + zlib.crc32(self.run_id.encode()) % _PORTS
         return ",".join(f"{node}:{port}" for node in self.nodes[:ENDPOINTS])
+
+
+def in_step(options: RunOptions, step: SlurmStep | None) -> RunOptions:
+    """The options, completed by the step in which the launcher runs, if there is one."""
+    chosen = options.rdzv_endpoint or options.master_addr or options.standalone
+    if step is None or chosen or options.nnodes in ("1", "1:1"):
+        return options
+    return dataclasses.replace(
+        options,
+        nnodes=options.nnodes or step.nnodes,
+        rdzv_endpoint=step.endpoints,
+        rdzv_backend="c10d",
+        run_id=options.run_id or step.run_id,
+    )
 
 
 def slurm_step(variables: Mapping[str, str]) -> SlurmStep | None:

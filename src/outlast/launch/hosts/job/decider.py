@@ -1,6 +1,6 @@
 """The decisions for a job on many hosts: rules without input and output.
 
-The agent of the group's leader asks `Decider.next_entry` when something has changed, and from time
+The agent of the group's leader asks `Decider.decide` when something has changed, and from time
 to time, and claims the entry. Two agents that both take themselves for the leader do no harm: they
 claim the same number of the chain, and the second learns what was decided.
 """
@@ -79,17 +79,8 @@ class Decider:
         self._asked = limits.place >= 0  # each host has the place that it asks for
         self._since: dict[str, float] = {}
 
-    def next_entry(self, plan: JobPlan, facts: Facts, now: float) -> Entry | None:
-        """The next decision; `None` if there is nothing to decide now."""
-        found = self._next(plan, facts, now)
-        return None if isinstance(found, Wait) else found
-
-    def wait(self, plan: JobPlan, facts: Facts, now: float) -> Wait | None:
-        """What the job waits for, when there is nothing to decide."""
-        found = self._next(plan, facts, now)
-        return found if isinstance(found, Wait) else None
-
-    def _next(self, plan: JobPlan, facts: Facts, now: float) -> Entry | Wait | None:
+    def decide(self, plan: JobPlan, facts: Facts, now: float) -> Entry | Wait | None:
+        """The next decision, or what the job waits for; `None` if there is neither now."""
         clearing = plan.stage is Stage.CLEARING
         present = [host for host in plan.places if host in plan.hosts]
         ended = facts.done | facts.cleared if clearing else facts.done

@@ -112,11 +112,12 @@ class Leading:
         if leads:
             self._tell_members(plan, job)
         facts = self._facts(plan, job, leader)
-        entry = self._fault_limit.next_entry(plan, job, now) if leads else None
-        entry = entry or self._decider.next_entry(plan, facts, now)
-        if entry is None:
-            self._waits.waiting(self._decider.wait(plan, facts, now), now)
-        return entry if leads else None
+        unfit = self._fault_limit.next_entry(plan, job, now) if leads else None
+        found = unfit or self._decider.decide(plan, facts, now)
+        if found is None or isinstance(found, Wait):
+            self._waits.waiting(found, now)
+            return None
+        return found if leads else None
 
     def _cut_off(self, plan: JobPlan) -> None:
         """A wait for hosts that was given up is not over, nor one that the end of the job cuts off:

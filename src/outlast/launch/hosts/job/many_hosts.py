@@ -74,8 +74,13 @@ class ManyHosts:
         self._group, self.lease_page = open_group(job)
         self._me = self._group.me
         self.host_id = self._me.id
-        window = job.restart_window_s, resources.loop.call_later
-        self._log = JobLog(self._group.store, self._me.id, self._me.name, *window)
+        self._log = JobLog(
+            self._group.store,
+            self._me.id,
+            self._me.name,
+            job.restart_window_s,
+            resources.loop.call_later,
+        )
         clock = resources.loop.clock
         self._leading = Leading(job, job.hosts, self._log, self.keys, clock, self._say)
         self._plan = JobPlan()

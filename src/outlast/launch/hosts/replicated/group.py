@@ -120,8 +120,9 @@ class ReplicatedGroup:
         place = listen(endpoints, self._spec.local_addr)
         if self._record is None:
             folder = self._spec.conf.get("record_dir", "")
-            run = self._spec.run_id, self._spec.endpoints
-            self._record = open_record(*run, place.address, folder)
+            self._record = open_record(
+                self._spec.run_id, self._spec.endpoints, place.address, folder
+            )
         service = self._service = HostService(
             self._spec.run_id,
             self._spec.host(),
