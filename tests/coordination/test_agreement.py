@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any
 
 import pytest
 
+from outlast.coordination import agreement, collective_guard
 from outlast.coordination.agreement import Agreement
 from outlast.coordination.call_ledger import CallLedger
 from outlast.coordination.stores.store import MemoryStore
-from outlast.errors import CheckpointError, FolderUnusable
+from outlast.errors import CheckpointError, FolderUnusable, RankTimeout
 from outlast.inprocess.interruption.error_kinds import is_consequence
 
 LIMIT_S = 60.0  # the other rank must not wait for so long
+
+
+def pair(store: MemoryStore, **arguments: Any) -> list[Agreement]:
+    return [Agreement(CallLedger(store, "x", n, 2), LIMIT_S, "c", **arguments) for n in (0, 1)]
 
 
 def interrupted(ranks: Agreement, line: int) -> bool:
@@ -40,6 +46,8 @@ def interrupted(ranks: Agreement, line: int) -> bool:
         with ranks.operation():
             ranks.attempt(lambda: None)
             ranks.gather(ranks.rank, list)
+            ranks.attempt(lambda: None, collective=True)
+            ranks.linger()
 
     before = sys.gettrace()
     sys.settrace(trace)
@@ -58,6 +66,8 @@ def steps(ranks: Agreement) -> str:
         with ranks.operation():
             ranks.attempt(lambda: None)
             ranks.gather(ranks.rank, list)
+            ranks.attempt(lambda: None, collective=True)
+            ranks.linger()
             ranks.attempt(lambda: None)  # it learns of the last lines at the next step
     except CheckpointError as e:
         return str(e)
@@ -65,13 +75,15 @@ def steps(ranks: Agreement) -> str:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_other_rank_learns_of_an_interrupt_at_any_line(rank: int) -> None:
+def test_the_other_rank_learns_of_an_interrupt_at_any_line(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreement, "_READ_S", 0.01)  # rank 0 lingers so long for who has left
     line, reached = 0, True
     with ThreadPoolExecutor() as threads:
         while reached:
             line += 1
-            store = MemoryStore()
-            parts = [Agreement(CallLedger(store, "x", n, 2), LIMIT_S, "c") for n in (0, 1)]
+            parts = pair(MemoryStore(), interrupt=threading.Event.wait)
             other = threads.submit(steps, parts[1 - rank])
             reached = interrupted(parts[rank], line)
             if not reached:
@@ -86,8 +98,7 @@ def test_the_other_rank_learns_of_an_interrupt_at_any_line(rank: int) -> None:
 def test_an_error_of_rank_0_is_that_of_another_rank_on_the_others(
     error: type[Exception], kind: type[CheckpointError] | None
 ) -> None:
-    store = MemoryStore()
-    parts = [Agreement(CallLedger(store, "x", n, 2), LIMIT_S, "c") for n in (0, 1)]
+    parts = pair(MemoryStore())
 
     def gather(ranks: Agreement) -> CheckpointError:
         def work(_: list[Any]) -> None:
@@ -106,10 +117,85 @@ def test_an_error_of_rank_0_is_that_of_another_rank_on_the_others(
 
 @pytest.mark.parametrize("step", ["gather", "attempt"])
 def test_a_rank_that_has_left_is_the_one_that_failed(step: str) -> None:
-    store = MemoryStore()
-    here, other = (Agreement(CallLedger(store, "x", n, 2), LIMIT_S, "c") for n in (0, 1))
+    here, other = pair(MemoryStore())
     with pytest.raises(ValueError, match="mine"), other.operation():
         raise ValueError("mine")
     with pytest.raises(CheckpointError, match=r"rank 1 on .*mine") as e:
         here.gather(None, list) if step == "gather" else here.attempt(lambda: None)
     assert e.value.of_another_rank
+
+
+@pytest.mark.parametrize("step", ["gather", "attempt"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_does_not_come_in_time_is_named_on_all(step: str, rank: int) -> None:
+    parts = pair(MemoryStore(), late=RankTimeout)
+
+    def take(ranks: Agreement) -> object:
+        if step == "gather":
+            return ranks.gather(None, len, "the choice")
+        return ranks.attempt(lambda: None, "the choice")
+
+    text = f"the choice: rank {1 - rank} did not make the call within 0:00:00, rank {rank} waited"
+    for ranks in (parts[rank], parts[1 - rank]):  # the other one comes when the time is over
+        ranks.timeout_s = 0.0 if ranks is parts[rank] else LIMIT_S
+        with pytest.raises(RankTimeout) as e:
+            take(ranks)
+        assert str(e.value) == text
+        ranks.timeout_s = LIMIT_S
+    with ThreadPoolExecutor() as threads:
+        assert len(set(threads.map(take, parts))) == 1
+
+
+def test_a_result_that_rank_0_does_not_give_in_time() -> None:
+    parts = pair(MemoryStore(), late=RankTimeout)
+    parts[1].timeout_s = 0.01
+    late = threading.Event()
+
+    def work(_: list[Any]) -> str:
+        assert late.wait(LIMIT_S)
+        return "late"
+
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(parts[0].gather, None, work, "the save")
+        with pytest.raises(RankTimeout, match="the save on rank 0: rank 0 did not make the call"):
+            parts[1].gather(None, work, "the save")
+        late.set()
+        assert first.result() == "late"
+    with pytest.raises(CheckpointError, match=r"rank 1 on .*the save on rank 0"):
+        parts[0].attempt(lambda: None)
+
+
+def test_work_that_waits_for_a_rank_that_has_failed_is_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(collective_guard, "GRACE_S", 0.0)
+    ended = threading.Event()
+
+    def interrupt(left: threading.Event) -> None:
+        ended.set()
+        left.wait()
+
+    def collective() -> None:
+        assert ended.wait(LIMIT_S)
+        raise CheckpointError("ended")
+
+    def fail() -> None:
+        raise CheckpointError("mine")
+
+    parts = pair(MemoryStore(), interrupt=interrupt)
+    with ThreadPoolExecutor() as threads:
+        waits = threads.submit(parts[0].attempt, collective, collective=True)
+        failures = [parts[1].attempt(fail, collective=True), waits.result()]
+    assert [each.cause for each in failures] == ["mine", "mine"]
+    assert [each.rank for each in failures] == [1, 1]
+
+
+def test_a_wait_that_is_given_up() -> None:
+    ranks = pair(MemoryStore())[1]
+    with ThreadPoolExecutor() as threads:
+        wait = threads.submit(ranks.gather, None, list)
+        while not ranks._steps:
+            pass
+        ranks.give_up("the group is gone")
+        with pytest.raises(CheckpointError, match="the group is gone"):
+            wait.result()

@@ -8,7 +8,12 @@
 What one rank raises reaches all of them, whatever it is and wherever in the operation it is raised.
 A rank that leaves by an exception fails the step that it is in. If the others have finished their
 parts of that step already, it fails the next one, at which they wait for this rank. So they raise
-too, at once: they do not wait for a rank that does not come until their time is over.
+too, at once: they do not wait for a rank that does not come until their time is over. If a rank
+does not come, and nothing is known of it, the step fails on all ranks when the time of the first
+one is over, with an error that names the missing ranks.
+
+A rank whose work is a collective may wait in it for one that has failed, for the timeout of its
+process group: `attempt(..., collective=True)` ends the collectives then.
 
 A restart in place is no such exception: it interrupts all ranks, and its store goes away.
 """
@@ -16,11 +21,15 @@ A restart in place is no such exception: it interrupts all ranks, and its store 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
-from collections.abc import Callable, Iterator
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from outlast.coordination.call_ledger import CallFailure, CallLedger
+from outlast.coordination.call_ledger import CallFailure, CallLedger, Verdict
+from outlast.coordination.collective_guard import CollectiveGuard
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.errors import (
     CheckpointError,
@@ -35,8 +44,10 @@ from outlast.errors import (
     RestartAbort,
     StoreError,
 )
+from outlast.system.units import rank_names
 
 T = TypeVar("T")
+E = TypeVar("E", bound=OutlastError)
 
 MISFIT = "misfit"
 """The name of a failure with which the restore ends: the checkpoint is valid, but does not fit."""
@@ -44,6 +55,10 @@ UNREAD = "unread"
 """The same: the checkpoint cannot be read now, and may be valid."""
 _LEFT = "left"
 """The name of the failure of a rank that has left the operation, by an exception of its own."""
+_LATE = "late"
+"""The name of the failure of a step to which a rank did not come in time."""
+_READ_S = 30.0
+"""How long rank 0 waits until the others have read its last result."""
 _KINDS = {
     kind.__name__: kind
     for kind in (CheckpointMismatch, CheckpointReadError, FolderInUse, FolderUnusable)
@@ -53,16 +68,34 @@ OF_ALL_RANKS = (RankShouldRestart, RankExcluded, RestartAbort)
 
 
 class Agreement:
-    """One rank's part in the agreement. All ranks take the same steps in the same order. `ledger`
-    is used for nothing else; `where`, the directory of the checkpoints, is for errors.
+    """One rank's part in the agreement. All ranks take the same steps in the same order.
+
+    Args:
+        ledger: is used for nothing else.
+        timeout_s: how long each wait for the other ranks may take.
+        where: the directory of the checkpoints, for errors.
+        late: the kind of the error if a rank does not come in time.
+        interrupt: ends the collectives in which a thread of this process waits, until the event
+            that it gets is set. The process groups cannot be used afterwards.
     """
 
-    def __init__(self, ledger: CallLedger, timeout_s: float, where: str) -> None:
+    def __init__(
+        self,
+        ledger: CallLedger,
+        timeout_s: float,
+        where: str,
+        *,
+        late: type[OutlastError] = CheckpointError,
+        interrupt: Callable[[threading.Event], None] | None = None,
+    ) -> None:
         self.rank = ledger.rank
         self.world_size = ledger.world_size
+        self.timeout_s = timeout_s
         self._ledger = ledger
-        self._timeout = timeout_s
         self._where = where
+        self._late = late
+        self._interrupt = interrupt
+        self._guard: CollectiveGuard | None = None  # of the step that this rank is in
         self._steps = 0  # begun
         self._ended = 0  # of those; so an interrupt finds this rank before, in or after a step
         self._concludes = False  # whether the others wait for this rank's result of the step
@@ -84,20 +117,26 @@ class Agreement:
             if not self._depth:
                 self._shared = None  # it refers to this frame
 
-    def attempt(self, work: Callable[[], T]) -> T | CallFailure:
-        """Runs `work` on every rank. Returns what `work` returned on this rank; or, if it raised a
-        `CheckpointError` or an `OSError` on any, the failure of one, the same on all.
+    def attempt(
+        self, work: Callable[[], T], what: str = "", *, collective: bool = False
+    ) -> T | CallFailure:
+        """Runs `work` on every rank (in errors: `what`). Returns what `work` returned on this rank;
+        or, if it raised a `CheckpointError` or an `OSError` on any, the failure of one, the same on
+        all. `collective`: it may wait for other ranks in collectives, which are ended if one fails.
 
         Raises:
             BaseException: what else `work` raised here.
             CheckpointError: if it raised something else on another rank, or that rank has left the
-                operation; names rank, host and cause.
+                operation; names rank, host and cause. The kind `late` if a rank did not come.
         """
         with self.operation():
             index, ledger = self._begin(), self._ledger
             result: T | None = None
+            if collective and self._interrupt is not None and self.world_size > 1:
+                self._guard = CollectiveGuard(ledger, index, self._interrupt)
             try:
-                result = work()
+                with self._guard or contextlib.nullcontext():
+                    result = work()
             except (CheckpointError, OSError) as e:
                 kinds = {
                     CheckpointMismatch: MISFIT,
@@ -105,81 +144,178 @@ class Agreement:
                     CheckpointReadError: UNREAD,
                 }
                 name = next((kinds[kind] for kind in kinds if isinstance(e, kind)), "")
-                ledger.fail(index, CallFailure.here(index, name, self.rank, str(e)))
+                with self._unless_failed():
+                    ledger.fail(index, CallFailure.here(index, name, self.rank, str(e)))
             else:
-                ledger.finish(index)
-            failure = self._await(lambda: ledger.await_verdict(index, self._timeout)).failure
+                with self._unless_failed():
+                    ledger.finish(index, b"{}")  # says that this rank has come: see `_fail_late`
+            failure = self._verdict(index, what).failure
             self._end()
-            if failure is not None and failure.name == _LEFT:
-                raise self._as_shared(CheckpointError(_text(failure)), failure.rank)
+            if failure is not None and failure.name in (_LEFT, _LATE):
+                raise self._error(_answer(failure))
             return result if failure is None else failure  # type: ignore[return-value]
 
-    def gather(self, part: Any, work: Callable[[list[Any]], T]) -> T:
-        """Runs `work` on rank 0, on the parts of all ranks in rank order; returns its result on
-        every rank. Parts and result are JSON.
+    def gather(self, part: Any, work: Callable[[list[Any]], T], what: str = "") -> T:
+        """Runs `work` on rank 0 (in errors: `what`), on the parts of all ranks in rank order;
+        returns its result on every rank. Parts and result are JSON.
 
         Raises:
             BaseException: what `work` raised here, on rank 0; an `OSError` as a `CheckpointError`.
             CheckpointError: if it raised on rank 0, or a rank has left the operation; names rank
-                and cause, and on the other ranks is `of_another_rank`.
+                and cause, and on the other ranks is `of_another_rank`. The kind `late` if a rank
+                did not come.
         """
         with self.operation():
             if self.world_size == 1:
                 try:
                     result = json.loads(json.dumps(work([json.loads(json.dumps(part))])))
-                except OSError as e:
-                    raise CheckpointError(f"rank 0: {e}") from e
+                except (CheckpointError, OSError) as e:
+                    if isinstance(e, CheckpointError) and not what:
+                        raise
+                    raise self._error(self._own_answer(e, what)) from e
                 return result  # type: ignore[no-any-return]
-            index, ledger, own = self._begin(concludes=self.rank == 0), self._ledger, ""
+            index, ledger = self._begin(concludes=self.rank == 0), self._ledger
+            cause: Exception | None = None
             ledger.finish(index, json.dumps(part).encode())
+            answer: dict[str, Any] = {}
             if self.rank == 0:
-                failure = self._await(lambda: ledger.await_verdict(index, self._timeout)).failure
-                answer: dict[str, Any] = {}
+                failure = self._verdict(index, what).failure
                 try:
                     if failure is None:
                         answer["is"] = work([json.loads(each) for each in ledger.parts(index)])
                     else:
-                        answer = {"error": _text(failure), "rank": failure.rank}
+                        answer = _answer(failure)
                 except (CheckpointError, OSError) as e:
-                    own = str(e)
-                    answer = {"error": f"rank 0: {own}", "rank": 0, "kind": type(e).__name__}
-                ledger.conclude(index, json.dumps(answer).encode())
-            answer = json.loads(self._await(lambda: ledger.await_conclusion(index, self._timeout)))
+                    cause, answer = e, self._own_answer(e, what)
+                payload = json.dumps(answer).encode()
+                ledger.conclude(index, payload)
+            else:
+                payload = self._conclusion(index, what)
+            answer = json.loads(payload)
             self._end()
-            if "error" in answer:
-                kind = _KINDS.get(answer.get("kind", ""), CheckpointError)
-                raise self._as_shared(kind(own or answer["error"]), answer["rank"])
-            return answer["is"]  # type: ignore[no-any-return]
+            try:
+                if "error" in answer:
+                    own = "" if what or cause is None else str(cause)
+                    raise self._error(answer, own) from cause
+                return answer["is"]  # type: ignore[no-any-return]
+            finally:
+                cause = None  # breaks the cycle from the exception to this frame
 
     def exchange(self, part: Any) -> list[Any]:
         return self.gather(part, list)
 
+    def linger(self) -> None:
+        """On rank 0, which may serve the store and end now: waits, for a limited time, until the
+        others have read its last result.
+        """
+        if self.world_size == 1:
+            return
+        # Not a step: who leaves here is noticed at the next one.
+        read, index = self._ledger.child("read"), self._steps
+        with self.operation(), contextlib.suppress(StoreError):  # one may have ended already
+            read.finish(index)
+            if self.rank == 0:
+                with contextlib.suppress(KeyTimeout):
+                    read.await_verdict(index, min(self.timeout_s, _READ_S))
+            read.forget(index)
+
+    def give_up(self, why: str) -> None:
+        """Ends the wait of another thread of this rank, which no rank will answer any more."""
+        index, failure = self._steps, CallFailure.here(self._steps, _LEFT, self.rank, why)
+        with contextlib.suppress(StoreError):  # it has ended all waits
+            self._ledger.fail(index, failure)
+            self._conclude(index, failure)
+
     def _begin(self, *, concludes: bool = False) -> int:
         self._concludes = concludes
+        self._guard = None
         self._steps += 1
         return self._steps
 
     def _end(self) -> None:
+        if self._guard is not None:
+            self._guard.end()  # it must not wait for a key that is deleted now
         self._ended = self._steps
         self._ledger.forget(self._steps)
 
-    def attributed(self, error: CheckpointError, failed: int) -> CheckpointError:
+    def attributed(self, error: E, failed: int) -> E:
         """`error`, which all ranks raise because the rank `failed` has failed."""
         error.of_another_rank = failed != self.rank
         return error
 
-    def _as_shared(self, error: CheckpointError, failed: int) -> CheckpointError:
+    def shared(self, error: E, failed: int) -> E:
+        """`attributed`, for an error that this rank raises in the operation, as all ranks do."""
         self._shared = error
         return self.attributed(error, failed)
 
-    def _await(self, wait: Callable[[], T]) -> T:
+    def _error(self, answer: Mapping[str, Any], own: str = "") -> OutlastError:
+        """The error that all ranks raise; `own` is its text where it happened, if that differs."""
+        kind = _KINDS.get(answer["kind"], CheckpointError)
+        error = (self._late if answer["kind"] == _LATE else kind)(own or answer["error"])
+        return self.shared(error, answer["rank"])
+
+    def _own_answer(self, error: Exception, what: str) -> dict[str, Any]:
+        """What rank 0 tells the others when its work has failed."""
+        text = f"rank 0: {error}"
+        if what:
+            place = f" on rank 0 on {socket.gethostname()}" if self.world_size > 1 else ""
+            text = f"{what} failed{place}: {error}"
+        return {"error": text, "rank": 0, "kind": type(error).__name__}
+
+    @contextlib.contextmanager
+    def _unless_failed(self) -> Iterator[None]:
         try:
-            return wait()
+            yield
+        except StoreError:
+            # Another rank has failed, and the store ended with it, but its failure was received
+            # before that.
+            if self._guard is None or not self._guard.has_verdict.is_set():
+                raise
+
+    def _verdict(self, index: int, what: str) -> Verdict:
+        try:
+            if self._guard is not None:
+                return self._guard.verdict(self.timeout_s)
+            return self._ledger.await_verdict(index, self.timeout_s)
+        except KeyTimeout:
+            return self._fail_late(index, what)
+
+    def _conclusion(self, index: int, what: str) -> bytes:
+        try:
+            return self._ledger.await_conclusion(index, self.timeout_s)
         except KeyTimeout as e:
-            raise CheckpointError(
-                f"rank {self.rank} waits for the other ranks at the checkpointer of "
-                f"{self._where}; not all came within {self._timeout:g} s"
-            ) from e
+            failure = self._fail_late(index, what).failure
+            if failure is None:  # rank 0 is still at work, and learns of it in the next step
+                text = self._late_text(f"{what or 'the work'} on rank 0", [0])
+                raise self._late(text) from e
+            return self._conclude(index, failure)  # rank 0 may never come
+
+    def _fail_late(self, index: int, what: str) -> Verdict:
+        """The time of this rank is over: the step has failed on all ranks, if it has not ended
+        otherwise at the last moment.
+
+        The missing ranks are those without a part. A rank deletes its part only when it has the
+        verdict; so if that is the one which is claimed here, all parts were still there.
+        """
+        if self._ledger.verdict(index) is None:
+            missing = [r for r, part in enumerate(self._ledger.parts_so_far(index)) if not part]
+            missing = missing or [r for r in range(self.world_size) if r != self.rank]
+            text = self._late_text(what or f"the checkpointer of {self._where}", missing)
+            self._ledger.fail(index, CallFailure.here(index, _LATE, self.rank, text))
+        return self._ledger.await_verdict(index, None)  # there is one now
+
+    def _late_text(self, what: str, missing: Sequence[int]) -> str:
+        limit = datetime.timedelta(seconds=self.timeout_s)
+        return (
+            f"{what}: {rank_names(missing)} did not make the call within {limit}, rank "
+            f"{self.rank} waited"
+        )
+
+    def _conclude(self, index: int, failure: CallFailure) -> bytes:
+        """Says to those who wait for the result of a step that it has failed."""
+        answer = json.dumps(_answer(failure)).encode()
+        self._ledger.conclude(index, answer)
+        return answer
 
     def _leave(self, error: BaseException) -> None:
         """This rank leaves by an exception; all ranks count the step in which they learn of it."""
@@ -210,9 +346,15 @@ class Agreement:
             # Its keys stay: the coordinator may not have read this rank's part yet.
             self._ended = index
             return False
-        ledger.conclude(index, json.dumps({"error": _text(told), "rank": told.rank}).encode())
+        self._conclude(index, told)
         self._end()
         return True
+
+
+def _answer(failure: CallFailure) -> dict[str, Any]:
+    """The result of a step that has failed."""
+    text = failure.cause if failure.name == _LATE else _text(failure)
+    return {"error": text, "rank": failure.rank, "kind": failure.name}
 
 
 def _text(failure: CallFailure) -> str:
