@@ -21,7 +21,8 @@ from benchmarks.lib.members import CountedStore, Member, connected
 from benchmarks.lib.rank_processes import RankProcesses, serve, store
 from benchmarks.lib.sheets import Sheet, median, ms
 from outlast.coordination import barrier
-from outlast.coordination.ops import Link, drive, perform_on
+from outlast.coordination.ops import Link, perform_on
+from outlast.coordination.ops import run as run_to_end
 
 __all__ = ["run", "sheets"]
 
@@ -71,11 +72,11 @@ def _barriers(stores: list[CountedStore], rounds: int) -> dict[str, Any]:
         await link.wait_for(barrier.done_key(name), PATIENCE_S)
 
     def member(number: int) -> None:
-        perform = perform_on(stores[number])
+        link = Link(perform=perform_on(stores[number]))
         for trial in range(rounds):
             together.wait()
             starts[number] = time.monotonic()
-            drive(pass_one(Link(), f"barrier/{trial}", number), perform)
+            run_to_end(pass_one(link, f"barrier/{trial}", number))
             ends[number] = time.monotonic()
             if together.wait() == 0:
                 seconds.append(max(ends) - min(starts))

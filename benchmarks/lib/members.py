@@ -11,7 +11,7 @@ from tests.simulation.minimal_host import MinimalHost
 
 from outlast.clock import Clock, MonotonicClock
 from outlast.coordination.decision import ViewRecord
-from outlast.coordination.ops import Link, drive, perform_on
+from outlast.coordination.ops import Link, perform_on, run
 from outlast.coordination.records import FaultRecord
 from outlast.coordination.stores.store import Store
 from outlast.coordination.stores.tcp_client import TcpClient
@@ -96,7 +96,8 @@ class Member(MinimalHost):
 
     def run(self, store: Store) -> Any:
         """Runs the member from the first barrier to the last."""
-        return drive(Machine(self, Link("job/"), self.size).run(), perform_on(store))
+        self.link = Link("job/", perform_on(store))
+        return run(Machine(self, self.link, self.size).run())
 
     # -- the rank-local side -----------------------------------------------------------------
 
@@ -125,5 +126,5 @@ class Member(MinimalHost):
             self._all_in(iteration)  # returns once the others wait, as in a collective
             self.failed[iteration] = time.monotonic()
             return Raised(self.fault(iteration, "planned"))
-        await Link("job/").wait_for(f"over/{iteration}", PATIENCE_S)
+        await self.link.wait_for(f"over/{iteration}", PATIENCE_S)
         return Interrupted()

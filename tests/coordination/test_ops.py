@@ -8,8 +8,9 @@ import weakref
 
 import pytest
 
-from outlast.coordination.ops import Link, Op, drive, perform_on
+from outlast.coordination.ops import Link, Op, drive, perform_on, run
 from outlast.coordination.stores.store import KeyTimeout, MemoryStore
+from outlast.errors import InternalError
 
 
 def test_operations_are_performed_in_order_and_their_results_come_back() -> None:
@@ -24,6 +25,16 @@ def test_operations_are_performed_in_order_and_their_results_come_back() -> None
 
     assert drive(work(Link("p/")), perform_on(store)) == [b"12", b"12", b"y", None, 3, b"y"]
     assert set(store.table) == {"p/b", "p/n"}
+    performing = Link(perform=perform_on(MemoryStore())).at("p/")
+    assert run(work(performing)) == [b"12", b"12", b"y", None, 3, b"y"]
+
+
+def test_a_link_without_a_store_runs_only_under_a_driver() -> None:
+    async def work(link: Link) -> None:
+        await link.put("k", b"1")
+
+    with pytest.raises(InternalError, match="put of 'k'"):
+        run(work(Link()))
 
 
 def test_what_an_operation_raises_is_raised_at_its_await() -> None:

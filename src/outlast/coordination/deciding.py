@@ -144,7 +144,7 @@ class Decisions:
                 record = next_record(facts, rules, last, expired)
             elif record != last:
                 key = f"{self.link.prefix}links/{iteration}"
-                await Link().put(SUSPECTED_LINK, key.encode())
+                await self.link.at("").put(SUSPECTED_LINK, key.encode())
         if isinstance(record, Held) and record.size is not None:
             size = json.dumps(dataclasses.asdict(record.size)).encode()
             await self.link.put("size", size)
@@ -199,7 +199,7 @@ class Decisions:
     async def given_up(self) -> frozenset[int]:
         """The ranks that no launcher replaces; empty without a launcher that says so."""
         gone: set[int] = set()
-        for line in (await Link().read(GONE) or b"").splitlines():
+        for line in (await self.link.at("").read(GONE) or b"").splitlines():
             record = json.loads(line)
             if isinstance(record, dict):
                 gone.difference_update(record["back"])

@@ -52,7 +52,6 @@ from collections.abc import Sequence
 from outlast.coordination import barrier
 from outlast.coordination.deciding import COMPLETED, GONE, RESTART, Decisions, decision_key
 from outlast.coordination.decision import Decision, Joiner, ViewRecord, encode_record, forgotten
-from outlast.coordination.ops import Link
 from outlast.coordination.records import (
     FaultRecord,
     LostRecord,
@@ -292,12 +291,12 @@ class MembershipProtocol(Decisions):
 
     async def give_up(self, ranks: frozenset[int]) -> None:
         """Records ranks, as the launcher numbers them, that will not be replaced. By launchers."""
-        await Link().append(GONE, json.dumps(sorted(ranks)).encode() + b"\n")
+        await self.link.at("").append(GONE, json.dumps(sorted(ranks)).encode() + b"\n")
         await self.decide(await self.current())
 
     async def take_back(self, ranks: frozenset[int]) -> None:
         """Records that a host has taken the place of ranks: their next loss is waited for."""
-        await Link().append(GONE, json.dumps({"back": sorted(ranks)}).encode() + b"\n")
+        await self.link.at("").append(GONE, json.dumps({"back": sorted(ranks)}).encode() + b"\n")
 
     async def note_progress(self, iteration: int) -> None:
         """Records, for the launchers, that the training has come further than ever before."""

@@ -1,20 +1,25 @@
-"""Protocol code without input and output: coroutines that yield store operations.
+"""Protocol code without input and output of its own: coroutines that await store operations.
 
 The protocol (`barrier.py`, `membership.py`, and the state machine of `outlast.inprocess`) is
-written as coroutines with `await link.append(...)`. Their driver performs the operations: `drive()`
-performs each one on a real store, blocking; the deterministic simulation performs them one at a
-time, in any order, and may stop a member for good between two: it tests the code of a job.
+written as coroutines with `await link.append(...)`. In a job, the link performs each operation on a
+store, at once and blocking: the coroutine runs to its end (`run`), and each call goes down only. In
+the deterministic simulation a link has no store, and yields its operations. The simulation performs
+them one at a time, in any order, and may stop a member for good between two: it tests the code of a
+job.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from outlast.coordination.stores.store import Store
 from outlast.coordination.stores.store import drive as drive
+from outlast.errors import InternalError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -35,37 +40,45 @@ def request(op: Op) -> Generator[Op, Any, Any]:
 
 
 class Link:
-    """A store as the protocol sees it: every operation is yielded to the driver. The prefix applies
-    to every key, so that the calls of one job do not share keys.
+    """A store as the protocol sees it: `perform` performs each operation; without it, each is
+    yielded to a driver. The prefix applies to every key, so that the calls of one job do not share
+    keys.
     """
 
-    def __init__(self, prefix: str = "") -> None:
-        self.prefix = prefix
+    def __init__(self, prefix: str = "", perform: Callable[[Op], Any] | None = None) -> None:
+        self.prefix, self.perform = prefix, perform
+
+    def at(self, prefix: str) -> Link:
+        """The same store, with another prefix."""
+        return Link(prefix, self.perform)
+
+    async def _do(self, op: Op) -> Any:
+        return await request(op) if self.perform is None else self.perform(op)
 
     async def put(self, key: str, value: bytes) -> None:
-        await request(Op("put", self.prefix + key, value))
+        await self._do(Op("put", self.prefix + key, value))
 
     async def claim(self, key: str, value: bytes) -> bytes:
-        return cast(bytes, await request(Op("claim", self.prefix + key, value)))
+        return cast(bytes, await self._do(Op("claim", self.prefix + key, value)))
 
     async def read(self, key: str) -> bytes | None:
-        return cast("bytes | None", await request(Op("read", self.prefix + key)))
+        return cast("bytes | None", await self._do(Op("read", self.prefix + key)))
 
     async def wait_for(self, key: str, timeout: float | None) -> bytes:
-        return cast(bytes, await request(Op("wait_for", self.prefix + key, timeout=timeout)))
+        return cast(bytes, await self._do(Op("wait_for", self.prefix + key, timeout=timeout)))
 
     async def add(self, key: str, amount: int) -> int:
-        return cast(int, await request(Op("add", self.prefix + key, amount=amount)))
+        return cast(int, await self._do(Op("add", self.prefix + key, amount=amount)))
 
     async def append(self, key: str, value: bytes) -> None:
-        await request(Op("append", self.prefix + key, value))
+        await self._do(Op("append", self.prefix + key, value))
 
     async def delete(self, key: str) -> None:
-        await request(Op("delete", self.prefix + key))
+        await self._do(Op("delete", self.prefix + key))
 
 
 def perform_on(store: Store) -> Callable[[Op], Any]:
-    """A performer for `drive()` that runs each operation on `store`, in this thread."""
+    """Performs each operation on `store`, in this thread: for a `Link`, or for `drive()`."""
 
     def perform(op: Op) -> Any:
         if op.name == "wait_for":
@@ -77,3 +90,13 @@ def perform_on(store: Store) -> Callable[[Op], Any]:
         return getattr(store, op.name)(op.key, op.value)
 
     return perform
+
+
+def run(coroutine: Coroutine[Op, Any, T]) -> T:
+    """Runs a coroutine to its end, in this thread. Its link performs the operations."""
+    try:
+        op = coroutine.send(None)
+    except StopIteration as stop:
+        return cast(T, stop.value)
+    coroutine.close()
+    raise InternalError(f"{op.name} of {op.key!r} is not performed: the link has no store")

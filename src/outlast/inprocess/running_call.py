@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from outlast.coordination.decision import ViewRecord
 from outlast.coordination.membership import MembershipProtocol
-from outlast.coordination.ops import Op, drive
+from outlast.coordination.ops import run
 from outlast.coordination.records import FaultRecord, StopRecord
 from outlast.errors import RestartAbort
 from outlast.inprocess.call_wrapper import CallWrapper
@@ -24,9 +24,7 @@ class RunningCall:
     `StoreError` if the store cannot be reached.
     """
 
-    # Set by the session.
-    membership: MembershipProtocol
-    perform: Callable[[Op], Any]
+    membership: MembershipProtocol  # set by the session
 
     wrapper: CallWrapper | None = None  # what the function was given; `None` before the first one
     # The request to stop that was known when the present iteration was decided: the same on all
@@ -76,15 +74,15 @@ class RunningCall:
 
     def request_stop(self, reason: str, exit_code: int) -> None:
         """Records a request to stop, known to all ranks from the next restart. The first counts."""
-        drive(self.membership.request_stop(StopRecord(reason, exit_code)), self.perform)
+        run(self.membership.request_stop(StopRecord(reason, exit_code)))
 
     def saving_for_stop(self, limit_s: float) -> None:
         """Tells the launcher that the last save has begun, and how long it may take."""
-        drive(self.membership.announce_last_save(limit_s), self.perform)
+        run(self.membership.announce_last_save(limit_s))
 
     def finish_stop(self, done: str) -> None:
         """Records the end of the stop, and what it saved: remaining ranks exit with its code."""
-        drive(self.membership.finish_stop(done), self.perform)
+        run(self.membership.finish_stop(done))
 
     def long_phase(self, limit_s: float | None) -> AbstractContextManager[None]:
         """Declares a phase without pings, as `CallWrapper.long_phase`."""
@@ -98,7 +96,7 @@ class RunningCall:
             return
         # A rank aborts its collectives after `over/k` is there, and this rank may not know of it
         # yet: an event that is still on its way.
-        if drive(self.membership.over(self.wrapper.iteration), self.perform) is not None:
+        if run(self.membership.over(self.wrapper.iteration)) is not None:
             self.wrapper.await_restart()
         with self.wrapper.atomic():  # whoever watches the iteration may have lost the store
             pass

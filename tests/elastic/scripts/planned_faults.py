@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from outlast.coordination.ops import drive
+from outlast.coordination.ops import run
 from outlast.inprocess.running_call import running_call
 
 RANK = int(os.environ["RANK"])
@@ -35,7 +35,7 @@ def wait_until(condition: Callable[[], Any]) -> None:
 
 def stop_is_known() -> bool:
     call: Any = running_call()
-    return drive(call.membership.stop_request(), call.perform) is not None
+    return run(call.membership.stop_request()) is not None
 
 
 class PlannedFaults:

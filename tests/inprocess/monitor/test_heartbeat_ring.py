@@ -11,7 +11,7 @@ import pytest
 from fake_clock import FakeClock
 from outlast.coordination.barrier import lost_members
 from outlast.coordination.decision import ViewRecord
-from outlast.coordination.ops import Link, Op, drive, perform_on
+from outlast.coordination.ops import Link, Op, perform_on, run
 from outlast.coordination.stores.store import HOST_KEYS, MemoryStore
 from outlast.inprocess.monitor.heartbeat_ring import HeartbeatRing
 
@@ -24,18 +24,19 @@ class HostServer:
     def __init__(self, shared: MemoryStore) -> None:
         self.shared, self.own = shared, MemoryStore()
         self.available = True
+        self.link = Link("call/", self._operate)
+
+    def _operate(self, op: Op) -> Any:
+        return perform_on(self.own if op.key.startswith(HOST_KEYS) else self.shared)(op)
 
     def perform(self, coroutine: Coroutine[Op, Any, Any]) -> Any:
-        def perform(op: Op) -> Any:
-            return perform_on(self.own if op.key.startswith(HOST_KEYS) else self.shared)(op)
-
-        return drive(coroutine, perform)
+        return run(coroutine)
 
     def view(self, iteration: int) -> ViewRecord:
         return ViewRecord(iteration, (0, 1, 2, 3))
 
     def lost_members(self) -> frozenset[int]:
-        found: frozenset[int] = self.perform(lost_members(Link("call/")))
+        found: frozenset[int] = self.perform(lost_members(self.link))
         return found
 
 

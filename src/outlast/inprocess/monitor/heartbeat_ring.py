@@ -8,7 +8,6 @@ the number of ranks.
 from __future__ import annotations
 
 from outlast.clock import Clock
-from outlast.coordination.ops import Link
 from outlast.coordination.stores.store import HOST_KEYS
 from outlast.inprocess.monitor.reports import FaultReports, MonitorPlan, StoreAccess
 
@@ -23,7 +22,7 @@ class HeartbeatRing:
     ) -> None:
         self._plan, self._page, self._clock = plan, plan.page, clock
         self._store, self._reports = store, reports
-        self._link = Link(HOST_KEYS + plan.prefix if plan.host_ring else plan.prefix)
+        self._prefix = HOST_KEYS + plan.prefix if plan.host_ring else plan.prefix
         self._announced = -1  # the member that this host knows of
         self._here: frozenset[int] = frozenset()  # the members on this host
         self.next_beat = 0.0  # when the next heartbeat is due
@@ -46,7 +45,7 @@ class HeartbeatRing:
         self._changed_at = self._clock.now()
 
     def _count_up(self, member: int, amount: int) -> int | None:
-        return self._store.perform(self._link.add(f"beat/{member}", amount))
+        return self._store.perform(self._store.link.at(self._prefix).add(f"beat/{member}", amount))
 
     def _look_around(self) -> bool:
         """Whether members on this host have been added since the last look."""
@@ -54,8 +53,10 @@ class HeartbeatRing:
             return False
         if self._announced != self._page.member:
             self._announced = self._page.member
-            self._store.perform(self._link.append("members", b"%d\n" % self._announced))
-        here = self._store.perform(self._link.read("members")) or b""
+            self._store.perform(
+                self._store.link.at(self._prefix).append("members", b"%d\n" % self._announced)
+            )
+        here = self._store.perform(self._store.link.at(self._prefix).read("members")) or b""
         before, self._here = self._here, frozenset(map(int, here.split()))
         return self._here != before
 

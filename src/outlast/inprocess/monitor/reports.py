@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from outlast.coordination.barrier import lost_members
 from outlast.coordination.decision import Rules, ViewRecord
 from outlast.coordination.membership import MembershipProtocol
-from outlast.coordination.ops import Link, Op, drive, perform_on
+from outlast.coordination.ops import Link, Op, perform_on, run
 from outlast.coordination.records import FaultRecord, LostRecord, process_name
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.errors import RankTimeout, StoreError
@@ -104,6 +104,7 @@ class StoreAccess:
         while self._connection is None:
             try:
                 self._connection = connect(*place, plan.patience, plan.ready, give_up)
+                self.link.perform = perform_on(self._connection)
             except (StoreError, RankTimeout) as e:
                 write_line(e)
                 if isinstance(e, RankTimeout) or give_up() or time.monotonic() > deadline:
@@ -116,7 +117,7 @@ class StoreAccess:
             coroutine.close()
             return None
         try:
-            return drive(coroutine, perform_on(self._connection))
+            return run(coroutine)
         except StoreError as e:
             write_line(e)
             self._connection = None

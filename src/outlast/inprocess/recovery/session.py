@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from outlast.clock import MonotonicClock
-from outlast.coordination.ops import Link, drive, perform_on
+from outlast.coordination.ops import Link, perform_on, run
 from outlast.coordination.records import FaultRecord, process_name
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.coordination.training_step import observed_steps
@@ -179,7 +179,7 @@ class _Session:
             stack.callback(host.torch_log.end)
             stack.callback(host.release)
             stack.callback(lambda: host.monitor_thread.close(5.0))
-            perform = self.running.perform = perform_on(store)
+            machine.link.perform = perform_on(store)
             process = process_name(launch.host_id, os.getpid()) if launch.agent else ""
             host.notice = LauncherNotice(store, self.number, self.prefix, process=process)
             host.notice.running()
@@ -187,7 +187,7 @@ class _Session:
             def report(fault: FaultRecord) -> None:
                 # The monitor thread also notices a lost store, and tells the function's thread.
                 with contextlib.suppress(StoreError):
-                    drive(machine.membership.report_fault(fault), perform)
+                    run(machine.membership.report_fault(fault))
 
             monitor.watch(
                 host.monitor_thread.native_id,
@@ -208,9 +208,9 @@ class _Session:
                 return self._drive(store)
 
     def _drive(self, store: Connection) -> Any:
-        machine, host, perform = self.machine, self.host, self.running.perform
+        machine, host = self.machine, self.host
         try:
-            value = drive(machine.run(), perform)
+            value = run(machine.run())
         except BaseException as e:
             log.debug("rank %d: leaving the call: %r", host.state.rank, e)
             self.emitter.emit(Lost(reason=describe(e)))
@@ -236,7 +236,7 @@ class _Session:
             with contextlib.suppress(StoreError):
                 host.notice.completed()
         with contextlib.suppress(StoreError):
-            drive(machine.membership.say_goodbye(machine.member, machine.iteration), perform)
+            run(machine.membership.say_goodbye(machine.member, machine.iteration))
             if self.ready and not host.monitor.serves:
                 self._await_end_of_store(store)
         if not host.joining:
@@ -247,7 +247,7 @@ class _Session:
         if self.host.state.rank != 0 or self.launch.agent:  # the launcher tells it itself
             return
         with contextlib.suppress(StoreError):  # lost with its server
-            counts = drive(self.machine.membership.restart_counts(), self.running.perform)
+            counts = run(self.machine.membership.restart_counts())
             if counts:
                 notice(log, "%s after %s", how, describe_restarts(counts))
 
@@ -336,4 +336,4 @@ class _Session:
         if further and not is_told and self.launch.agent and self.host.state.rank == 0:
             self.progressed_in = iteration
             with contextlib.suppress(StoreError):  # the monitor thread says that it is lost
-                drive(self.machine.membership.note_progress(iteration), self.running.perform)
+                run(self.machine.membership.note_progress(iteration))

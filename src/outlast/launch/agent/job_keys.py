@@ -7,7 +7,7 @@ import dataclasses
 from outlast.coordination.blame import may_be_of_host
 from outlast.coordination.job_record import JOB_KEY, JobState
 from outlast.coordination.membership import MembershipProtocol
-from outlast.coordination.ops import Link, drive, perform_on
+from outlast.coordination.ops import Link, perform_on, run
 from outlast.coordination.records import (
     COMPLETED_BY,
     SUSPECTED_LINK,
@@ -24,7 +24,10 @@ class JobKeys:
     """The keys of the wrapped function's latest call."""
 
     def __init__(self, store: Store) -> None:
-        self._store, self._perform = store, perform_on(store)
+        self._store, self._link = store, Link(perform=perform_on(store))
+
+    def _membership(self, prefix: str, world_size: int = 0) -> MembershipProtocol:
+        return MembershipProtocol(self._link.at(prefix), world_size)
 
     def job(self) -> JobRecord:
         """The state of the latest call of a wrapped function, if there was one."""
@@ -35,7 +38,7 @@ class JobKeys:
             record = dataclasses.replace(record, completed_by=completed_by)
         if not record.prefix:
             return record
-        stop = drive(_membership(record).stop_request(), self._perform)
+        stop = run(self._membership(record.prefix).stop_request())
         if stop is None:
             return record
         return dataclasses.replace(record, stopping=True, unsaved=not stop.done)
@@ -46,7 +49,7 @@ class JobKeys:
         if not record.prefix:
             return record
         if record.state is JobState.ABORTED:
-            fault = drive(_membership(record).cause_of_end(), self._perform)
+            fault = run(self._membership(record.prefix).cause_of_end())
             record = dataclasses.replace(record, fault=fault)
         calls, _, number = record.prefix.rstrip("/").rpartition("/")
         prefixes = [record.prefix]
@@ -54,8 +57,7 @@ class JobKeys:
             prefixes = [f"{calls}/{call}/" for call in range(int(number) + 1)]
         counts: list[RestartCount] = []
         for prefix in prefixes:
-            work = MembershipProtocol(Link(prefix), 0).restart_counts()
-            counts += drive(work, self._perform)
+            counts += run(self._membership(prefix).restart_counts())
         return dataclasses.replace(record, restarts=tuple(counts))
 
     def progress(self) -> str:
@@ -63,7 +65,7 @@ class JobKeys:
         record = JobRecord.parse(self._store.read(JOB_KEY))
         if not record.prefix:
             return ""
-        found = drive(_membership(record).progress(), self._perform)
+        found = run(self._membership(record.prefix).progress())
         return f"{record.prefix}{found}" if found else ""
 
     def give_up(self, ranks: frozenset[int]) -> None:
@@ -72,17 +74,17 @@ class JobKeys:
         """
         record = JobRecord.parse(self._store.read(JOB_KEY))
         if record.prefix:
-            drive(_membership(record).give_up(ranks), self._perform)
+            run(self._membership(record.prefix).give_up(ranks))
 
     def killed_by_monitor(self, job: JobRecord, process: str) -> str:
         if not job.prefix:
             return ""
-        return drive(_membership(job).announced_kill(process), self._perform)
+        return run(self._membership(job.prefix).announced_kill(process))
 
     def has_come(self, job: JobRecord, rank: int) -> bool:
         if not job.prefix:
             return False
-        return drive(_membership(job).is_registered(rank), self._perform)
+        return run(self._membership(job.prefix).is_registered(rank))
 
     def will_not_come(
         self, job: JobRecord, host: str, pid: int, rank: int, world_size: int, cause: str
@@ -106,7 +108,7 @@ class JobKeys:
         """
         if not job.prefix:
             return 0, []
-        newest, found = drive(_membership(job).first_causes(since), self._perform)
+        newest, found = run(self._membership(job.prefix).first_causes(since))
         # See `records.process_token`.
         named = [(token.partition("/")[0], fault) for token, fault in found]
         blamed = [
@@ -119,21 +121,19 @@ class JobKeys:
     def end_probe(self, key: str) -> None:
         """Let the members go on that wait for the result under this key."""
         prefix, _, iteration = key.rpartition("links/")
-        work = MembershipProtocol(Link(prefix), 0).links_known(int(iteration))
-        drive(work, self._perform)
+        run(self._membership(prefix).links_known(int(iteration)))
 
     def take_back(self, ranks: range) -> None:
-        work = MembershipProtocol(Link(), 0).take_back(frozenset(ranks))
-        drive(work, self._perform)
+        run(self._membership("").take_back(frozenset(ranks)))
 
     def size(self, job: JobRecord) -> SizeRecord | None:
         """What the members need that hold a restart; `None` if they have never held one."""
-        return drive(_membership(job).size(), self._perform) if job.prefix else None
+        return run(self._membership(job.prefix).size()) if job.prefix else None
 
     def last_save_s(self) -> float | None:
         """How long the save before a stop may take; `None` if the job has not begun it."""
         record = JobRecord.parse(self._store.read(JOB_KEY))
-        return drive(_membership(record).last_save(), self._perform)
+        return run(self._membership(record.prefix).last_save())
 
     def ended(
         self, job: JobRecord, owner: str, ranks: range, world_size: int, cause: str, host: str = ""
@@ -143,7 +143,7 @@ class JobKeys:
         """
         if not job.prefix:
             return
-        membership = MembershipProtocol(Link(job.prefix), world_size)
+        membership = self._membership(job.prefix, world_size)
         fault = FaultRecord(
             iteration=0,
             member=-1,
@@ -153,8 +153,4 @@ class JobKeys:
             interruption=Interruption.TERMINATED.value,
             cause=cause,
         )
-        drive(membership.report_ended(owner, ranks, fault), self._perform)
-
-
-def _membership(record: JobRecord) -> MembershipProtocol:
-    return MembershipProtocol(Link(record.prefix), 0)
+        run(membership.report_ended(owner, ranks, fault))
