@@ -49,7 +49,7 @@ class RunningCall:
         # outlives the iteration, until all ranks have restored a state, or the call ends.
         self.kept: dict[str, Any] = {}
         self.folders: set[str] = set()  # of all jobs
-        self.modes: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # `elastic.job.model_modes`
+        self.modes: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # `elastic.job.model_parts`
         self._at_end = ExitStack()
 
     def __enter__(self) -> None:

@@ -19,7 +19,7 @@ import torch
 import outlast
 from outlast.async_checkpoint import FailurePolicy
 from outlast.async_checkpoint.storage.directory import list_checkpoints, open_storage
-from outlast.elastic.job import last_save
+from outlast.elastic.job import ending
 from procs import Job
 from zygote import shared
 
@@ -173,9 +173,9 @@ def train(job: outlast.Job, steps: int) -> None:
 def test_older_checkpoints_go_first_if_a_newer_one_is_valid(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch, damaged: bool
 ) -> None:
-    monkeypatch.setattr(last_save, "LIMIT_S", 0.5)
+    monkeypatch.setattr(ending, "LIMIT_S", 0.5)
     path = small_disk / "checkpoints"
-    with contextlib.suppress(last_save.NotSaved), large_job(path, every=None, keep=2) as job:
+    with contextlib.suppress(ending.NotSaved), large_job(path, every=None, keep=2) as job:
         job.restore()
         job.steps = 1
         job.save().wait()
@@ -190,7 +190,7 @@ def test_older_checkpoints_go_first_if_a_newer_one_is_valid(
 def test_a_damaged_fallback_is_passed_over(
     small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(last_save, "LIMIT_S", 0.5)
+    monkeypatch.setattr(ending, "LIMIT_S", 0.5)
     path = small_disk / "checkpoints"
     options = {"every": None, "fallback": tmp_path / "second"}
     with large_job(path, **options) as job:

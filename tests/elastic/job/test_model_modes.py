@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import outlast
-from outlast.elastic.job.model_modes import ModelModes
+from outlast.elastic.job.model_parts import ModelModes
 from outlast.errors import CheckpointError
 
 

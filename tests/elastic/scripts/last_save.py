@@ -22,7 +22,7 @@ from torch import nn
 
 import outlast
 from outlast import inprocess
-from outlast.elastic.job import last_save
+from outlast.elastic.job import ending
 
 PLAN: dict[str, Any] = {
     **{"wrapped": True, "frees": False, "every": None, "fallback": None, "limit_s": 1, "stop": 0},
@@ -33,7 +33,7 @@ PATH = Path(PLAN["path"])
 FILLER = PATH.parent / "filler"
 STEPS = 3
 
-last_save.LIMIT_S = PLAN["limit_s"]
+ending.LIMIT_S = PLAN["limit_s"]
 
 
 class MakesRoom(logging.Handler):

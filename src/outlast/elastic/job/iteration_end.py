@@ -25,10 +25,11 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from outlast.async_checkpoint import SaveHandle
 from outlast.async_checkpoint.finite import is_finite
 from outlast.async_checkpoint.handle import LaterSave
+from outlast.elastic.job.ending import Ending
 from outlast.elastic.job.iteration import BACK, ENDED, OVER, STEPPED, Rest, rest_after
 from outlast.elastic.job.models import parameters_of
 from outlast.elastic.job.restoring import Restoring
-from outlast.elastic.job.saves import Saves, SaveSchedule
+from outlast.elastic.job.saves import Saves
 from outlast.elastic.job.training_state import TrainingState
 from outlast.elastic.stop_signals import StopSignals
 from outlast.elastic.tensors import local
@@ -42,22 +43,19 @@ Function = Callable[[], object]
 
 
 class IterationEnd:
-    """Ends the steps of one job. `save_for_stop` is the last save of a job that was told to stop;
-    `running` is the name of the function that runs, or empty.
-    """
+    """Ends the steps of one job. `running` is the name of the function that runs, or empty."""
 
     def __init__(
         self,
         training: TrainingState,
         restoring: Restoring,
         saves: Saves,
-        schedule: SaveSchedule,
         stop: StopSignals,
-        save_for_stop: Callable[[], None],
+        ending: Ending,
         rank: int,
     ) -> None:
         self._training, self._restoring, self._saves = training, restoring, saves
-        self._schedule, self._stop, self._save_last = schedule, stop, save_for_stop
+        self._stop, self._ending = stop, ending
         self._iteration, self._epochs, self._rank = training.iteration, training.epochs, rank
         self._functions: list[tuple[int, Function]] = []
         self._due: list[Function] = []  # of the present step
@@ -106,7 +104,7 @@ class IterationEnd:
         """The step is noted: runs its functions; ends it, outside of `job.batches`."""
         if self._due:
             self._run(self._due)
-        self._save_is_due |= self._schedule.is_due(self._steps)
+        self._save_is_due |= self._saves.schedule.is_due(self._steps)
         was_pending, self._is_pending = self._is_pending, True
         if was_pending or not self._epochs.in_batches:
             self._end()
@@ -162,7 +160,7 @@ class IterationEnd:
     def save_for_stop(self) -> None:
         self.say_rest()
         self._say_gradients()
-        self._save_last()
+        self._ending.save_for_stop()
 
     # --------------------------------------------------------------- restores, saves by hand
 

@@ -22,8 +22,7 @@ from outlast.elastic.job.counters import StepEvents
 from outlast.elastic.job.ending import Ending
 from outlast.elastic.job.fallback import Fallback
 from outlast.elastic.job.iteration_end import IterationEnd
-from outlast.elastic.job.last_save import LastSave
-from outlast.elastic.job.model_modes import restore_modes
+from outlast.elastic.job.model_parts import restore_modes
 from outlast.elastic.job.models import Models, Optimizers, by_name, check_models
 from outlast.elastic.job.progress import JobProgress
 from outlast.elastic.job.restoring import Restoring
@@ -32,7 +31,7 @@ from outlast.elastic.job.same_on_all_ranks import (
     check_equal_models,
     check_nothing_to_restore,
 )
-from outlast.elastic.job.saves import Saves, SaveSchedule, check_interval
+from outlast.elastic.job.saves import Saves, check_interval
 from outlast.elastic.job.training_state import TrainingState, check_stateful
 from outlast.elastic.silent_faults.job_checks import Check, JobChecks, TrustedRestore, check_of
 from outlast.elastic.stop_signals import PREEMPTED, SIGNALS, StopSignals
@@ -141,7 +140,7 @@ class Job(JobProgress):
         self._skipped.most = self._checks.max_skips
         self._training.epochs.may_leave_out = self._skipped.most is not None
         self._ledger = self.checkpointer.ledger.child("job")
-        self._parameters = SameParameters(self._training, self._ledger, self.checkpointer)
+        self._parameters = SameParameters(self._training, self.checkpointer)
         second = None if fallback is None else Fallback(fallback, self.checkpointer, self._group)
         finite = partial(self._checks.must_be_finite, self.module)
         self._restoring = Restoring(
@@ -155,20 +154,25 @@ class Job(JobProgress):
             create=lambda group: Checkpointer(path, **{**options, "group": group}),
             finite=finite,
         )
-        self._schedule = SaveSchedule(every, self._ledger)
         self._step_events = StepEvents(self.checkpointer.emitter)
-        self._saves = Saves(self._training, self.checkpointer, self._ledger, finite)
+        self._saves = Saves(self._training, self.checkpointer, finite, every)
         self._may_save = False  # restored, or there is nothing to restore
         # Last: a constructor that raises leaves no handlers.
         self._stop = StopSignals(
             self.checkpointer, signals=signals, grace=grace, exit_code=exit_code
         )
-        last_save = LastSave(self._saves, self.checkpointer, self._ledger, second, self._stop)
         self._ending = Ending(
-            self._call, self.checkpointer, self._checks, last_save, self._restoring, self._stop
+            self._call,
+            self.checkpointer,
+            self._checks,
+            self._saves,
+            self._restoring,
+            self._stop,
+            second,
         )
-        parts = self._training, self._restoring, self._saves, self._schedule, self._stop
-        self._end = IterationEnd(*parts, self._ending.save_for_stop, self.rank)
+        self._end = IterationEnd(
+            self._training, self._restoring, self._saves, self._stop, self._ending, self.rank
+        )
 
     def restore(self, step: int | None = None) -> int:
         """Continues from the newest state: after a restart in place, that of the ranks which have
@@ -217,7 +221,7 @@ class Job(JobProgress):
         if self._restoring.from_survivors:
             timeout_s = self.checkpointer.kept.timeout_s
             self._checks.compare_now(timeout_s, required=True)  # before DDP copies a flip
-        self._schedule.start(self.steps)
+        self._saves.schedule.start(self.steps)
         self._step_events.begin(self.steps)
         self._stop.begin(self.steps, self._end.save_for_stop)
         self._end.restored(save_is_due=save_is_due)
@@ -367,7 +371,7 @@ class Job(JobProgress):
         try:
             if kind is None:
                 self._end.leave()
-                self._ending.complete(self.steps)
+                self._ending.complete()
                 self._skipped.say_at_end(self.rank)
             else:
                 self._ending.fail(kind)

@@ -98,14 +98,12 @@ class SameParameters:
     (DTensor) is the same on all ranks. FSDP1 does not say what is sharded.
     """
 
-    def __init__(
-        self, training: TrainingState, ledger: CallLedger, checked_by: Checkpointer
-    ) -> None:
+    def __init__(self, training: TrainingState, checked_by: Checkpointer) -> None:
         self._module, self._optimizers = training.module, training.optimizers
-        kept = checked_by.kept
-        self._ranks = Agreement(ledger.child("parameters"), kept.timeout_s, kept.url)
-        self._epochs, self._ledger = training.epochs, ledger
-        self._checked = self._has_compared = ledger.world_size == 1
+        self._ledger, session = checked_by.ledger.child("parameters"), checked_by.session
+        self._ranks = Agreement(self._ledger.child("round"), session.writer.timeout_s, session.url)
+        self._epochs = training.epochs
+        self._checked = self._has_compared = checked_by.world_size == 1
 
     def check(self) -> None:
         """Compares parameters in a round of its own, on all ranks, unless that was done."""

@@ -1,4 +1,4 @@
-"""The saves of a job, and when they are due; `last_save.py` has the last one."""
+"""The saves of a job, and when they are due; `ending.py` has the last one."""
 
 from __future__ import annotations
 
@@ -23,18 +23,21 @@ its epochs.
 
 
 class Saves:
-    """Saves one job's state, on all ranks together. `finite` returns what must be finite."""
+    """Saves one job's state, on all ranks. `finite` returns what must be finite; `schedule`
+    says when a save is due.
+    """
 
     def __init__(
         self,
         training: TrainingState,
         checkpointer: Checkpointer,
-        ledger: CallLedger,
         finite: Callable[[], Collection[str]],
+        every: int | datetime.timedelta | None,
     ) -> None:
-        self._training, self._finite = training, finite
-        self._checkpointer, self._ledger = checkpointer, ledger
-        self._beside = partial(training.beside, ledger)
+        self._training, self._finite, self._checkpointer = training, finite, checkpointer
+        self._ledger = checkpointer.ledger.child("saves")
+        self.schedule = SaveSchedule(every, self._ledger)
+        self._beside = partial(training.beside, self._ledger)
         self._handle: SaveHandle | None = None
         self._saved: Progress | None = None
         self._restored: Progress | None = None

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
@@ -29,13 +25,11 @@ from outlast.elastic.job.by_rank.equal_states import EqualStates
 from outlast.elastic.job.by_rank.per_rank import PerRank, PerRankState
 from outlast.elastic.job.by_rank.text_files import TextFiles
 from outlast.elastic.job.counters import Counters, steps_of
-from outlast.elastic.job.encoding import is_plain_tensor
 from outlast.elastic.job.epochs import Epochs
-from outlast.elastic.job.gradient_buckets import GradientBuckets
 from outlast.elastic.job.iteration import Iteration
-from outlast.elastic.job.loaded_groups import ADDED, add_groups, loaded_group
-from outlast.elastic.job.model_modes import ModelModes
-from outlast.elastic.job.models import ONLY, Models, Optimizers, by_name, joined, parameters_of
+from outlast.elastic.job.model_parts import GradientBuckets, ModelModes, ModelPart
+from outlast.elastic.job.models import ONLY, Models, Optimizers, by_name, joined
+from outlast.elastic.job.optimizer_part import OptimizerPart
 from outlast.elastic.job.parts import (
     AttachedState,
     ConsistentParts,
@@ -47,11 +41,10 @@ from outlast.elastic.job.parts import (
     ThirdPartyLoader,
 )
 from outlast.elastic.job.skipped import SkippedBatches
-from outlast.elastic.tensors import Backup, rewrap
-from outlast.elastic.wrapped_modules import consistent_ddp, load_plain, plain_state_dict
+from outlast.elastic.tensors import Backup
+from outlast.elastic.wrapped_modules import consistent_ddp
 from outlast.errors import CheckpointError
 
-_HAS_MOMENTS = "has_moments"  # part of the checkpoint's format
 _OPTIONAL = (
     *("random.", "states.", "parts.", "epochs.", "iteration.", "files.", "skipped.", "buckets."),
     *("modes.",),
@@ -214,159 +207,6 @@ class TrainingState:
         state = backup.roll_back()
         for name, part in self.parts.items():
             part.roll_back(name, state.get(name, {}), state["counters"]["steps"])
-
-
-_USED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""The optimizers of all jobs so far."""
-
-
-class ModelPart(Part):
-    """The module; after a step, the live state refers to its tensors."""
-
-    def save(self) -> dict[str, Any]:
-        return plain_state_dict(self._source)
-
-    def load(self, state: Any, steps: int) -> None:
-        rewrap(state, self.save, "model")
-        load_plain(self._source, state)
-
-
-class OptimizerPart(Part):
-    """An optimizer; after a step, the live state refers to its tensors.
-
-    One of several, which have names, may make its first step later than the job. So its state also
-    says whether it has moments.
-    """
-
-    _source: Optimizer
-
-    def __init__(self, optimizer: Optimizer, module: nn.Module, *, is_named: bool) -> None:
-        super().__init__(optimizer)
-        self._module, self._is_named = module, is_named
-        self._first_added = len(getattr(optimizer, "param_groups", ()))
-        self.created = False  # the present moments are those of `create_sharded_moments`
-        # What a constructor makes, the first step expects. Of an optimizer that was used, nothing.
-        is_new = optimizer not in _USED
-        self._made_with = frozenset(optimizer.state) if is_new else frozenset()
-        if is_new:
-            _USED.add(optimizer)
-
-    def save(self) -> dict[str, Any]:
-        state = self._source.state_dict()
-        pairs = zip(getattr(self._source, "param_groups", ()), state["param_groups"], strict=False)
-        if added := [*pairs][self._first_added :]:  # in training
-            names = {each: name for name, each in self._module.named_parameters()}
-            for group, saved in added:
-                saved[ADDED] = [names.get(each, "") for each in group["params"]]
-        return {**state, _HAS_MOMENTS: bool(state["state"])} if self._is_named else state
-
-    def target(self, saved: Any) -> Any:
-        """The moments, two thirds of the state, are loaded into new memory, which the optimizer
-        adopts: the current moments then need no backup. The groups are filled with what was saved:
-        their number, keys and types may have changed since.
-        """
-        saved = {**saved, "param_groups": []}
-        return {**saved, "state": {}} if self.loads_anew else saved
-
-    def load(self, state: Any, steps: int) -> None:
-        state = dict(state)
-        has_moments = state.pop(_HAS_MOMENTS, True)
-        del self._source.param_groups[max(self._first_added, len(state["param_groups"])) :]
-        add_groups(self._source, self._module, state["param_groups"])
-        pairs = zip(self._source.param_groups, [*state["param_groups"], {}], strict=False)
-        is_torchs = isinstance(self._source, Optimizer)
-        state["param_groups"] = [
-            loaded_group(number, group, loaded, is_torchs=is_torchs)
-            for number, (group, loaded) in enumerate(pairs)
-        ]
-        rewrap(state, self.with_moments, "optimizer")
-        self._source.load_state_dict(state)
-        self._keep_dtypes(state)
-        if steps and has_moments:
-            self._match_strides()
-            return
-        for each in [each for each in self._source.state if each not in self._made_with]:
-            del self._source.state[each]
-
-    def shared(self) -> list[dict[str, Any]]:
-        """The hyperparameters: a scheduler changes them."""
-        return [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in self._source.param_groups
-        ]
-
-    def frozen(self, shared: Any) -> dict[str, Any]:
-        state = self.save()
-        pairs = zip(shared, state["param_groups"], strict=False)  # more may have been added since
-        groups = [{**group, **each} for each, group in pairs]
-        return {**state, "param_groups": groups}
-
-    def create_sharded_moments(self) -> None:
-        """Creates the moments, since a DTensor can only be loaded into an existing one. torch does
-        this with a step at a learning rate of 0, which counts as a step.
-        """
-        parameters = list(parameters_of(self._source))
-        self.created = any(isinstance(p, DTensor) for p in parameters) and not self._source.state
-        if not self.created:
-            return
-        frozen = [each for each in parameters if not each.requires_grad]  # it may have moments
-        try:
-            for each in frozen:
-                each.requires_grad_()
-            get_optimizer_state_dict(self._module, self._source)
-        finally:
-            for each in frozen:
-                each.requires_grad_(False)
-                each.grad = None
-
-    @property
-    def replaces_moments(self) -> bool:
-        """Whether the optimizer adopts the loaded tensors, and may hold the old and the new ones at
-        once: not on a GPU, and not with a DTensor, which is resharded into the current one.
-        """
-        return type(self._source).load_state_dict is Optimizer.load_state_dict and all(
-            is_plain_tensor(value) or not isinstance(value, torch.Tensor | dict | list | tuple)
-            for moments in self._source.state.values()
-            for value in moments.values()
-        )
-
-    @property
-    def loads_anew(self) -> bool:
-        """Whether the moments are loaded into new memory: what is there now may be more or less
-        than was saved, such as a history. Not on a GPU, and not what is filled in place.
-        """
-        leaves = (leaf for each in self._source.state.values() for _, leaf in nodes(each))
-        return all(not isinstance(each, torch.Tensor) or is_plain_tensor(each) for each in leaves)
-
-    def _keep_dtypes(self, saved: dict[str, Any]) -> None:
-        """Puts back what torch has converted to the type of the parameter: moments of 32 bits of
-        one of 16 bits, or counts.
-        """
-        source: Any = self._source
-        hooks = (f"_optimizer_load_state_dict_{when}_hooks" for when in ("pre", "post"))
-        own = type(source).load_state_dict is not Optimizer.load_state_dict
-        if own or any(getattr(source, name, None) for name in hooks):
-            return
-        numbers = [number for group in saved["param_groups"] for number in group["params"]]
-        for number, parameter in zip(numbers, parameters_of(source), strict=True):
-            for name, value in saved["state"].get(number, {}).items():
-                now = source.state[parameter].get(name)
-                if type(now) is type(value) is torch.Tensor and now.dtype != value.dtype:
-                    source.state[parameter][name] = value.to(now.device)
-
-    def _match_strides(self) -> None:
-        """Gives the moments the memory format of their parameters (`torch.channels_last`): a fused
-        optimizer walks both by address, without checking that they match.
-        """
-        for parameter, moments in self._source.state.items():
-            if isinstance(parameter, DTensor) or parameter.is_contiguous():
-                continue
-            for name, value in moments.items():
-                if type(value) is not torch.Tensor or value.shape != parameter.shape:
-                    continue
-                if value.stride() != parameter.stride():
-                    strided = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
-                    moments[name] = strided.copy_(value)
 
 
 def check_stateful(loader: Any, states: Mapping[str, Any]) -> None:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from outlast.elastic.job.live.frozen import Held
 from outlast.elastic.job.live.own_state import Record
@@ -18,6 +17,21 @@ NOT_THE_SAME_STEPS = "the ranks have not made the same steps"
 """Why a rank has no state that it could save: a step of it is not one of all ranks."""
 
 T = TypeVar("T")
+
+
+class State(NamedTuple):
+    """A state that ranks may have: of two, the later one is greater."""
+
+    step: int
+    phase: int
+    branch: str
+
+
+class Own(NamedTuple):
+    """The own state of a rank, and the rank that has it now."""
+
+    holder: int
+    record: Record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +47,9 @@ class Offer:
     came_back: bool = False  # the last fault is equal to one before it, without progress in between
     why: str = ""  # why its tensors hold none; empty in a process that has noted no step
 
-    def at(self, step: int, phase: int, branch: str) -> Held | None:
+    def at(self, state: State) -> Held | None:
         """What it holds of this state."""
-        return next((each for each in self.held if each.record.has(step, phase, branch)), None)
+        return next((each for each in self.held if each.record.has(*state)), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +71,7 @@ class StateToSave:
     phase: int
     branch: str
     holders: list[int]  # who saves its tensors; the first one saves all else
-    own: list[tuple[int, Record]]  # who has the own states of single ranks
+    own: list[Own]  # those of single ranks
     lost: list[int]  # the ranks whose own states nobody has
 
 
@@ -75,7 +89,7 @@ def choose(offers: Sequence[Offer]) -> Choice | str:
     if any(offer.came_back for offer in offers):
         return "the same fault came back, so the state of the ranks may be its cause"
     # Where some ranks have gone further in a step than others: the last phase that every rank has.
-    return _newest(offers, partial(_complete, offers))
+    return _newest(offers, _complete)
 
 
 def choose_to_save(offers: Sequence[Offer]) -> StateToSave | str:
@@ -84,28 +98,36 @@ def choose_to_save(offers: Sequence[Offer]) -> StateToSave | str:
     """
     if any(offer.why == NOT_THE_SAME_STEPS for offer in offers):
         return NOT_THE_SAME_STEPS
-    found = _newest(offers, partial(_savable, offers))
+    found = _newest(offers, _savable)
     if isinstance(found, str) or not found.lost:
         return found
     # An earlier phase of the step may have the own states of all ranks.
-    whole = _newest(offers, partial(_savable, offers, whole=True))
-    return found if isinstance(whole, str) or whole.step < found.step else whole
+    earlier = (_savable(offers, each) for each in _states(offers) if each.step == found.step)
+    whole = (each for each in earlier if not isinstance(each, str) and not each.lost)
+    return next(whole, found)
 
 
-def _newest(offers: Sequence[Offer], complete: Callable[[int, int, str], T | str]) -> T | str:
-    """The newest state that is `complete`, or what is missing of each step."""
+def _states(offers: Sequence[Offer]) -> list[State]:
+    """The states of which ranks hold the tensors, the newest one first."""
     states = {
-        (each.record.step, phase, each.record.branch)
+        State(each.record.step, phase, each.record.branch)
         for offer in offers
         for each in offer.held
         for phase in range(each.record.phase, each.record.until + 1)
     }
+    return sorted(states, reverse=True)
+
+
+def _newest(
+    offers: Sequence[Offer], completed: Callable[[Sequence[Offer], State], T | str]
+) -> T | str:
+    """The newest state that can be `completed`, or what is missing of each step."""
     missing: dict[int, str] = {}
-    for step, phase, made_on in sorted(states, reverse=True):
-        found = complete(step, phase, made_on)
+    for state in _states(offers):
+        found = completed(offers, state)
         if not isinstance(found, str):
             return found
-        missing[step] = f"step {step} lacks {found}"
+        missing[state.step] = f"step {state.step} lacks {found}"
     by_reason: dict[str, list[int]] = {}
     for rank, offer in enumerate(offers):
         if not offer.held:
@@ -118,9 +140,9 @@ def _newest(offers: Sequence[Offer], complete: Callable[[int, int, str], T | str
     )
 
 
-def _complete(offers: Sequence[Offer], step: int, phase: int, made_on: str) -> Choice | str:
+def _complete(offers: Sequence[Offer], state: State) -> Choice | str:
     size = len(offers)
-    held, records = _found(offers, step, phase, made_on)
+    held, records = _found(offers, state)
     sources: dict[int, list[int]] = {}
     for rank, offer in enumerate(offers):
         alike = [each for each, found in held.items() if found.signature == offer.signature]
@@ -131,27 +153,26 @@ def _complete(offers: Sequence[Offer], step: int, phase: int, made_on: str) -> C
         layout = held[alike[0]].layout
         sources[rank] = [each for each in alike if held[each].layout == layout]
     own: list[tuple[int, Record | None]] = []
+    chosen = Choice(state.step, state.branch, sources, own, state.phase)
     sizes = {found.record.world_size for found in held.values()}
     if sizes != {size}:
         if not all(offer.resizable for offer in offers):
             return f"a state that fits {size} ranks instead of {min(sizes)}"
         # Each process keeps its own state, if it has one.
         for rank in range(size):
-            final = [record for holder, record in records if holder == rank and record.final]
+            final = [each.record for each in records if each.holder == rank and each.record.final]
             own.append((rank, final[0] if final else None))
-        return Choice(step, made_on, sources, own, phase)
+        return chosen
     for rank, usable in enumerate(_usable(records, held, size)):
         if usable is None:
             return f"the random generators and other states of rank {rank} alone"
         own.append(usable)
-    return Choice(step, made_on, sources, own, phase)
+    return chosen
 
 
-def _savable(
-    offers: Sequence[Offer], step: int, phase: int, made_on: str, *, whole: bool = False
-) -> StateToSave | str:
-    """What is saved of this state, or what is missing of it; `whole`: of any rank."""
-    held, records = _found(offers, step, phase, made_on)
+def _savable(offers: Sequence[Offer], state: State) -> StateToSave | str:
+    """What is saved of this state, or what is missing of it."""
+    held, records = _found(offers, state)
     size = max(found.record.world_size for found in held.values())
     there = {rank for found in held.values() for rank in found.stands_for or range(size)}
     if absent := sorted(set(range(size)) - there):
@@ -161,38 +182,34 @@ def _savable(
         return f"ranks that have made the same steps: {where}"
     own = _usable(records, held, size)
     lost = [rank for rank, found in enumerate(own) if found is None]
-    if lost and (whole or not all(found.resizable for found in held.values())):
+    if lost and not all(found.resizable for found in held.values()):
         return f"the position in the data, or in a file, of {rank_names(lost)}"
     known = [found for found in own if found is not None]
-    return StateToSave(step, phase, made_on, list(held), known, lost)
+    return StateToSave(*state, list(held), known, lost)
 
 
-def _found(
-    offers: Sequence[Offer], step: int, phase: int, made_on: str
-) -> tuple[dict[int, Held], list[tuple[int, Record]]]:
+def _found(offers: Sequence[Offer], state: State) -> tuple[dict[int, Held], list[Own]]:
     """What the ranks have of a state: its tensors, and the own states of single ranks."""
-    state = step, phase, made_on
-    held = {r: found for r, offer in enumerate(offers) if (found := offer.at(*state)) is not None}
-    own = ((r, each) for r, offer in enumerate(offers) for each in offer.records)
-    return held, [found for found in own if found[1].has(*state)]
+    held = {r: found for r, offer in enumerate(offers) if (found := offer.at(state)) is not None}
+    own = (Own(rank, each) for rank, offer in enumerate(offers) for each in offer.records)
+    return held, [found for found in own if found.record.has(*state)]
 
 
-def _usable(
-    records: Sequence[tuple[int, Record]], held: Mapping[int, Held], size: int
-) -> list[tuple[int, Record] | None]:
+def _usable(records: Sequence[Own], held: Mapping[int, Held], size: int) -> list[Own | None]:
     """The own state of each rank and who has it; `None` if nobody has."""
     # What a rank has noted during the step holds only if nothing has changed until its end, and if
     # it was noted in the last backward pass of the step.
     settled = all(found.settled for found in held.values())
     passes = {found.passes for found in held.values()}
-    own: list[tuple[int, Record] | None] = []
-    for rank in range(size):
-        usable = [
-            (holder != rank, not record.final, holder, record)
-            for holder, record in records
-            if (record.rank, record.world_size) == (rank, size)
-            and (record.final or (settled and {record.passes} == passes))
-        ]
-        best = min(usable, key=lambda each: each[:3], default=None)
-        own.append(None if best is None else best[2:])
-    return own
+    holds = [r for r in records if r.record.final or (settled and {r.record.passes} == passes)]
+    of_size = [each for each in holds if each.record.world_size == size]
+    return [_preferred(rank, [r for r in of_size if r.record.rank == rank]) for rank in range(size)]
+
+
+def _preferred(rank: int, usable: Sequence[Own]) -> Own | None:
+    """Rather what the process with this rank has than another one; of that, rather what was noted
+    when the step was complete than before; of that, what the first process has.
+    """
+    noted = [each for each in usable if each.holder == rank] or usable
+    final = [each for each in noted if each.record.final] or noted
+    return final[0] if final else None
