@@ -117,20 +117,23 @@ class Campaign:
         return dataclasses.replace(shape, kinds=rest)
 
     def _reference(self, plan: RoundPlan) -> tuple[Reference, int]:
+        """The result of the undisturbed runs, side by side, and how many steps they have made."""
         places = {"the undisturbed run": "reference", "its repetition": "reference-again"}
-        names = list(places)[: self._program.undisturbed_runs]
-        folders = [self._new(self._folder / places[name]) for name in names]
+        runs = list(places.items())[: self._program.undisturbed_runs]
+        folders = {what: self._new(self._folder / place) for what, place in runs}
 
-        def run(name: str) -> None:
-            folder = self._folder / places[name]
-            result = self._run_one(plan, folder, name, None)
+        def run(what: str) -> None:
+            result = self._run_one(plan, folders[what], what, None)
             wrong = result.wrong() + [f"a restart: {why}" for why in result.unexplained]
             if wrong:
-                raise CampaignError(f"the undisturbed run in {folder} failed: {'; '.join(wrong)}")
+                raise CampaignError(
+                    f"the undisturbed run in {folders[what]} failed: {'; '.join(wrong)}"
+                )
 
-        upcoming = iter(names)
-        self._side_by_side(lambda: next(upcoming, None), run)
-        return self._program.reference(folders), self._program.steps(folders[0])
+        left = list(folders)
+        self._side_by_side(lambda: left.pop(0) if left else None, run)
+        first, *_ = folders.values()
+        return self._program.reference(list(folders.values())), self._program.steps(first)
 
     def _run_all(self, upcoming: Iterator[RoundPlan], reference: Reference) -> None:
         def next_plan() -> RoundPlan | None:

@@ -66,13 +66,13 @@ class OtlpExport(Listener):
         meter = self._meters.get_meter("outlast")
         self._histograms = {}
         for each in INSTRUMENTS:
-            about = each.opentelemetry_name, each.unit, each.help
+            name, unit, description = each.opentelemetry_name, each.unit, each.help
             if each.kind is Kind.HISTOGRAM:
-                self._histograms[each] = meter.create_histogram(*about)
+                self._histograms[each] = meter.create_histogram(name, unit, description)
             elif each.kind is Kind.COUNTER:
-                meter.create_observable_counter(about[0], [self._reader(each)], *about[1:])
+                meter.create_observable_counter(name, [self._reader(each)], unit, description)
             else:
-                meter.create_observable_gauge(about[0], [self._reader(each)], *about[1:])
+                meter.create_observable_gauge(name, [self._reader(each)], unit, description)
 
     def close(self) -> None:
         """Exports what is new, and ends the threads of the SDK. Waits while the collector of

@@ -23,6 +23,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from outlast.async_checkpoint.peer_copies.transfer import (
     Connection,
     ConnectionRefused,
@@ -234,8 +236,8 @@ class CopyServer:
         ]
         # There are more than one only after a fault that came before `keep_only`.
         self._keeper.release(of_rank[:-1])
-        free = _available_bytes()
-        if free is not None and needed > free:
+        free = psutil.virtual_memory().available  # without swapping
+        if needed > free:
             raise CheckpointError(
                 f"{size_text(needed)} were offered, and only {size_text(free)} of memory are "
                 "available"
@@ -246,18 +248,6 @@ class CopyServer:
             receive_copy(connection, offer, lambda: connection.receive_frame()["files"], where)
         )
         connection.send_frame({"ok": True})
-
-
-def _available_bytes() -> int | None:
-    """How much memory the system can give without swapping; `None` if it does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return None
 
 
 def main() -> None:

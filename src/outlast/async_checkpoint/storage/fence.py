@@ -31,13 +31,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import re
 import socket
 import uuid
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from outlast.async_checkpoint.storage.manifest import MANIFEST, saved_by
 from outlast.async_checkpoint.storage.protocol import Position, Storage, step_of
@@ -110,13 +110,13 @@ def raise_fence(storage: Storage, position: Position) -> Credentials:
         host=socket.gethostname(),
         refused=() if before is None else before.refused,
     )
-    storage.put_record(fence.folder, _RECORD, json.dumps(dataclasses.asdict(fence)).encode())
+    storage.put_record(fence.folder, _RECORD, msgspec.json.encode(fence))
     # Only now that committers can see the fence: see the module. If this process dies here, no step
     # was made since the fence before, and the next fence lists them.
     unfinished = _uncommitted(storage)
     if unfinished:
         refused = (*fence.refused, *unfinished)[-_REMEMBERED:]
-        storage.put_record(fence.folder, _REFUSED, json.dumps(refused).encode())
+        storage.put_record(fence.folder, _REFUSED, msgspec.json.encode(refused))
     for folder in storage.folders():
         match = _NAME.fullmatch(folder)
         if match and int(match[1]) <= fence.number - _KEPT:
@@ -188,15 +188,15 @@ def _uncommitted(storage: Storage) -> list[str]:
 
 
 def _read(storage: Storage, folder: str) -> Fence | None:
+    incomplete = (FileNotFoundError, ValueError, msgspec.MsgspecError)
     try:
-        values: dict[str, Any] = json.loads(storage.get(folder, _RECORD))
-        values["order"] = tuple(values["order"])
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            values["refused"] = json.loads(storage.get(folder, _REFUSED))
-        values["refused"] = tuple(values["refused"])
-        return Fence(**values)
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        fence = msgspec.json.decode(storage.get(folder, _RECORD), type=Fence)
+    except incomplete:
         return None  # it is being written, or was not completed
+    with contextlib.suppress(*incomplete):
+        refused = msgspec.json.decode(storage.get(folder, _REFUSED), type=tuple[str, ...])
+        return dataclasses.replace(fence, refused=refused)
+    return fence
 
 
 def _left_behind(storage: Storage, fence: Fence) -> str:

@@ -5,11 +5,16 @@ other jobs out. Whether one on another machine is alive cannot be known here: a 
 and the lock is taken over, by an object with the next number: `.owner-00000001`.
 
 Each object is created with a conditional put (`If-None-Match: *`), so only one process gets it. Two
-processes could still get objects of different numbers, because one has listed the objects before
-the other removed its own. So each lists them once more after it has created its own, and gives up
-if there is one that it did not list before. Of two such processes, the one whose creation comes
-later sees the object of the other, unless that has been removed by then: however late its reads
-arrive, a process never gets the lock beside another that it has not seen, and found gone.
+processes could still create objects of different numbers, if an earlier holder removes its own
+between their lists. So a process
+
+    lists the objects,  creates its own,  lists them again
+
+and gives up if the second list has an object that the first one had not. Of two such processes, the
+one that creates its object later makes its second list after both creations. It sees the object of
+the other one there, and gives up; unless its first list had that object, whose holder it has found
+gone, or the other one has removed it, and with it its own claim. So, however late requests arrive,
+two processes never hold the lock without one of them having found the other gone.
 
 Some stores ignore the condition, and some file systems of fsspec have none. They are recognized by
 a second creation that succeeds; a warning says that two jobs may both get the lock there.

@@ -7,11 +7,12 @@ it. Where all have changed it, in a way that torch does not count, it is not com
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
+
+import msgspec
 
 log = logging.getLogger("outlast.elastic")
 
@@ -33,11 +34,11 @@ class Record:
     batches: int = 0  # how many the rank had taken then: equal on all ranks
 
     def encode(self) -> str:
-        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+        return msgspec.json.encode(self).decode()
 
     @classmethod
     def decode(cls, text: str) -> Record:
-        return cls(**json.loads(text))
+        return msgspec.json.decode(text, type=cls)
 
     def step_of(self, piece: int) -> int:
         """The step after which this piece was hashed."""
@@ -155,13 +156,11 @@ class Result:
     differences: list[Difference]  # one for each set of replicas that differ
 
     def encode(self) -> str:
-        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+        return msgspec.json.encode(self).decode()
 
     @classmethod
     def decode(cls, text: str) -> Result:
-        values = json.loads(text)
-        values["differences"] = [Difference(**each) for each in values["differences"]]
-        return cls(**values)
+        return msgspec.json.decode(text, type=cls)
 
 
 class Judge:

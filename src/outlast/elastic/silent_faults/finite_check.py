@@ -18,7 +18,6 @@ the same step; one that is waiting for this rank in a collective will not answer
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import math
 import socket
@@ -27,6 +26,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import msgspec
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -316,16 +316,16 @@ class RunningFiniteCheck(Running):
         """The first of the findings of all ranks that have one."""
         ledger = self._ledger
         try:
-            ledger.finish(0, json.dumps(dataclasses.asdict(finding)).encode())
+            ledger.finish(0, msgspec.json.encode(finding))
             try:
                 ledger.await_verdict(0, _OTHERS_S)
             except KeyTimeout:
                 log.debug("not all ranks have found something that is not finite")
-            parts = [part for part in ledger.parts_so_far(0) if part]
+            parts = ledger.parts_so_far(0)
         except StoreError as e:
             log.debug("what other ranks have found is not known: %s", e)
             return finding
-        found = [Finding(**json.loads(part)) for part in parts]
+        found = [msgspec.json.decode(part, type=Finding) for part in parts if part]
         first = min([*found, finding], key=lambda each: each.order)
         names = next((each.names for each in [first, *found] if each.names), [])
         same = sum(each.order[:2] == first.order[:2] for each in found)

@@ -8,15 +8,14 @@ that FSDP2 shards on a device, the log says so once.
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import math
 import socket
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
+import msgspec
 from torch import nn
 
 from outlast.coordination.call_ledger import CallLedger
@@ -124,7 +123,7 @@ class RunningStragglerCheck(Running):
         def record() -> str:
             seconds = [own.seconds() for own in steps]
             median = statistics.median(seconds) if seconds else None
-            return json.dumps({"step": at, "host": host, "median": median})
+            return msgspec.json.encode(_Window(at, host, median)).decode()
 
         self._exchange.publish(record)
 
@@ -134,6 +133,15 @@ class RunningStragglerCheck(Running):
             self._emitter.emit(found)
         if self._check.on_straggler is not None:
             self._check.on_straggler(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Window:
+    """What one rank publishes about a window that has ended after `step`."""
+
+    step: int
+    host: str
+    median: float | None  # of its own times of a step, in seconds; `None` if it has none
 
 
 def describe(found: StragglerFound, window: int) -> str:
@@ -155,14 +163,12 @@ class SlowRanks:
         self._in_a_row: Counter[int] = Counter()
 
     def __call__(self, texts: Sequence[str]) -> str:
-        """The new stragglers, as `decode` reads them; `texts` are the records of the ranks."""
-        records = [json.loads(text) for text in texts]
+        """The new stragglers, as `decode` reads them; `texts` are the windows of the ranks."""
+        windows = [msgspec.json.decode(text, type=_Window) for text in texts]
         medians = {
-            rank: float(record["median"])
-            for rank, record in enumerate(records)
-            if record["median"] is not None
+            rank: window.median for rank, window in enumerate(windows) if window.median is not None
         }
-        found: list[dict[str, Any]] = []
+        found: list[StragglerFound] = []
         for rank, seconds in medians.items():
             others = [each for other, each in medians.items() if other != rank]
             typical = statistics.median(others) if others else math.inf
@@ -172,21 +178,21 @@ class SlowRanks:
             self._in_a_row[rank] += 1
             if self._in_a_row[rank] == self._windows:
                 found.append(
-                    {
-                        "step": records[rank]["step"],
-                        "windows": self._windows,
-                        "straggler": rank,
-                        "straggler_host": records[rank]["host"],
-                        "seconds": seconds,
-                        "typical_seconds": typical,
-                    }
+                    StragglerFound(
+                        step=windows[rank].step,
+                        straggler=rank,
+                        straggler_host=windows[rank].host,
+                        seconds=seconds,
+                        typical_seconds=typical,
+                        windows=self._windows,
+                    )
                 )
-        return json.dumps(found)
+        return msgspec.json.encode(found).decode()
 
     @staticmethod
     def decode(text: str) -> list[StragglerFound]:
         """The stragglers of a result."""
-        return [StragglerFound(**each) for each in json.loads(text)]
+        return msgspec.json.decode(text, type=list[StragglerFound])
 
     def _is_slow(self, seconds: float, typical: float, others: Sequence[float]) -> bool:
         """Compared with `typical`, the median of the others, and how far these are from it."""

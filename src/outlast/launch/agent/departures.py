@@ -28,7 +28,8 @@ import functools
 import os
 import signal
 from collections.abc import Callable, Sequence
-from pathlib import Path
+
+import psutil
 
 from outlast.coordination.job_record import JobState
 from outlast.coordination.records import process_name
@@ -184,7 +185,8 @@ class StoppedWorkers:
     def _end(self, worker: Worker, count: int) -> None:
         if self._resources.workers.get(worker.pid) is not worker:
             return
-        if self._stops[worker.pid] == count and _is_stopped(worker.pid):
+        is_stopped = psutil.Process(worker.pid).status() == psutil.STATUS_STOPPED
+        if self._stops[worker.pid] == count and is_stopped:
             worker.killer = f"the launcher, after it was stopped for {_STOPPED_S:g} s"
             os.kill(worker.pid, signal.SIGKILL)
 
@@ -194,8 +196,3 @@ def _changed(kinds: int) -> os.waitid_result | None:
         return os.waitid(os.P_ALL, 0, kinds)
     except ChildProcessError:
         return None
-
-
-def _is_stopped(pid: int) -> bool:
-    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2]
-    return fields[:1] == b"T"
