@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import socket
-import struct
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +20,7 @@ from outlast.chaos.fired_faults import identity
 from outlast.chaos.kinds import Kind
 from outlast.clock import Clock
 from outlast.system.parallel import start_thread
+from outlast.system.sockets import process_at
 
 WRITE, PUT, PUBLISH, PUBLISHED = "write", "put", "publish", "published"
 """When a writer asks: in the middle of a write, before the manifest is written, before the
@@ -85,9 +85,7 @@ class WriterServer:
                 connection = self._listener.accept()[0]
             except OSError:
                 return  # closed
-            size = struct.calcsize("3i")
-            peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-            pid, uid, _ = struct.unpack("3i", peer)
+            pid, uid = process_at(connection)
             if uid != os.getuid():
                 connection.close()
                 continue

@@ -1,4 +1,4 @@
-"""Makes files durable, and locks them."""
+"""Makes files durable, and locks them; private folders."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -48,6 +49,18 @@ def make_folder(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for made in missing:
         fsync_folder(made.parent)
+
+
+def private_folder(path: Path) -> Path:
+    """Creates a folder for this user alone. A `PermissionError` if there is one of another user, an
+    open one, or a link.
+    """
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{path} is not a private folder of this user (chmod 700)")
+    return path
 
 
 def replace_durably(path: Path, content: bytes) -> None:

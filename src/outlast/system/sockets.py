@@ -1,4 +1,6 @@
-"""The sockets of this process, as `/proc/self/fd` lists them; and its address for other hosts."""
+"""The sockets of this process, as `/proc/self/fd` lists them; where it listens, and its address for
+other hosts.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _FDS = "/proc/self/fd"
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 # By machine, the numbers of the system calls poll, or ppoll, and recvfrom.
 _POLLS, _RECEIVES = {
     "x86_64": ((b"7", b"271"), b"45"),
@@ -27,6 +30,19 @@ def unix_address(path: Path) -> Iterator[str]:
         yield f"{_FDS}/{folder}/{path.name}"
     finally:
         os.close(folder)
+
+
+def process_at(connection: socket.socket) -> tuple[int, int]:
+    """The ids of the process at the other end of a Unix socket, and of its user."""
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(found)
+    return pid, uid
+
+
+def listen(address: str, port: int = 0, backlog: int = 1024) -> socket.socket:
+    """Listens at an address of this host; by default, at a port that the system chooses."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=backlog)
 
 
 def epoll_descriptors() -> list[int]:

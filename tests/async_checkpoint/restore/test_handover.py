@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from outlast.async_checkpoint.writer import handover
+from outlast.system.files import private_folder
 from outlast.system.sockets import unix_address
 
 WRITER = """
@@ -60,7 +61,7 @@ def writer(path: Path, main: int) -> subprocess.Popen[str]:
 def path(tmp_path: Path) -> Path:
     temporary = tmp_path / ("long" * 30)  # more than fits into the address of a socket
     temporary.mkdir()
-    return handover.private_folder(temporary / "private") / "0.sock"
+    return private_folder(temporary / "private") / "0.sock"
 
 
 @pytest.mark.parametrize("does", ["listen", "end", "give kept memory"])

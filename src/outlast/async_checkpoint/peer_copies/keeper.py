@@ -31,7 +31,6 @@ from outlast.async_checkpoint.peer_copies.transfer import (
     Transfer,
     check_described,
     described,
-    listen,
     receive_copy,
     send_content,
 )
@@ -42,6 +41,7 @@ from outlast.system.channel import Channel
 from outlast.system.error_text import describe
 from outlast.system.parallel import start_thread
 from outlast.system.shared_memory import SharedMemory
+from outlast.system.sockets import listen
 from outlast.system.units import size_text
 
 _NICE = 10  # below the writer: a checkpoint on storage comes first

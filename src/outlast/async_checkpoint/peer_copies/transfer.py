@@ -121,12 +121,6 @@ class Connection:
         self._socket.close()
 
 
-def listen(address: str) -> socket.socket:
-    """A listening socket at this address only, on a port that the system chooses."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family, backlog=128)
-
-
 def _proof(token: str, role: bytes, nonces: bytes) -> bytes:
     return hmac.digest(token.encode(), role + nonces, "sha256")
 

@@ -188,12 +188,11 @@ def _uncommitted(storage: Storage) -> list[str]:
 
 
 def _read(storage: Storage, folder: str) -> Fence | None:
-    incomplete = (FileNotFoundError, ValueError, msgspec.MsgspecError)
     try:
         fence = msgspec.json.decode(storage.get(folder, _RECORD), type=Fence)
-    except incomplete:
+    except (FileNotFoundError, ValueError):
         return None  # it is being written, or was not completed
-    with contextlib.suppress(*incomplete):
+    with contextlib.suppress(FileNotFoundError, ValueError):
         refused = msgspec.json.decode(storage.get(folder, _REFUSED), type=tuple[str, ...])
         return dataclasses.replace(fence, refused=refused)
     return fence

@@ -17,23 +17,20 @@ import fcntl
 import logging
 import os
 import socket
-import stat
-import struct
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
 from outlast.system.channel import Channel, pack, unpack
-from outlast.system.files import FileLocked, lock_file
+from outlast.system.files import FileLocked, lock_file, private_folder
 from outlast.system.processes import is_dying
 from outlast.system.shared_memory import PAGE_BYTES, SharedMemory
-from outlast.system.sockets import unix_address
+from outlast.system.sockets import process_at, unix_address
 from outlast.system.waiting import readable
 
 log = logging.getLogger("outlast.checkpoint")
 
-_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 # A replacement that connects and then sends nothing must not keep the holder forever.
 _PATIENCE_S = 10.0
 # How long a replacement waits for a holder that has announced itself: it may be hashing snapshots.
@@ -98,16 +95,6 @@ class StoredSnapshot:
             yield name, self.memory.view[at : at + size]
         if self.description["values"]:
             yield self.description["values"], memoryview(self.values)
-
-
-def private_folder(folder: Path) -> Path:
-    """Creates `folder` for this user; `PermissionError` if it is another's, open, or a link."""
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(f"{folder} must be a folder of user {os.getuid()} with mode 0700")
-    return folder
 
 
 class Announcement:
@@ -279,5 +266,4 @@ def _connect(path: Path) -> socket.socket | None:
 
 
 def _is_ours(connection: socket.socket) -> bool:
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return bool(_CREDENTIALS.unpack(credentials)[1] == os.getuid())
+    return process_at(connection)[1] == os.getuid()

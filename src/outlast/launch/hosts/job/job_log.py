@@ -36,8 +36,7 @@ from outlast.launch.agent.death_log import Death
 from outlast.launch.agent.decisions import Decision
 from outlast.launch.hosts.host_group import PrefixedStore
 from outlast.launch.hosts.plan import JobPlan
-
-_BACKLOG = 1024
+from outlast.system.sockets import listen
 
 
 class JobLog:
@@ -120,8 +119,7 @@ class JobLog:
 
     def listen(self, kind: Literal["link", "check"], address: str) -> socket.socket:
         """Other hosts may connect to this socket, in a probe or a check."""
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+        listener = listen(address)
         self._append(f"job/{kind}-ports", port=listener.getsockname()[1])
         return listener
 

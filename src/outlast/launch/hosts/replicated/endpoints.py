@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from outlast.errors import LaunchError
 from outlast.launch.hosts.replicated.peer_connections import Address
+from outlast.system import sockets
 from outlast.system.sockets import address_towards, is_loopback
 
 _BACKLOG = 4096
@@ -122,8 +123,7 @@ def facing(endpoints: Sequence[Endpoint]) -> str:
 
 
 def _listener(address: str, port: int) -> socket.socket | str:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        return socket.create_server((address, port), family=family, backlog=_BACKLOG)
+        return sockets.listen(address, port, _BACKLOG)
     except OSError as e:
         return os.strerror(e.errno) if e.errno else str(e)

@@ -10,13 +10,11 @@ writes, for as long as it takes, and only a change of the voters waits for that.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
 import os
 import queue
-import stat
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -25,7 +23,14 @@ from pathlib import Path
 import msgspec
 
 from outlast.launch.hosts.replicated.past import Past
-from outlast.system.files import FileLocked, fsync_folder, lock_file, make_folder, replace_durably
+from outlast.system.files import (
+    FileLocked,
+    fsync_folder,
+    lock_file,
+    make_folder,
+    private_folder,
+    replace_durably,
+)
 
 FOLDERS = ("/var/tmp", tempfile.gettempdir())
 
@@ -58,7 +63,10 @@ class Record:
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         try:
-            _make_private(path.parent)
+            make_folder(path.parent.parent)
+            private_folder(path.parent)
+            # Also if it is there: who has made it may have ended before its name was durable.
+            fsync_folder(path.parent.parent)
             # Without it, a second agent of this address would say that the first has ended.
             self._lock = lock_file(path.with_suffix(".lock"), str(os.getpid()))
             content = _read(path)
@@ -209,20 +217,6 @@ def open_record(
     job = json.dumps([run_id, endpoints, address])
     path = Path(folder) / f"{hashlib.sha256(job.encode()).hexdigest()[:20]}.json"
     return Record(path, run_id)
-
-
-def _make_private(folder: Path) -> None:
-    """Makes a folder that nobody else can write into. A `PermissionError` if another user has made
-    it.
-    """
-    make_folder(folder.parent)
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    # Also a folder that is there: who has made it may have ended before its name was durable.
-    fsync_folder(folder.parent)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(f"{folder} is not a private folder of this user (chmod 700)")
 
 
 def _read(path: Path) -> _Content | None:
