@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -256,11 +255,14 @@ class Agreement:
 
     def _own_answer(self, error: Exception, what: str) -> dict[str, Any]:
         """What rank 0 tells the others when its work has failed."""
-        text = f"rank 0: {error}"
-        if what:
-            place = f" on rank 0 on {socket.gethostname()}" if self.world_size > 1 else ""
-            text = f"{what} failed{place}: {error}"
+        failure = CallFailure.here(self._steps, what, 0, str(error))
+        text = self.failed(what, failure) if what else f"rank 0: {error}"
         return {"error": text, "rank": 0, "kind": type(error).__name__}
+
+    def failed(self, what: str, failure: CallFailure) -> str:
+        """Says that the step `what` has failed, where and why."""
+        place = f" on rank {failure.rank} on {failure.host}" if self.world_size > 1 else ""
+        return f"{what} failed{place}: {failure.cause}"
 
     @contextlib.contextmanager
     def _unless_failed(self) -> Iterator[None]:
@@ -286,7 +288,7 @@ class Agreement:
         except KeyTimeout as e:
             failure = self._fail_late(index, what).failure
             if failure is None:  # rank 0 is still at work, and learns of it in the next step
-                text = self._late_text(f"{what or 'the work'} on rank 0", [0])
+                text = late_text(f"{what or 'the work'} on rank 0", [0], self.timeout_s, self.rank)
                 raise self._late(text) from e
             return self._conclude(index, failure)  # rank 0 may never come
 
@@ -300,16 +302,10 @@ class Agreement:
         if self._ledger.verdict(index) is None:
             missing = [r for r, part in enumerate(self._ledger.parts_so_far(index)) if not part]
             missing = missing or [r for r in range(self.world_size) if r != self.rank]
-            text = self._late_text(what or f"the checkpointer of {self._where}", missing)
+            what = what or f"the checkpointer of {self._where}"
+            text = late_text(what, missing, self.timeout_s, self.rank)
             self._ledger.fail(index, CallFailure.here(index, _LATE, self.rank, text))
         return self._ledger.await_verdict(index, None)  # there is one now
-
-    def _late_text(self, what: str, missing: Sequence[int]) -> str:
-        limit = datetime.timedelta(seconds=self.timeout_s)
-        return (
-            f"{what}: {rank_names(missing)} did not make the call within {limit}, rank "
-            f"{self.rank} waited"
-        )
 
     def _conclude(self, index: int, failure: CallFailure) -> bytes:
         """Says to those who wait for the result of a step that it has failed."""
@@ -349,6 +345,12 @@ class Agreement:
         self._conclude(index, told)
         self._end()
         return True
+
+
+def late_text(what: str, missing: Sequence[int], timeout_s: float, rank: int) -> str:
+    """The error of `rank`, which has waited for the missing ranks."""
+    limit = datetime.timedelta(seconds=timeout_s)
+    return f"{what}: {rank_names(missing)} did not make the call within {limit}, rank {rank} waited"
 
 
 def _answer(failure: CallFailure) -> dict[str, Any]:

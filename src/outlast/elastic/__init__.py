@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from outlast.elastic.silent_faults.replica_check import ReplicaCheck
     from outlast.elastic.silent_faults.straggler_check import StragglerCheck
     from outlast.elastic.states.loading import load_all_states, load_state
-    from outlast.elastic.states.pending_save import PendingSave
     from outlast.elastic.states.ready_made import (
         CounterState,
         EMAState,
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
         SchedulerState,
         StateDictState,
     )
-    from outlast.elastic.states.saving import save_all_states, save_state
+    from outlast.elastic.states.saving import PendingSave, save_all_states, save_state
     from outlast.elastic.states.sharded_state import ShardedState
     from outlast.elastic.states.state import State
 
@@ -84,7 +83,7 @@ _MODULES = {
     "Job": "job.job",
     "ModuleState": "states.ready_made",
     "OptimizerState": "states.ready_made",
-    "PendingSave": "states.pending_save",
+    "PendingSave": "states.saving",
     "RandomState": "states.ready_made",
     "ScalerState": "states.ready_made",
     "ReplicaCheck": "silent_faults.replica_check",

@@ -31,7 +31,7 @@ from outlast.elastic import (
     save_all_states,
     save_state,
 )
-from outlast.elastic.states import pending_save, saving
+from outlast.elastic.states import saving
 from outlast.errors import OutlastError
 
 RANK = int(os.environ["RANK"])
@@ -196,7 +196,7 @@ def group_is_lost() -> None:
     if RANK == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.destroy_process_group()
-    pending_save.STALE_S = 0.1
+    saving.STALE_S = 0.1
     state.text = "new"
     said(save_all_states)
     assert handle is not None

@@ -26,7 +26,7 @@ from outlast.async_checkpoint.storage.manifest import (
 from outlast.coordination.training_step import observed_steps
 from outlast.elastic import State, load_all_states, load_state, save_all_states, save_state
 from outlast.elastic.states import storage
-from outlast.elastic.states.content import file_name
+from outlast.elastic.states.state import file_name
 from outlast.errors import CheckpointError
 
 DATA = "__0_0.distcp"  # of rank 0

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from elastic.text_state import Text
 from outlast.elastic import State
-from outlast.elastic.states.content import file_name
-from outlast.elastic.states.state import name_of, registered
+from outlast.elastic.states.state import file_name, name_of, registered
 
 # Any text, even one that no encoding accepts: half of a surrogate pair.
 NAMES = st.text(st.characters(), max_size=300)

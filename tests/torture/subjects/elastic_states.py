@@ -14,7 +14,7 @@ import torch
 import outlast
 from outlast.elastic import State, load_all_states, save_all_states, save_state
 from outlast.elastic.states import storage
-from outlast.elastic.states.content import file_name
+from outlast.elastic.states.state import file_name
 
 from ..calls import Calls
 from .checkpointer import NET, forget

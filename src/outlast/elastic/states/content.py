@@ -1,65 +1,23 @@
-"""The content of a state: its name in a checkpoint, its bytes in memory, their format.
+"""The content of a ready-made state: torch's serialization, without anything that runs code.
 
-Ready-made states have torch's serialization, without anything that runs code: they are loaded with
-`weights_only=True`. A state that could not be loaded is refused when it is saved, not after a job
-failure.
+It is loaded with `weights_only=True`. A state that could not be loaded is refused when it is saved,
+not after a job failure.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 import sys
-import urllib.parse
-import weakref
 from collections.abc import Mapping
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from outlast.async_checkpoint.inspection import checksum
 from outlast.async_checkpoint.plain_values import Unsavable, decode, encode
 from outlast.system.units import listed
 
 _FORMAT = 1
 _SHOWN = 5
-_SUFFIX = ".state"
-_LONGEST = 200  # file systems allow 255 bytes
-_KEPT = 100
-_EMPTY = "%"  # no quoted name is equal to this
-
-
-def file_name(name: str) -> str:
-    """The name of the file, and of the tensor in a checkpoint, of the state `name`: any text. All
-    but letters, digits and `_.-~` is written `%XX`, byte by byte of the UTF-8: no two states share
-    a file, and none is outside the folder. A name too long for a file system is cut and gets a
-    checksum of the whole name after a `+`, which no quoted name contains.
-    """
-    data = name.encode("utf-8", "surrogatepass")
-    quoted = urllib.parse.quote(data, safe="")
-    if len(quoted) > _LONGEST:
-        quoted = f"{quoted[:_KEPT]}+{checksum(data)}"
-    return (quoted or _EMPTY) + _SUFFIX
-
-
-class MemoryFile:
-    """A file in memory, which ends with this object and with what is open or mapped of it."""
-
-    def __init__(self) -> None:
-        self._descriptor = os.memfd_create("outlast-state", os.MFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._descriptor)
-
-    def open(self) -> BinaryIO:
-        """Opens it, to read and to write."""
-        return cast(BinaryIO, open(f"/proc/self/fd/{self._descriptor}", "r+b"))
-
-    def tensor(self) -> torch.Tensor:
-        """Its bytes, in the same memory."""
-        size_bytes = os.fstat(self._descriptor).st_size
-        if not size_bytes:
-            return torch.empty(0, dtype=torch.uint8)
-        return torch.frombuffer(mmap.mmap(self._descriptor, size_bytes), dtype=torch.uint8)
 
 
 def dump(kind: str, value: Any, fileobj: BinaryIO) -> None:

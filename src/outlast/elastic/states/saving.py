@@ -8,29 +8,107 @@
 
 A failure of one replica in any of these steps is an error on all, and the previous checkpoint
 stays.
+
+At most one save is in the background. Its thread is not a daemon, so a program that ends waits for
+the save in progress.
 """
 
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, overload
 
+from outlast.async_checkpoint.handle import Handle
 from outlast.elastic import environment
-from outlast.elastic.states import pending_save, storage
-from outlast.elastic.states.content import MemoryFile, file_name
-from outlast.elastic.states.pending_save import PendingSave
+from outlast.elastic.states import storage
 from outlast.elastic.states.replicas import TIMEOUT, Replicas, current
-from outlast.elastic.states.state import State, name_of, registered
-from outlast.errors import CheckpointError
+from outlast.elastic.states.state import State, file_name, name_of, registered
+from outlast.elastic.states.storage import MemoryFile
+from outlast.errors import CheckpointError, StoreError
 from outlast.system.arguments import Duration, as_timedelta
 from outlast.system.error_text import describe
-from outlast.system.files import fsync_folder, make_folder
+from outlast.system.files import make_folder, replacing
 
-__all__ = ["save_all_states", "save_state"]
+__all__ = ["PendingSave", "save_all_states", "save_state"]
+
+log = logging.getLogger("outlast.elastic")
+
+STALE_S = 10.0
+"""How long to wait for a save whose replicas no longer exist."""
+
+
+class PendingSave(Handle["str | None"]):
+    """A save of all states in the background. Any thread may use it.
+
+    Its result is the directory of the checkpoint; `None` on a replica that does not know it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def directory(self) -> str | None:
+        """The checkpoint, once it is committed; `None` on a replica that does not know it."""
+        return super().result(0.0) if self.succeeded else None
+
+    def wait(self, timeout: Duration | None = None) -> None:
+        """Waits until the checkpoint is committed.
+
+        Raises:
+            TimeoutError: if it is not committed within `timeout`.
+            CheckpointError: if the save has failed; names rank, host and cause.
+        """
+        self.result(timeout)
+
+    def exception(self, timeout: Duration | None = None) -> Exception | None:
+        """Waits for the end of the save, and returns its error; `None` if it is committed. A
+        `TimeoutError` as `wait`.
+        """
+        try:
+            return super().exception(timeout)
+        finally:
+            if self.done():
+                self._join()
+
+    def _what(self) -> str:
+        return "the states are"
+
+    def _begin(self, work: Callable[[], str | None]) -> None:
+        self._thread = threading.Thread(target=self._run, args=(work,), name="outlast-states")
+        self._thread.start()
+
+    def _run(self, work: Callable[[], str | None]) -> None:
+        directory: str | None = None
+        error: Exception | None = None
+        try:
+            directory = work()
+        except Exception as e:  # noqa: BLE001 - raised by `wait`
+            log.error("a save in the background failed: %s", e)
+            error = e
+            if isinstance(e, StoreError):
+                error = CheckpointError(f"a save in the background failed: {e}")
+                error.__cause__ = e
+        self._end(error, directory)
+
+    def _join(self) -> None:
+        """Waits until the save has ended, and its thread with it. Raises nothing."""
+        self._await_end(None)
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def __repr__(self) -> str:
+        return f"<PendingSave {self._state_text}>"
+
+
+_last: tuple[PendingSave, Replicas] | None = None
 
 
 @overload
@@ -73,7 +151,7 @@ def save_all_states(
         RankTimeout: on every replica: names those that did not make the call in time.
     """
     limit = as_timedelta("timeout", timeout, allow_zero=True)
-    pending_save.drain()
+    drain()
     in_trial = environment.from_ray()
     path = environment.checkpoint_path()
     if path is None and not in_trial:
@@ -84,9 +162,13 @@ def save_all_states(
     states = _registered_on_all(replicas)
     for name, state in states.items():
         replicas.together(f"the sync of state {name!r}", state.sync, collective=True)
+    pending = PendingSave()
     if in_trial:
         directory = _on_rank_0(replicas, "Ray", lambda: _report(states, metrics or {}))
-        return pending_save.completed(directory) if asynchronous else directory
+        if asynchronous:
+            pending._end(None, directory)
+            return pending
+        return directory
     assert path is not None
     if not asynchronous:
         return _on_rank_0(replicas, path, lambda: storage.begin(path, _contents(states)).finish())
@@ -97,9 +179,10 @@ def save_all_states(
             begun.append(storage.begin(path, _contents(states)))
 
     replicas.gather("the copy of states into memory", None, begin)
-    return pending_save.start(
-        replicas, lambda: _on_rank_0(replicas, path, lambda: begun[0].finish())
-    )
+    global _last
+    _last = pending, replicas
+    pending._begin(lambda: _on_rank_0(replicas, path, lambda: begun[0].finish()))
+    return pending
 
 
 def save_state(
@@ -125,7 +208,7 @@ def save_state(
         RankTimeout: on every replica: names those that did not make the call in time.
     """
     limit = as_timedelta("timeout", timeout, allow_zero=True)
-    pending_save.drain()
+    drain()
     name = name_of(state)
     replicas = current(limit)
     if sync:
@@ -135,18 +218,32 @@ def save_state(
         if checkpoint_dir is None or not replicas.writes:
             return
         content = _content(name, state)
-        folder = Path(checkpoint_dir)
-        make_folder(folder)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as working:
-            written = Path(working) / file_name(name)
-            with written.open("wb") as file:
-                file.write(content.tensor().numpy().data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(written, folder / written.name)
-        fsync_folder(folder)
+        path = Path(checkpoint_dir) / file_name(name)
+        make_folder(path.parent)
+        with replacing(path, path.with_name(f".tmp-{path.name}")) as file:
+            file.write(content.tensor().numpy().data)
 
     replicas.together(f"the save of state {name!r}", write)
+
+
+def drain(*, quiet: bool = False) -> None:
+    """Waits for the pending save; a `CheckpointError` if it failed, and `wait` was not called on
+    its handle. `quiet` leaves this to the next save. If its replicas no longer exist, because of a
+    restart in place, it is given a limited time, and its outcome is only in the log.
+    """
+    global _last
+    if _last is None:
+        return
+    pending, replicas = _last
+    stale = not replicas.current
+    if stale and not pending._await_end(STALE_S):
+        replicas.ranks.give_up("the process group of this call is gone")
+    pending._join()
+    if quiet and not stale:
+        return
+    _last = None
+    if not stale and not pending._seen:
+        pending.wait()
 
 
 def _registered_on_all(replicas: Replicas) -> dict[str, State]:
@@ -181,7 +278,7 @@ def _on_rank_0(replicas: Replicas, where: str, work: Callable[[], str]) -> str |
     directory = replicas.gather(
         f"the save into {where}", None, lambda _: work() if replicas.writes else None
     )
-    replicas.linger()
+    replicas.ranks.linger()
     return directory
 
 

@@ -16,20 +16,29 @@
     ...
     save_all_states()
 
-The registry holds the states of a process by name, and only while the program refers to them.
+The registry holds the states of a process by name, and only while the program refers to them. In a
+checkpoint, each has the name of a file.
 """
 
 from __future__ import annotations
 
 import gc
 import threading
+import urllib.parse
 import weakref
 from collections.abc import Callable
 from typing import BinaryIO
 
+from outlast.async_checkpoint.inspection import checksum
+
 _lock = threading.RLock()  # reentrant: garbage collection may create or finalize states
 _by_name: weakref.WeakValueDictionary[str, State] = weakref.WeakValueDictionary()
 _NAME = "_outlast_name"  # an attribute that no subclass uses
+
+_SUFFIX = ".state"
+_LONGEST = 200  # file systems allow 255 bytes
+_KEPT = 100
+_EMPTY = "%"  # no quoted name is equal to this
 
 
 class State:
@@ -113,3 +122,16 @@ def name_of(state: State) -> str:
             f"this {type(state).__name__} has no name: its __init__ must call State.__init__"
         )
     return str(name)
+
+
+def file_name(name: str) -> str:
+    """The name of the file, and of the tensor in a checkpoint, of the state `name`: any text. All
+    but letters, digits and `_.-~` is written `%XX`, byte by byte of the UTF-8: no two states share
+    a file, and none is outside the folder. A name too long for a file system is cut and gets a
+    checksum of the whole name after a `+`, which no quoted name contains.
+    """
+    data = name.encode("utf-8", "surrogatepass")
+    quoted = urllib.parse.quote(data, safe="")
+    if len(quoted) > _LONGEST:
+        quoted = f"{quoted[:_KEPT]}+{checksum(data)}"
+    return (quoted or _EMPTY) + _SUFFIX
