@@ -12,9 +12,9 @@ from tests.simulation.minimal_host import MinimalHost
 from outlast.clock import Clock, MonotonicClock
 from outlast.coordination.decision import ViewRecord
 from outlast.coordination.ops import Link, perform_on, run
-from outlast.coordination.records import FaultRecord
 from outlast.coordination.stores.store import Store
 from outlast.coordination.stores.tcp_client import TcpClient
+from outlast.events.fault_record import FaultRecord
 from outlast.inprocess.recovery.host_protocol import (
     AssignedRank,
     GrowPolicy,

@@ -9,8 +9,9 @@ import pytest
 
 from outlast.coordination.membership import RESTART, MembershipProtocol
 from outlast.coordination.ops import Link, drive, perform_on
-from outlast.coordination.records import FaultRecord, LostRecord, process_token
+from outlast.coordination.records import LostRecord, process_token
 from outlast.coordination.stores.store import MemoryStore
+from outlast.events.fault_record import FaultRecord
 
 CAUSE = FaultRecord(0, -1, -1, "h2", 0, "UNRESPONSIVE", "host h2 is lost")
 

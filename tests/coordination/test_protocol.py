@@ -10,12 +10,11 @@ import pytest
 
 from outlast.coordination import barrier
 from outlast.coordination.barrier import arrive, done_key
-from outlast.coordination.decision import Held, Rules, decode_record
+from outlast.coordination.decision import Held, Reached, Rules, decode_record
 from outlast.coordination.membership import COMPLETED, RESTART, MembershipProtocol
 from outlast.coordination.ops import Link, drive, perform_on
 from outlast.coordination.records import (
     SUSPECTED_LINK,
-    FaultRecord,
     LostRecord,
     SizeRecord,
     StopRecord,
@@ -23,6 +22,7 @@ from outlast.coordination.records import (
 )
 from outlast.coordination.repeated_faults import RepeatedFaults
 from outlast.coordination.stores.store import MemoryStore
+from outlast.events.fault_record import FaultRecord
 from outlast.events.restart_causes import RestartCount
 from outlast.inprocess.recovery.host_protocol import GrowPolicy
 from outlast.inprocess.recovery.waits import end_iteration_to_join
@@ -162,7 +162,7 @@ def test_the_next_view_has_the_survivors_and_who_asked() -> None:
     call.leave(0, 0)
     decision = call(call.membership.decision(1))
     assert decision.view.slots() == (0, 2)
-    assert call(call.membership.decide(0)) == decision  # decided before
+    assert call(call.membership.decide(0, Reached.ARRIVED)) == decision  # decided before
     assert call(call.membership.current()) == 1
 
 
@@ -192,7 +192,9 @@ def test_the_first_claim_of_a_decision_stands_and_what_it_lacks_is_in_the_next()
     call(call.membership.register(0, "a"))
     call.start(0, 0, 1)
     call(call.membership.report_fault(killed()))
-    decide = late.decide(0)  # a process that is stopped after it has read the facts
+    decide = late.decide(
+        0, Reached.ARRIVED
+    )  # a process that is stopped after it has read the facts
     for member in (0, 1):
         record = barrier.record_arrival(Link(), "term/0", member, frozenset({0, 1}), {})
         call(record)
@@ -228,7 +230,7 @@ def test_who_adds_the_last_fact_that_a_held_restart_waits_for_decides() -> None:
     call(call.membership.request_stop(StopRecord("SIGTERM", 143)))
     assert call(call.membership.view(1)).stop == StopRecord("SIGTERM", 143)
     call = held()  # the time is over
-    call(call.membership.decide(0, Held(False)))
+    call(call.membership.decide(0, Reached.TIMEOUT, Held(False)))
     assert call(call.membership.decision(1)).unreplaced == {1}
 
 
@@ -393,7 +395,7 @@ def test_a_restart_that_waits_no_longer_for_the_launchers_does_not_do_so_again()
     call.leave(0, 0)
     waits = decode_record(call.store.table["decision/1/0"])
     assert waits == Held(True, frozenset({1}))
-    call(call.membership.decide(0, waits))  # its time is over
+    call(call.membership.decide(0, Reached.TIMEOUT, waits))  # its time is over
     assert decode_record(call.store.table["decision/1/1"]) == Held(False, frozenset({1}))
     call.join(1)
     assert call(call.membership.view(1)).slots() == (0, 2)

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from outlast.coordination.records import FaultRecord, LostRecord, first_cause, lines, to_line
+from outlast.coordination.records import LostRecord, lines, to_line
+from outlast.events.fault_record import FaultRecord
+from outlast.events.first_cause import first_cause
 
 
 def fault(member: int, interruption: str = "EXCEPTION", **fields: Any) -> FaultRecord:

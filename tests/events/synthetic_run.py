@@ -6,12 +6,14 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from outlast.events.event import Event
+from outlast.events.first_cause import first_cause
 from outlast.events.types import (
     AbortDone,
     Admitted,
     Assigned,
     BarrierPassed,
     Completed,
+    Decided,
     Entered,
     Fault,
     FinalizeDone,
@@ -50,6 +52,7 @@ class SyntheticRun:
         self.now = 0.0
         self.iteration = 0
         self.view = list(range(len(self.hosts)))
+        self._begun = 0  # the position of the first event of the iteration
 
     def write(self, member: int, event: Event, at: float, *, monitor: bool = False) -> None:
         host = self.hosts[member]
@@ -69,7 +72,7 @@ class SyntheticRun:
 
     def begin(self, at: float) -> None:
         """Every member of the view is assigned its rank and enters."""
-        self.now = at
+        self.now, self._begun = at, len(self.events)
         for member in self.view:
             size = len(self.view)
             assigned = Assigned(world_size=size, active_world_size=size, seconds=ASSIGN)
@@ -97,6 +100,7 @@ class SyntheticRun:
         The last survivor sees it `late` seconds after the others.
         """
         survivors = [member for member in self.view if member not in lost]
+        decided = self._decided(lost, joiners)
         new = []
         for host in joiners:
             self.hosts.append(host)
@@ -113,11 +117,32 @@ class SyntheticRun:
             self.write(member, HealthCheckDone(seconds=HEALTH), done + HEALTH)
             waited = ASSIGN * (2 if member == survivors[0] else 1)
             self.write(member, BarrierPassed(name="term", seconds=waited), done + HEALTH)
+            if member in survivors[:2]:
+                self.write(member, decided, done + HEALTH)
         self.iteration += 1
         self.view = survivors + new
         for member in new:
             self.write(member, Admitted(seconds=0.1), at + RESTART)
         self.begin(at + RESTART)
+
+    def _decided(self, lost: Sequence[int], joiners: Sequence[str]) -> Decided:
+        """What the members decide from the faults in the order in which they were reported."""
+        faults = [event for event in self.events[self._begun :] if isinstance(event, Fault)]
+        reported = {fault.member for fault in faults}
+        for member in set(lost) - reported:  # by the launcher of another host, to the store alone
+            cause = f"host {self.hosts[member]} was lost"
+            faults.append(Fault(member=member, interruption="TERMINATED", cause=cause))
+        first = first_cause(faults)
+        if first is not None and (first.consequence or first.overtaken) and joiners:
+            first = None
+        return Decided(
+            cause=first,
+            lost=[(member, self.view.index(member)) for member in lost],
+            joined=[len(self.hosts) + n for n in range(len(joiners))],
+            size=len(self.view),
+            members=len(self.view) - len(lost) + len(joiners),
+            reached="all arrived",
+        )
 
     def complete(self, at: float) -> None:
         for member in self.view:

@@ -22,6 +22,7 @@ from outlast.events.event import EVENT_TYPES, Event, Note
 from outlast.events.report import build, to_json
 from outlast.events.report.sentences import cause_text
 from outlast.events.types import (
+    Decided,
     Entered,
     Fault,
     InterruptSwallowed,
@@ -185,6 +186,21 @@ def test_a_host_that_had_seen_the_end_did_not_begin_it() -> None:
     assert restart.cause.message == "the first"
 
 
+def test_the_first_cause_is_that_on_which_the_ranks_decided() -> None:
+    run = SyntheticRun(hosts=["a", "b", "c"], offsets={"b": -50.0})
+    run.begin(at=0.0)
+    run.fault(0, at=1.0, cause="ValueError: reported first")
+    run.fault(1, at=1.0, cause="ValueError: by the clock of its host, long before")
+    run.restart(at=1.0, lost=[2])
+    run.events = [e for e in run.events if e.member != 2]  # its log went with its host
+    run.events.append(Decided(iteration=0, host="a", pid=1000, time=99.0, joined=[1]))
+    (restart,) = build(run.events).restarts
+    assert restart.cause is not None
+    assert restart.cause.message == "ValueError: reported first"
+    assert [(party.rank, party.member, party.host) for party in restart.lost] == [(2, 2, "")]
+    assert restart.joined == (), "of two records of a decision, the first one counts"
+
+
 def test_an_echo_on_another_host_is_not_the_first_cause() -> None:
     run = SyntheticRun(hosts=["a", "b", "a"])
     run.begin(at=0.0)
@@ -265,8 +281,7 @@ def test_each_call_of_a_wrapper_counts_its_iterations_from_zero() -> None:
     run = run_with_an_exception()
     run.iteration = 0
     run.begin(at=30.0)
-    run.fault(0, at=31.0, cause="in the second call")
-    run.death(1, at=31.0)
+    run.fault(1, at=31.0, interruption="TERMINATED", cause="in the second call")
     run.restart(at=31.0, lost=[1], joiners=["a"])
     run.complete(at=32.0)
     report = build(run.events)

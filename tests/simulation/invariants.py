@@ -8,8 +8,9 @@ from outlast.coordination import barrier
 from outlast.coordination.decision import Decision, ViewRecord
 from outlast.coordination.membership import COMPLETED, MembershipProtocol, decision_key
 from outlast.coordination.ops import Link, drive, perform_on
-from outlast.coordination.records import FaultRecord, ends, lines
+from outlast.coordination.records import lines
 from outlast.errors import RankLostError, RestartAbort, RestartError, UnrecoverableFault
+from outlast.events.fault_record import FaultRecord, ends
 from outlast.inprocess.recovery.host_protocol import GrowPolicy
 from simulation.fault_budget import Schedule
 from simulation.scheduler import Simulation, Task

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from outlast.coordination.decision import Decision, Rules
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link
-from outlast.coordination.records import FaultRecord
+from outlast.events.fault_record import FaultRecord
 from outlast.inprocess.attribution import Interruption
 
 

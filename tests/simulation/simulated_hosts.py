@@ -16,7 +16,7 @@ from typing import Any
 
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link, Op, request
-from outlast.coordination.records import FaultRecord
+from outlast.events.fault_record import FaultRecord
 from outlast.inprocess.attribution import Interruption
 from simulation.fault_budget import Budget, Schedule
 from simulation.scheduler import Simulation, Task

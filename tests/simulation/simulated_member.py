@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from outlast.clock import Clock
 from outlast.coordination.decision import Decision, Rules, ViewRecord
 from outlast.coordination.ops import Link, Op, request
-from outlast.coordination.records import FaultRecord
 from outlast.coordination.repeated_faults import RepeatedFaults
 from outlast.errors import RankDiscarded, RestartAbort, RestartError
+from outlast.events.fault_record import FaultRecord
 from outlast.inprocess.recovery.host_protocol import (
     AssignedRank,
     GrowPolicy,

@@ -146,7 +146,7 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
     ),
     "a loss decides nothing": (
         MembershipProtocol.wake_for_lost,
-        "await self.decide(at)",
+        "await self.decide(at, Reached.LOST)",
         "pass",
     ),
     "a loss does not check goodbye": (
@@ -263,12 +263,12 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
     ),
     "the last to leave decides nothing": (
         MembershipProtocol.leave,
-        "record = await self.decide(iteration)",
+        "record = await self.decide(iteration, Reached.ARRIVED)",
         "record = None",
     ),
     "who asks to join decides nothing": (
         end_iteration_to_join,
-        "await membership.decide(iteration)",
+        "await membership.decide(iteration, Reached.ASKED)",
         "pass",
     ),
     "the last word on an iteration counts": (

@@ -29,6 +29,7 @@ from outlast.coordination.decision import (
     Facts,
     Held,
     Joiner,
+    Reached,
     Rules,
     ViewRecord,
     decode_record,
@@ -36,7 +37,8 @@ from outlast.coordination.decision import (
     next_record,
 )
 from outlast.coordination.ops import Link
-from outlast.coordination.records import SUSPECTED_LINK, FaultRecord, LostRecord, StopRecord, lines
+from outlast.coordination.records import SUSPECTED_LINK, LostRecord, StopRecord, lines
+from outlast.events.fault_record import FaultRecord
 
 RESTART = b"restart"
 COMPLETED = b"completed"
@@ -107,13 +109,18 @@ class Decisions:
     def started(self, iteration: int, arrived: dict[int, dict[str, Any]]) -> None:
         self._started = iteration, arrived
 
-    async def decide(self, iteration: int, expired: Held | None = None) -> Decision | Held | None:
+    async def decide(
+        self, iteration: int, after: Reached, expired: Held | None = None
+    ) -> Decision | Held | None:
         """Decides what follows the iteration, or a note that it waits; `None` if a member is still
-        in it. Call it after every change of a fact; `expired` is a wait that has lasted too long.
+        in it. Call it after every change of a fact: `after` says which. `expired` is a wait that
+        has lasted too long.
         """
         last: Held | None = None
         number = 0
         while (record := await self._next_record(iteration, last, expired)) is not None:
+            if isinstance(record, Decision):
+                record = dataclasses.replace(record, reached=after)
             key = decision_key(iteration + 1, number)
             if record == last:
                 data = await self.link.read(key)

@@ -15,23 +15,23 @@ joiners are appended. Empty slots are the *terminated ranks*, which the rank ass
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 from typing import Any
 
 import msgspec
 
 from outlast.coordination.records import (
-    FaultRecord,
     LostRecord,
     SizeRecord,
     StopRecord,
-    ends,
-    first_cause,
     pack,
     suspects_link,
     unpack,
 )
 from outlast.coordination.repeated_faults import FaultHistory, RepeatedFaults, add_fault
+from outlast.events.fault_record import FaultRecord, ends
+from outlast.events.first_cause import first_cause
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +131,15 @@ class Rules:
     hosts: bool = False  # launchers look for broken links between the hosts of the job
 
 
+class Reached(str, enum.Enum):
+    """The fact after which a decision was made: the last one that it needed."""
+
+    ARRIVED = "all arrived"
+    LOST = "a loss"
+    ASKED = "a request"  # to join or to stop, or what a launcher says
+    TIMEOUT = "a timeout"  # of a wait
+
+
 @dataclasses.dataclass(frozen=True)
 class Decision:
     """The agreed facts with which an iteration starts, or with which the job ends."""
@@ -141,6 +150,7 @@ class Decision:
     ended_by: LostRecord | None = None  # the member that has ended the job
     # Ranks for which a restart was held until the time was over: they are not waited for again.
     unreplaced: frozenset[int] = frozenset()
+    reached: Reached = dataclasses.field(default=Reached.ARRIVED, compare=False)
 
     @property
     def cause(self) -> FaultRecord | None:
@@ -161,6 +171,11 @@ class Decision:
     @functools.cached_property
     def survivors(self) -> frozenset[int]:
         return self.view.expected - {joiner.member for joiner in self.view.joiners}
+
+    @property
+    def witnesses(self) -> list[int]:
+        """The members that write the decision to their event logs: two, as one may be lost."""
+        return sorted(self.survivors or self.view.expected)[:2]
 
     @property
     def reporter(self) -> int:

@@ -51,16 +51,17 @@ from collections.abc import Sequence
 
 from outlast.coordination import barrier
 from outlast.coordination.deciding import COMPLETED, GONE, RESTART, Decisions, decision_key
-from outlast.coordination.decision import Decision, Joiner, ViewRecord, encode_record, forgotten
-from outlast.coordination.records import (
-    FaultRecord,
-    LostRecord,
-    SizeRecord,
-    StopRecord,
-    belongs_to,
-    first_cause,
-    to_line,
+from outlast.coordination.decision import (
+    Decision,
+    Joiner,
+    Reached,
+    ViewRecord,
+    encode_record,
+    forgotten,
 )
+from outlast.coordination.records import LostRecord, SizeRecord, StopRecord, belongs_to, to_line
+from outlast.events.fault_record import FaultRecord
+from outlast.events.first_cause import first_cause
 from outlast.events.restart_causes import RestartCount
 
 __all__ = ["COMPLETED", "RESTART", "MembershipProtocol", "decision_key", "resume_key"]
@@ -118,7 +119,7 @@ class MembershipProtocol(Decisions):
         """
         term, own = f"term/{iteration}", {"keeps": keeps or None}
         if await barrier.record_arrival(self.link, term, member, expected, most, **own):
-            record = await self.decide(iteration)
+            record = await self.decide(iteration, Reached.ARRIVED)
             return record if isinstance(record, Decision) else None
         return None
 
@@ -219,7 +220,7 @@ class MembershipProtocol(Decisions):
                     await self.end(at, RESTART)
                     await self.link.put(resume_key(at), b"1")
                 await barrier.complete(self.link, f"start/{at}", view.expected)
-                await self.decide(at)
+                await self.decide(at, Reached.LOST)
                 views.append(view)
             at += 1
         for view in views:  # at last: the store may end with the last goodbye
@@ -273,7 +274,7 @@ class MembershipProtocol(Decisions):
         newest = await self.current()
         for iteration in (newest, newest + 1):
             await self.link.put(resume_key(iteration), b"1")
-        await self.decide(newest)
+        await self.decide(newest, Reached.ASKED)
 
     async def finish_stop(self, done: str) -> None:
         """Records that all that the stop requires has been done. A member calls this before it
@@ -292,7 +293,7 @@ class MembershipProtocol(Decisions):
     async def give_up(self, ranks: frozenset[int]) -> None:
         """Records ranks, as the launcher numbers them, that will not be replaced. By launchers."""
         await self.link.at("").append(GONE, json.dumps(sorted(ranks)).encode() + b"\n")
-        await self.decide(await self.current())
+        await self.decide(await self.current(), Reached.ASKED)
 
     async def take_back(self, ranks: frozenset[int]) -> None:
         """Records that a host has taken the place of ranks: their next loss is waited for."""
@@ -319,7 +320,7 @@ class MembershipProtocol(Decisions):
         """
         if await self.current() == iteration:
             await self.link.put(f"links/{iteration}", b"1")
-            await self.decide(iteration)
+            await self.decide(iteration, Reached.ASKED)
 
     async def restart_counts(self) -> tuple[RestartCount, ...]:
         newest = await self.decision(await self.current())

@@ -7,8 +7,8 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from outlast.events.hung_ranks import hung_ranks
-from outlast.events.restart_causes import HANGS, HUNG, Interruption
+from outlast.events.fault_record import FaultRecord
+from outlast.events.restart_causes import HANGS, Interruption
 
 COMPLETED_BY = "completed-by"
 """Under the prefix of a call: the names of the processes that have completed it, one on each line,
@@ -34,46 +34,6 @@ def process_token(host: str, random: str) -> str:
 def belongs_to(token: str, owner: str) -> bool:
     """Whether a token is `owner`, or is of a process on the host with that ID."""
     return token == owner or token.startswith(process_token(owner, ""))
-
-
-@dataclasses.dataclass(frozen=True)
-class FaultRecord:
-    """A fault in one iteration, as its own process, its monitor or an observer reported it.
-
-    `pings`, `collectives` and `groups` are the progress of the member: among hung ranks, the one
-    that is furthest behind is the likely cause.
-    """
-
-    iteration: int
-    member: int
-    rank: int
-    host: str
-    pid: int
-    interruption: str  # a name of `restart_causes.Interruption`
-    cause: str  # one line
-    traceback: str = ""  # the whole traceback, or an empty string
-    consequence: bool = False  # it looks like that of another fault: a closed connection
-    pings: int = 0
-    collectives: int = -1  # -1 if not known
-    idle: float = 0.0  # how long the member had made no progress, in seconds
-    own_report: bool = False  # the hung member reports itself: it knows where it was
-    where: str = ""  # the place where the exception was raised, if there was one
-    permanent: str = ""  # whether a restart would raise it again: `always`, `at start`, or empty
-    step: int = 0  # the last training step in this iteration; 0 if none is known
-    ran: float = 0.0  # how long it had made progress since its last ping, step or entry, in seconds
-    overtaken: bool = False  # see `error_kinds.overtaken`
-    mistake: bool = False  # a mistake in the user's program raises such an exception
-    ends_job: bool = False  # the member ends the job, and leaves once it has saved what it keeps
-    made: int = -1  # of a hung rank, where its loop is: see `training_step.Loop`
-    passes: int = 0
-    loop_at: str = ""
-    # of each process group, the last collective: see `interruption/flight_recorder`
-    groups: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict, hash=False)
-
-    @property
-    def may_be_harmless(self) -> bool:
-        """Whether the rank may not have failed by itself."""
-        return self.consequence or self.overtaken
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,34 +74,6 @@ def lines(data: bytes | None) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (data or b"").splitlines() if line]
 
 
-# A process that ended is the cause of the faults of its peers, whichever was reported first.
-_SEVERITY: dict[str, int] = {
-    Interruption.TERMINATED: 0,
-    Interruption.HARD_TIMEOUT: 0,
-    Interruption.UNRESPONSIVE: 1,
-}
-
-
-def first_cause(faults: list[FaultRecord]) -> FaultRecord | None:
-    """The fault that caused the others.
-
-    Echoes of another fault come last, in a hang after the hung ranks; before them, except in a
-    hang, exceptions that an interrupt has overtaken, which the program may have handled. Of the
-    hung ranks (`SOFT_TIMEOUT`), the one that the others waited for stands for all (`hung_ranks`).
-    Otherwise the store's order decides: the order in which they were reported.
-    """
-    others = [fault for fault in faults if fault.interruption != HUNG]
-
-    in_a_hang = any(fault.interruption == HUNG for fault in faults)
-
-    def order(fault: FaultRecord) -> tuple[bool, bool, int, bool]:
-        hung = fault.interruption == HUNG
-        last = fault.consequence or (fault.overtaken and in_a_hang)
-        return last, fault.overtaken, _SEVERITY.get(fault.interruption, 2), hung != last
-
-    return min((*others, *hung_ranks(faults)[:1]), key=order, default=None)
-
-
 _NETWORK_WORDS = ("connect", "timed out", "timeout", "unreachable", "no route to host")
 
 
@@ -156,15 +88,6 @@ def suspects_link(cause: FaultRecord) -> bool:
     return cause.interruption == Interruption.EXCEPTION and any(
         word in text for word in _NETWORK_WORDS
     )
-
-
-# The ends of a member: none of them can come before it arrives at a barrier.
-_ENDS = frozenset((*_SEVERITY, Interruption.BASE_EXCEPTION))
-
-
-def ends(fault: FaultRecord) -> bool:
-    """Whether the member no longer took part after this fault."""
-    return fault.interruption in _ENDS
 
 
 def pack(values: Iterable[Any]) -> list[list[Any]]:

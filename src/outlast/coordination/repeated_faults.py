@@ -34,7 +34,7 @@ import dataclasses
 import datetime
 import re
 
-from outlast.coordination.records import FaultRecord, ends
+from outlast.events.fault_record import FaultRecord, ends
 from outlast.events.hung_ranks import is_uneven, without_collectives
 from outlast.events.restart_causes import JOINED, RestartCount, add_up, what_failed
 from outlast.system.arguments import Duration, as_timedelta, check_int, seconds

@@ -26,7 +26,7 @@ log = logging.getLogger("outlast.events")
 
 E = TypeVar("E", bound=Event)
 
-_encode = json.JSONEncoder(separators=(",", ":")).encode
+_encode = json.JSONEncoder(separators=(",", ":"), default=vars).encode
 
 
 class Sink(Protocol):

@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from outlast.events.fault_record import FaultRecord
 from outlast.events.restart_causes import HUNG
+from outlast.events.types import Fault
 from outlast.system.units import rank_names
-
-if TYPE_CHECKING:
-    from outlast.coordination.records import FaultRecord
-    from outlast.events.types import Fault
 
 UNJOINED = "; it has begun "
 """Begins what `hung_ranks` adds to the cause of a rank that others wait for."""
@@ -31,7 +29,7 @@ EQUAL_STEPS = (
 _PERHAPS = "waits, perhaps"
 _AFTER_ADVICE = f"; {EQUAL_STEPS}; "
 
-T = TypeVar("T", bound="Fault | FaultRecord")
+T = TypeVar("T", bound=Fault | FaultRecord)
 """Of both: `collectives` is -1 if unknown; `groups` are those of `interruption.flight_recorder`."""
 
 

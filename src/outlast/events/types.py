@@ -44,6 +44,24 @@ class Seen(Event, kind="seen"):
     reason: str = ""
 
 
+class Decided(Event, kind="decided"):
+    """The members have agreed on what follows this iteration; two of them write it.
+
+    `cause` is the first cause, `None` if no rank failed. `lost` are the members of the iteration
+    that are out of the job, each with its rank, and `joined` the new ones. `size` is the world size
+    of the iteration, and `members` how many go on, before the rank assignment; none do if it `ends`
+    the job. `reached` says after which fact it was made: all arrived, a loss, a request, a timeout.
+    """
+
+    cause: Fault | None = None
+    lost: list[tuple[int, int]] = field(default_factory=list, hash=False)
+    joined: list[int] = field(default_factory=list, hash=False)
+    size: int = 0
+    members: int = 0
+    ends: bool = False
+    reached: str = ""
+
+
 class AbortDone(Event, kind="abort"):
     """In-flight collectives were aborted from another thread."""
 

@@ -10,8 +10,9 @@ from weakref import WeakKeyDictionary
 from outlast.coordination.decision import ViewRecord
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import run
-from outlast.coordination.records import FaultRecord, StopRecord
+from outlast.coordination.records import StopRecord
 from outlast.errors import RestartAbort
+from outlast.events.fault_record import FaultRecord
 from outlast.inprocess.call_wrapper import CallWrapper
 from outlast.inprocess.environment import Launch
 from outlast.inprocess.monitor.shared_page import SharedPage

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from outlast.coordination.records import FaultRecord
 from outlast.coordination.repeated_faults import (
     FaultHistory,
     RepeatedFaults,
@@ -18,6 +17,7 @@ from outlast.coordination.repeated_faults import (
     signature_of,
 )
 from outlast.errors import CheckpointError, CheckpointMismatch, FolderInUse, FolderUnusable
+from outlast.events.fault_record import FaultRecord
 from outlast.events.restart_causes import describe_restarts
 from outlast.inprocess import Wrapper
 from outlast.inprocess.environment import Launch

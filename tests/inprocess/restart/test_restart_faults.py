@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,8 @@ from inprocess.job_output import (
     said,
     views,
 )
+from outlast.events.run_folders import load
+from outlast.events.types import Decided
 from procs import Job
 
 Ranks = Callable[..., Job]
@@ -26,9 +29,12 @@ Ranks = Callable[..., Job]
 @pytest.mark.parametrize(
     ("fault", "code"), [("exception", 0), ("asked", 0), ("exit", 3), ("kill", -signal.SIGKILL)]
 )
-def test_all_survivors_go_on_with_one_view(ranks: Ranks, fault: str, code: int) -> None:
+def test_all_survivors_go_on_with_one_view(
+    ranks: Ranks, fault: str, code: int, tmp_path: Path
+) -> None:
     survivors = 2 if code else 3
-    with ranks("faults", "one_fails", fault, nprocs=3) as job:
+    log = {"OUTLAST_EVENTS_DIR": str(tmp_path / "events")}
+    with ranks("faults", "one_fails", fault, nprocs=3, env=log) as job:
         job.start_all()
         assert job.wait_all() == {0: 0, 1: code, 2: 0}, errors(job)
         assert views(job) == {0: full(3), 1: full(survivors)}
@@ -36,6 +42,14 @@ def test_all_survivors_go_on_with_one_view(ranks: Ranks, fault: str, code: int) 
         assert met in ([3, survivors], [survivors])  # rank 1 may fail before rank 0 has said so
         assert_never_together(job)
         assert returned(job) == ({0: 0, 1: 1, 2: 2} if not code else {0: 0, 2: 1})
+    decided = [event for event in load(tmp_path / "events") if isinstance(event, Decided)]
+    assert {event.member for event in decided} == ({0, 1} if not code else {0, 2})
+    for event in decided:
+        assert event.cause is not None
+        assert (event.iteration, event.cause.member, event.cause.rank) == (0, 1, 1)
+        assert event.lost == ([] if not code else [(1, 1)])
+        assert (event.size, event.members, event.joined, event.ends) == (3, survivors, [], False)
+        assert event.reached in ("all arrived", "a loss")
 
 
 def test_nobody_goes_on_before_everyone_has_left(ranks: Ranks) -> None:

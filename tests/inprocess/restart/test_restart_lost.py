@@ -16,8 +16,8 @@ from inprocess.job_output import assert_never_together, errors, events, full, re
 from launch.hosts.served_store import ServerProcess
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link, drive, perform_on
-from outlast.coordination.records import FaultRecord
 from outlast.coordination.stores.torch_store import TorchStore
+from outlast.events.fault_record import FaultRecord
 from outlast.events.report import build, load
 from procs import Job
 

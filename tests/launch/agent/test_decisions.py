@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from outlast.coordination.records import FaultRecord
+from outlast.events.fault_record import FaultRecord
 from outlast.events.restart_causes import RestartCount
 from outlast.launch.agent.death_log import (
     Death,

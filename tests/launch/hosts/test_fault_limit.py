@@ -16,9 +16,9 @@ from outlast.coordination.blame import may_be_of_host
 from outlast.coordination.deciding import decision_key
 from outlast.coordination.decision import Decision, ViewRecord, encode_record
 from outlast.coordination.job_record import JobState
-from outlast.coordination.records import FaultRecord
 from outlast.coordination.replicated.hosts import HostJoined, HostLost
 from outlast.coordination.stores.store import MemoryStore
+from outlast.events.fault_record import FaultRecord
 from outlast.launch.agent.decisions import JobRecord
 from outlast.launch.agent.job_keys import JobKeys
 from outlast.launch.config.from_options import job_from_options

@@ -1,8 +1,9 @@
 """One call of a wrapped function: the members of each iteration, its first cause, its restarts.
 
-Times are compared within one host only. Which of two hosts had the first fault follows from cause
-and effect instead: a host that had seen the end of the iteration before its own fault did not
-cause it. If several remain, they are ordered by rank.
+Times are compared within one host only. What caused the end of an iteration, and who was lost in it
+and who joined, is what its members decided (`Decided`). Of an iteration that ended without a
+decision, because the whole job did, the log has the faults: the first cause is then chosen from
+them, in the order of their times.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import TypeVar
 
 import outlast.events.types as ev
 from outlast.events.event import Event
+from outlast.events.fault_record import ends
+from outlast.events.first_cause import first_cause
 from outlast.events.hung_ranks import hung_ranks
 from outlast.events.report.intervals import FOREVER, Interval
 from outlast.events.report.model import Cause, Party, Restart
@@ -42,10 +45,13 @@ class Call:
         self._firsts: dict[int, int] = {}
         self._lasts: dict[int, int] = {}
         self._faults: dict[int, list[ev.Fault]] = {}
+        self._decisions: dict[int, ev.Decided] = {}
         self.completed = {e.member for e in _only(ev.Completed, self.events)}
         ranks = {(e.host, e.pid) for e in self.events if isinstance(e, ev.Assigned | ev.Entered)}
         for event in self.events:
             self.during[event.iteration].append(event)
+            if isinstance(event, ev.Decided):
+                self._decisions.setdefault(event.iteration, event)  # two ranks write it
             if (event.host, event.pid) in ranks and event.member >= 0:
                 self._tracks[event.member, event.iteration].append(event)
                 self._processes[event.member] = event.host, event.pid
@@ -109,17 +115,34 @@ class Call:
         return begins
 
     def lost(self, iteration: int) -> tuple[Party, ...]:
-        """The members of the iteration that are in no later one."""
-        view = self.view(iteration)
+        """The members of the iteration that are in no later one: those that the others have decided
+        to be out of the job, and those that left after that.
+        """
+        view, decided = self.view(iteration), self.decision(iteration)
         events = [*self.during.get(iteration, ()), *self.during.get(iteration + 1, ())]
         reasons = {event.member: event.reason for event in _only(ev.Lost, events)}
-        if self.view(iteration + 1):
-            gone = {member for member in view if self._lasts[member] == iteration}
-        else:
-            gone = reasons.keys() & view.keys()
         kinds = {fault.member: fault.interruption for fault in self.faults(iteration)}
+        ranks = {m: view[m].rank for m in reasons if self._lasts.get(m) == iteration}
+        ranks |= dict(decided.lost)
         return _parties(
-            (view[m], reasons.get(m) or self._exit(m, iteration) or kinds.get(m, "")) for m in gone
+            Party(
+                rank=rank,
+                member=member,
+                host=view[member].host if member in view else "",
+                reason=reasons.get(member)
+                or self._exit(member, iteration)
+                or kinds.get(member, ""),
+            )
+            for member, rank in ranks.items()
+        )
+
+    def joined(self, iteration: int) -> tuple[Party, ...]:
+        """The members that the decision after the iteration has admitted, and that came."""
+        following = self.view(iteration + 1)
+        return _parties(
+            Party(rank=following[m].rank, member=m, host=following[m].host)
+            for m in self.decision(iteration).joined
+            if m in following
         )
 
     def lost_hosts(self, iteration: int) -> frozenset[str]:
@@ -154,10 +177,8 @@ class Call:
         first = next((fault for fault in faults if not fault.overtaken), None)
         moments = [first] if first else [*seen, *following.values()]
         causes = [self._cause(fault) for fault in faults]
-        lost = self.lost(iteration)
-        joined = _parties((following[m], "") for m in following if self._firsts[m] > iteration)
-        if joined and not lost and all(cause.may_be_harmless for cause in causes):
-            causes = []  # no rank failed: connections broke because the job grew
+        if iteration in self._decisions and self.decision(iteration).cause is None:
+            causes = []  # no rank failed: connections broke because the job grew, for example
         ranks = tuple(
             rank_recovery(view[m], self._run.lanes[self._processes[m]], self._back(m, iteration))
             for m in sorted(view.keys() & following.keys())
@@ -170,8 +191,8 @@ class Call:
             others=tuple(causes[1:]),
             reason=seen[0].reason if seen else "",
             phases=measure(ranks, first if causes else None),
-            lost=lost,
-            joined=joined,
+            lost=self.lost(iteration),
+            joined=self.joined(iteration),
             world_size_before=self.world_size(iteration),
             world_size_after=self.world_size(iteration + 1),
             resumed=any(
@@ -227,46 +248,50 @@ class Call:
             return ""
         return self._run.exits.get(process, "")
 
+    def decision(self, iteration: int) -> ev.Decided:
+        """The decision after the iteration; an empty one if there was none."""
+        return self._decisions.get(iteration, ev.Decided())
+
     def _order_faults(self, iteration: int) -> list[ev.Fault]:
         events = self.during.get(iteration, ())
         seen: dict[str, float] = {}
         for event in _only(ev.Seen, events):
             seen.setdefault(event.host, event.time)
         found = _merge_hung(_only(ev.Fault, events), seen)
-        hung = [fault.member for fault in found if fault.interruption == HUNG]
-
-        def likely(fault: ev.Fault) -> tuple[bool, bool]:
-            """As the ranks themselves decide (`coordination/decisions`)."""
-            return fault.consequence or (fault.overtaken and bool(hung)), fault.overtaken
-
-        def cause_first(faults: list[ev.Fault]) -> tuple[tuple[bool, bool], bool, int, int]:
-            fault = faults[0]
-            behind = hung.index(fault.member) if fault.interruption == HUNG else -1
-            late = seen.get(fault.host, fault.time) < fault.time
-            return likely(fault), late, behind, fault.rank
-
-        heads: dict[str, list[ev.Fault]] = defaultdict(list)
-        for fault in found:  # ordered by time, which is meaningful within each host
-            heads[fault.host].append(fault)
-        for faults in heads.values():
-            faults.sort(key=likely)
+        first = self._first_of(found, iteration)
+        if first is None:
+            return found
+        rest = [fault for fault in found if fault is not first]
+        # Echoes last; otherwise by time, which is meaningful within each host.
+        rest.sort(key=lambda fault: fault.consequence)
         merged: dict[int, ev.Fault] = {}
-        while waiting := [faults for faults in heads.values() if faults]:
-            fault = min(waiting, key=cause_first).pop(0)
+        for fault in (first, *rest):
             one = fault.member >= 0 and not fault.overtaken
             merged.setdefault(fault.member if one else -2 - len(merged), fault)
         return list(merged.values())
+
+    def _first_of(self, found: Sequence[ev.Fault], iteration: int) -> ev.Fault | None:
+        """The first cause as the members decided; where they have not, or its log is missing, as
+        they would have.
+        """
+        decided = self.decision(iteration).cause
+        if decided is None:
+            return first_cause(found)
+        # The end of a rank may be reported twice: by itself, and then by its monitor.
+        same = (
+            fault
+            for fault in found
+            if fault.member == decided.member and fault.overtaken == decided.overtaken
+            if fault.interruption == decided.interruption or (ends(fault) and ends(decided))
+        )
+        return next(same, first_cause(found))
 
 
 def _only(kind: type[E], events: Iterable[Event]) -> list[E]:
     return [event for event in events if isinstance(event, kind)]
 
 
-def _parties(members: Iterable[tuple[ev.Assigned | ev.Entered, str]]) -> tuple[Party, ...]:
-    found = [
-        Party(rank=event.rank, member=event.member, host=event.host, reason=reason)
-        for event, reason in members
-    ]
+def _parties(found: Iterable[Party]) -> tuple[Party, ...]:
     return tuple(sorted(found, key=lambda party: party.rank))
 
 

@@ -210,7 +210,8 @@ def _parties(parties: Iterable[Party], known: set[str]) -> str:
     groups: dict[str, list[str]] = {}
     for party in parties:
         reason = "" if party.reason in known else one_line(party.reason)
-        groups.setdefault(reason, []).append(f"rank {party.rank} on {one_line(party.host)}")
+        where = f" on {one_line(party.host)}" if party.host else ""  # its log may be missing
+        groups.setdefault(reason, []).append(f"rank {party.rank}{where}")
     texts = [
         f"{listed(ranks)} ({reason})" if reason else listed(ranks)
         for reason, ranks in groups.items()

@@ -102,7 +102,7 @@ def _tracks(run: Run, wrapped: bool, restarts: Iterable[Restart]) -> dict[tuple[
         if process == track.process:  # a late report on a process that was replaced changes nothing
             track.last = event.time
             _advance(track, event, wrapped, ENDED if run.stops else LOST)
-    lost = {members[party.member] for restart in restarts for party in restart.lost}
+    lost = {members.get(party.member) for restart in restarts for party in restart.lost}
     for (host, _), track in tracks.items():
         if track.process in lost and track.state not in ("", ENDED):
             track.change(LOST, track.last)  # with its host, for which no other came

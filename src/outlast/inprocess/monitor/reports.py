@@ -15,10 +15,11 @@ from outlast.coordination.barrier import lost_members
 from outlast.coordination.decision import Rules, ViewRecord
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link, Op, perform_on, run
-from outlast.coordination.records import FaultRecord, LostRecord, process_name
+from outlast.coordination.records import LostRecord, process_name
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.errors import RankTimeout, StoreError
 from outlast.events.emitter import Emitter
+from outlast.events.fault_record import FaultRecord
 from outlast.events.types import Fault, Lost
 from outlast.inprocess.attribution import Interruption
 from outlast.inprocess.monitor.shared_page import SharedPage

@@ -11,7 +11,7 @@ from outlast.clock import Clock
 from outlast.coordination.decision import Decision, Rules, ViewRecord
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link
-from outlast.coordination.records import FaultRecord
+from outlast.events.fault_record import FaultRecord
 
 
 class RecoveryState(enum.Enum):

@@ -10,11 +10,13 @@ from typing import Any
 
 from outlast.coordination.decision import Decision
 from outlast.coordination.membership import MembershipProtocol
-from outlast.coordination.records import FaultRecord, StopRecord
+from outlast.coordination.records import StopRecord
 from outlast.coordination.repeated_faults import signature_of
 from outlast.coordination.training_step import loop
 from outlast.errors import NO_RESTART, RankShouldRestart, RestartAbort, StoreError
 from outlast.events.emitter import Emitter
+from outlast.events.fault_record import FaultRecord
+from outlast.events.types import Decided
 from outlast.inprocess.attribution import Interruption
 from outlast.inprocess.interruption import flight_recorder
 from outlast.inprocess.interruption.error_kinds import (
@@ -117,6 +119,24 @@ class RankFaults:
         if isinstance(error, RestartAbort):
             with contextlib.suppress(StoreError):  # the store is lost
                 self.notice.aborted(reports=self.reported_cause)
+
+    def note_decision(self, decision: Decision) -> None:
+        """Writes the decision to the event log, if this is one of the ranks that do."""
+        if self.page.member not in decision.witnesses:
+            return
+        view, cause = decision.view, decision.cause
+        self.emitter.emit(
+            Decided(
+                iteration=view.iteration - 1,
+                cause=None if cause is None else fault_event(cause),
+                lost=[(m, rank) for rank, m in enumerate(view.base) if m in view.lost],
+                joined=[joiner.member for joiner in view.joiners],
+                size=len(view.base),
+                members=len(view.expected),
+                ends=decision.ends_job,
+                reached=decision.reached.value,
+            )
+        )
 
     def show(self, decision: Decision, reports: bool) -> None:
         if decision.view.saves:

@@ -19,10 +19,11 @@ import outlast.events.types as ev
 from outlast.clock import Clock, MonotonicClock
 from outlast.coordination.decision import Decision, ViewRecord
 from outlast.coordination.ops import Link
-from outlast.coordination.records import FaultRecord, process_token
+from outlast.coordination.records import process_token
 from outlast.coordination.training_step import count_restart, go_into_reserve, loop
 from outlast.errors import HealthCheckError, InternalError, RankShouldRestart, RestartAbort
 from outlast.events.emitter import Emitter
+from outlast.events.fault_record import FaultRecord
 from outlast.inprocess.abort import run_all
 from outlast.inprocess.call_wrapper import CallWrapper, observers
 from outlast.inprocess.ending import Completion, Terminate
@@ -310,6 +311,7 @@ class RankHost(RankFaults):
         self.cause = decision.cause
         came_back = self.rules.repeated is not None and decision.history.came_back
         self.running.fault_came_back = came_back
+        self.note_decision(decision)
         self.show(decision, reports)
 
     def run_at_end(self, hook: Completion | Terminate | None) -> None:

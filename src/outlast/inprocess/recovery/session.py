@@ -21,12 +21,13 @@ import torch.distributed as dist
 
 from outlast.clock import MonotonicClock
 from outlast.coordination.ops import Link, perform_on, run
-from outlast.coordination.records import FaultRecord, process_name
+from outlast.coordination.records import process_name
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.coordination.training_step import observed_steps
 from outlast.coordination.waits import observed_by
 from outlast.errors import StoreError
 from outlast.events.emitter import Emitter, JsonlSink, NullSink, Sink
+from outlast.events.fault_record import FaultRecord
 from outlast.events.restart_causes import describe_restarts
 from outlast.events.types import Completed, Lost
 from outlast.inprocess.call_wrapper import CallWrapper

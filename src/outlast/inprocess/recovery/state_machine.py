@@ -50,7 +50,7 @@ from typing import Any
 from outlast.coordination.decision import Decision, ViewRecord
 from outlast.coordination.membership import COMPLETED, RESTART, MembershipProtocol, resume_key
 from outlast.coordination.ops import Link
-from outlast.coordination.records import FaultRecord, LostRecord
+from outlast.coordination.records import LostRecord
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.errors import (
     InternalError,
@@ -61,6 +61,7 @@ from outlast.errors import (
     StoreError,
     UnrecoverableFault,
 )
+from outlast.events.fault_record import FaultRecord
 from outlast.inprocess.recovery.host_protocol import (
     AssignedRank,
     GrowPolicy,

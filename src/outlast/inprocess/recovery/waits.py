@@ -17,7 +17,7 @@ import math
 from typing import Any
 
 from outlast.coordination import barrier
-from outlast.coordination.decision import Decision, Held, ViewRecord, decode_record
+from outlast.coordination.decision import Decision, Held, Reached, ViewRecord, decode_record
 from outlast.coordination.membership import RESTART, MembershipProtocol, decision_key, resume_key
 from outlast.coordination.ops import Link
 from outlast.coordination.stores.store import KeyTimeout
@@ -48,7 +48,7 @@ async def end_iteration_to_join(
         await membership.end(iteration, RESTART)
         await membership.link.put(resume_key(iteration), b"1")
     if not inside:
-        await membership.decide(iteration)
+        await membership.decide(iteration, Reached.ASKED)
 
 
 async def wait_for_end_of_iteration(
@@ -132,7 +132,8 @@ async def _next_record(
                 return decode_record(await membership.link.wait_for(key, max(0.0, wait_s)))
             except KeyTimeout:
                 over, speaks = now() >= deadline, now() >= speaks_at
-            then = await membership.decide(iteration, held if over else None)
+            expired = held if over else None
+            then = await membership.decide(iteration, Reached.TIMEOUT, expired)
             if over and then is None:
                 return None
             if speaks and isinstance(then, Held):

@@ -8,8 +8,8 @@ import math
 from collections.abc import Sequence
 
 from outlast.coordination.job_record import CallRecord, JobState
-from outlast.coordination.records import FaultRecord
 from outlast.errors import NO_RESTART
+from outlast.events.fault_record import FaultRecord
 from outlast.events.restart_causes import RestartCount
 from outlast.system.units import duration_text
 

@@ -8,14 +8,9 @@ from outlast.coordination.blame import may_be_of_host
 from outlast.coordination.job_record import JOB_KEY, JobState
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link, perform_on, run
-from outlast.coordination.records import (
-    COMPLETED_BY,
-    SUSPECTED_LINK,
-    FaultRecord,
-    SizeRecord,
-    process_token,
-)
+from outlast.coordination.records import COMPLETED_BY, SUSPECTED_LINK, SizeRecord, process_token
 from outlast.coordination.stores.store import Store
+from outlast.events.fault_record import FaultRecord
 from outlast.events.restart_causes import Interruption, RestartCount
 from outlast.launch.agent.decisions import JobRecord
 

@@ -6,8 +6,8 @@ import dataclasses
 import signal
 from collections.abc import Sequence
 
-from outlast.coordination.records import FaultRecord, ends
 from outlast.errors import NO_RESTART
+from outlast.events.fault_record import FaultRecord, ends
 from outlast.events.restart_causes import Interruption, RestartCount, describe_restarts
 from outlast.launch.agent.death_log import Death, Raised, from_last_traceback
 from outlast.launch.agent.decisions import Decision
