@@ -39,16 +39,16 @@ def test_the_functions_thread_waits_and_an_exception_ends_that(page: Page) -> No
     assert not page.waits
 
 
-def test_every_wait_of_a_ledger_is_one(page: Page) -> None:
+def test_every_wait_of_a_round_is_one(page: Page) -> None:
     class Store(MemoryStore):
         def wait_for(self, key: str, timeout: float | None) -> bytes:
             assert page.idle
             raise KeyTimeout(key)
 
-    ledger = CallLedger(Store(), "test", 0, 2)
-    for wait in (ledger.await_verdict, ledger.await_conclusion):
+    waited = CallLedger(Store(), "test", 0, 2).next()
+    for wait in (waited.await_verdict, waited.await_conclusion):
         with pytest.raises(KeyTimeout):
-            wait(0, 1.0)
+            wait(1.0)
         assert not page.waits
 
 

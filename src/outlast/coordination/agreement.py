@@ -27,7 +27,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from outlast.coordination.call_ledger import CallFailure, CallLedger, Verdict
+from outlast.coordination.call_ledger import CallFailure, CallLedger, Round, Verdict
 from outlast.coordination.collective_guard import CollectiveGuard
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.errors import (
@@ -96,7 +96,7 @@ class Agreement:
         self._interrupt = interrupt
         self._guard: CollectiveGuard | None = None  # of the step that this rank is in
         self._steps = 0  # begun
-        self._ended = 0  # of those; so an interrupt finds this rank before, in or after a step
+        self._step: Round | None = None  # the one that this rank is in; an interrupt finds it
         self._concludes = False  # whether the others wait for this rank's result of the step
         self._depth = 0
         self._shared: BaseException | None = None  # raised on all ranks
@@ -129,10 +129,10 @@ class Agreement:
                 operation; names rank, host and cause. The kind `late` if a rank did not come.
         """
         with self.operation():
-            index, ledger = self._begin(), self._ledger
+            step = self._begin()
             result: T | None = None
             if collective and self._interrupt is not None and self.world_size > 1:
-                self._guard = CollectiveGuard(ledger, index, self._interrupt)
+                self._guard = CollectiveGuard(step, self._interrupt)
             try:
                 with self._guard or contextlib.nullcontext():
                     result = work()
@@ -144,11 +144,11 @@ class Agreement:
                 }
                 name = next((kinds[kind] for kind in kinds if isinstance(e, kind)), "")
                 with self._unless_failed():
-                    ledger.fail(index, CallFailure.here(index, name, self.rank, str(e)))
+                    step.fail(CallFailure.here(step.index, name, self.rank, str(e)))
             else:
                 with self._unless_failed():
-                    ledger.finish(index, b"{}")  # says that this rank has come: see `_fail_late`
-            failure = self._verdict(index, what).failure
+                    step.finish(b"{}")  # says that this rank has come: see `_fail_late`
+            failure = self._verdict(step, what).failure
             self._end()
             if failure is not None and failure.name in (_LEFT, _LATE):
                 raise self._error(_answer(failure))
@@ -173,23 +173,23 @@ class Agreement:
                         raise
                     raise self._error(self._own_answer(e, what)) from e
                 return result  # type: ignore[no-any-return]
-            index, ledger = self._begin(concludes=self.rank == 0), self._ledger
+            step = self._begin(concludes=self.rank == 0)
             cause: Exception | None = None
-            ledger.finish(index, json.dumps(part).encode())
+            step.finish(json.dumps(part).encode())
             answer: dict[str, Any] = {}
             if self.rank == 0:
-                failure = self._verdict(index, what).failure
+                failure = self._verdict(step, what).failure
                 try:
                     if failure is None:
-                        answer["is"] = work([json.loads(each) for each in ledger.parts(index)])
+                        answer["is"] = work([json.loads(each) for each in step.parts()])
                     else:
                         answer = _answer(failure)
                 except (CheckpointError, OSError) as e:
                     cause, answer = e, self._own_answer(e, what)
                 payload = json.dumps(answer).encode()
-                ledger.conclude(index, payload)
+                step.conclude(payload)
             else:
-                payload = self._conclusion(index, what)
+                payload = self._conclusion(step, what)
             answer = json.loads(payload)
             self._end()
             try:
@@ -210,32 +210,37 @@ class Agreement:
         if self.world_size == 1:
             return
         # Not a step: who leaves here is noticed at the next one.
-        read, index = self._ledger.child("read"), self._steps
+        read = self._ledger.round(self._steps, "read")
         with self.operation(), contextlib.suppress(StoreError):  # one may have ended already
-            read.finish(index)
+            read.finish()
             if self.rank == 0:
                 with contextlib.suppress(KeyTimeout):
-                    read.await_verdict(index, min(self.timeout_s, _READ_S))
-            read.forget(index)
+                    read.await_verdict(min(self.timeout_s, _READ_S))
+            read.forget()
 
     def give_up(self, why: str) -> None:
         """Ends the wait of another thread of this rank, which no rank will answer any more."""
-        index, failure = self._steps, CallFailure.here(self._steps, _LEFT, self.rank, why)
-        with contextlib.suppress(StoreError):  # it has ended all waits
-            self._ledger.fail(index, failure)
-            self._conclude(index, failure)
+        step = self._step
+        if step is not None:
+            failure = CallFailure.here(step.index, _LEFT, self.rank, why)
+            with contextlib.suppress(StoreError):  # it has ended all waits
+                step.fail(failure)
+                self._conclude(step, failure)
 
-    def _begin(self, *, concludes: bool = False) -> int:
+    def _begin(self, *, concludes: bool = False) -> Round:
         self._concludes = concludes
         self._guard = None
+        # In this order: an interrupt in between fails this very step.
+        self._step = self._ledger.round(self._steps)
         self._steps += 1
-        return self._steps
+        return self._step
 
     def _end(self) -> None:
         if self._guard is not None:
             self._guard.end()  # it must not wait for a key that is deleted now
-        self._ended = self._steps
-        self._ledger.forget(self._steps)
+        step, self._step = self._step, None
+        assert step is not None
+        step.forget()
 
     def attributed(self, error: E, failed: int) -> E:
         """`error`, which all ranks raise because the rank `failed` has failed."""
@@ -274,75 +279,73 @@ class Agreement:
             if self._guard is None or not self._guard.has_verdict.is_set():
                 raise
 
-    def _verdict(self, index: int, what: str) -> Verdict:
+    def _verdict(self, step: Round, what: str) -> Verdict:
         try:
             if self._guard is not None:
                 return self._guard.verdict(self.timeout_s)
-            return self._ledger.await_verdict(index, self.timeout_s)
+            return step.await_verdict(self.timeout_s)
         except KeyTimeout:
-            return self._fail_late(index, what)
+            return self._fail_late(step, what)
 
-    def _conclusion(self, index: int, what: str) -> bytes:
+    def _conclusion(self, step: Round, what: str) -> bytes:
         try:
-            return self._ledger.await_conclusion(index, self.timeout_s)
+            return step.await_conclusion(self.timeout_s)
         except KeyTimeout as e:
-            failure = self._fail_late(index, what).failure
+            failure = self._fail_late(step, what).failure
             if failure is None:  # rank 0 is still at work, and learns of it in the next step
                 text = late_text(f"{what or 'the work'} on rank 0", [0], self.timeout_s, self.rank)
                 raise self._late(text) from e
-            return self._conclude(index, failure)  # rank 0 may never come
+            return self._conclude(step, failure)  # rank 0 may never come
 
-    def _fail_late(self, index: int, what: str) -> Verdict:
+    def _fail_late(self, step: Round, what: str) -> Verdict:
         """The time of this rank is over: the step has failed on all ranks, if it has not ended
         otherwise at the last moment.
 
         The missing ranks are those without a part. A rank deletes its part only when it has the
         verdict; so if that is the one which is claimed here, all parts were still there.
         """
-        if self._ledger.verdict(index) is None:
-            missing = [r for r, part in enumerate(self._ledger.parts_so_far(index)) if not part]
+        if step.verdict() is None:
+            missing = [r for r, part in enumerate(step.parts_so_far()) if not part]
             missing = missing or [r for r in range(self.world_size) if r != self.rank]
             what = what or f"the checkpointer of {self._where}"
             text = late_text(what, missing, self.timeout_s, self.rank)
-            self._ledger.fail(index, CallFailure.here(index, _LATE, self.rank, text))
-        return self._ledger.await_verdict(index, None)  # there is one now
+            step.fail(CallFailure.here(step.index, _LATE, self.rank, text))
+        return step.await_verdict(None)  # there is one now
 
-    def _conclude(self, index: int, failure: CallFailure) -> bytes:
+    def _conclude(self, step: Round, failure: CallFailure) -> bytes:
         """Says to those who wait for the result of a step that it has failed."""
         answer = json.dumps(_answer(failure)).encode()
-        self._ledger.conclude(index, answer)
+        step.conclude(answer)
         return answer
 
     def _leave(self, error: BaseException) -> None:
         """This rank leaves by an exception; all ranks count the step in which they learn of it."""
         if self.world_size == 1:
             return
-        if isinstance(error, OutlastError):
-            failure = CallFailure.here(self._steps, _LEFT, self.rank, str(error))
-        else:
-            failure = CallFailure.of(error, self._steps, _LEFT, self.rank)
         # A store that is out of reach is out of reach for the others too.
         with contextlib.suppress(StoreError):
-            if not (self._ended < self._steps and self._fail_step(failure)):
-                self._begin()
-                self._fail_step(failure)
+            if self._step is None or not self._fail_step(self._step, error):
+                self._fail_step(self._begin(), error)
 
-    def _fail_step(self, failure: CallFailure) -> bool:
+    def _fail_step(self, step: Round, error: BaseException) -> bool:
         """Fails the step that this rank is in; returns whether the other ranks learn of a failure
         there. If all ranks have finished their parts, they do not, unless they wait for the result
         of this one. They may wait for the verdict or for the result, so it is recorded for both.
         """
-        index, ledger = self._steps, self._ledger
-        ledger.fail(index, failure)
-        told = ledger.await_verdict(index, None).failure  # there is one now
+        if isinstance(error, OutlastError):
+            failure = CallFailure.here(step.index, _LEFT, self.rank, str(error))
+        else:
+            failure = CallFailure.of(error, step.index, _LEFT, self.rank)
+        step.fail(failure)
+        told = step.await_verdict(None).failure  # there is one now
         # An interrupt may have come after the result was sent.
-        if told is None and self._concludes and ledger.conclusion(index) is None:
+        if told is None and self._concludes and step.conclusion() is None:
             told = failure
         if told is None:
             # Its keys stay: the coordinator may not have read this rank's part yet.
-            self._ended = index
+            self._step = None
             return False
-        self._conclude(index, told)
+        self._conclude(step, told)
         self._end()
         return True
 

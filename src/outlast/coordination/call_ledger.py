@@ -1,19 +1,31 @@
-"""How ranks agree on the outcome of background calls: through a store, without a collective.
+"""The one way in which ranks agree: rounds, through a store, without a collective.
 
-Keys of call i, under the ledger's prefix:
+    ledger = connect_ledger("restore", group)        # on all ranks, in the same order
+    round = ledger.next()                            # the same round on all ranks
+    round.finish(b"my part")                         # or round.fail(...)
+    verdict = round.await_verdict(timeout)           # all have finished, or why not: once for all
+    round.conclude(b"a result of round.parts()")     # on rank 0, the coordinator
+    round.await_conclusion(timeout)                  # on all ranks
+    round.forget()
 
-    i/name             the name of the call                        the first claim wins
-    i/part/RANK        the result of one rank's part
-    i/part/L/GROUP     those of a group of ranks, on level L of the tree
-    i/count/L/GROUP    how many members of the group have finished
-    i/verdict          how the call ended: done, or failed         the first claim wins
-    i/conclusion       the coordinator's result from the parts
-    i/left/L/GROUP     how many members of the group no longer need the keys
+Whoever agrees on something builds on this: operations of all ranks (`agreement.py`), the save of a
+checkpoint, its copies, background calls, comparisons of what ranks have computed. A round waits
+only where it says so, so one thread may have several under way.
 
-Why one key `i/verdict`: "all have finished" and "one has failed" can be claimed at the same
-moment by different ranks. The store orders the two claims, and all ranks read the one that won.
-Therefore all ranks see the same verdict, and a verdict never changes: once "done" is claimed, no
-rank can fail or drop the call, and once it has failed, no rank can finish it.
+Keys of a round, under its prefix:
+
+    name               what the round is for                       the first claim wins
+    part/RANK          the result of one rank's part
+    part/L/GROUP       those of a group of ranks, on level L of the tree
+    count/L/GROUP      how many members of the group have finished
+    verdict            how the round ended: done, or failed        the first claim wins
+    conclusion         the coordinator's result from the parts
+    left/L/GROUP       how many members of the group no longer need the keys
+
+Why one key `verdict`: "all have finished" and "one has failed" can be claimed at the same moment by
+different ranks. The store orders the two claims, and all ranks read the one that won. Therefore all
+ranks see the same verdict, and a verdict never changes: once "done" is claimed, no rank can fail or
+drop the round, and once it has failed, no rank can finish it.
 
 The tree: sixteen ranks are a group, sixteen groups are a group of the next level, and so on up to
 one group. A rank puts its part, then adds to the count of its group. The rank whose addition
@@ -27,7 +39,7 @@ fails does not add; so if one has failed, its group is never complete, nor is th
 claims "done". Only a failure that is found after the rank itself has finished (an abort, a
 different name) competes with a claim of "done".
 
-Operations: on average a constant number per rank and call; the last of a group has sixteen more.
+Operations: on average a constant number per rank and round; the last of a group has sixteen more.
 The records come from other hosts, so they are JSON, and nothing in them is executed.
 """
 
@@ -36,6 +48,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -109,15 +122,18 @@ class Verdict:
 
 
 class CallLedger:
-    """One rank's part in the protocol of background calls. Stateless.
+    """One rank's place among the ranks that agree: it makes their rounds, which all ranks number in
+    the same way. A ledger, its children and their rounds share a store; each has its own keys.
 
-    Every method raises `StoreError` if the store cannot be reached. Only those whose names begin
-    with `await_` wait for other ranks (`None`: without limit); waits on `store` block nothing.
+    Every method, and those of rounds, raise `StoreError` if the store cannot be reached. Only those
+    whose names begin with `await_` wait for other ranks (`None`: without limit); waits on the store
+    block nothing else.
     """
 
     def __init__(self, store: Store, prefix: str, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
         self._store, self._prefix = store, prefix
+        self._made = 0
         self._levels = [world_size]  # how many members each level of the tree has
         while self._levels[-1] > _WIDTH:
             self._levels.append(-(-self._levels[-1] // _WIDTH))
@@ -129,26 +145,45 @@ class CallLedger:
         """The value of the rank that called this first for `name`, for the life of the ledger."""
         return self._store.claim(f"{self._prefix}/{name}", value.encode()).decode()
 
-    def announce(self, index: int, name: str) -> None:
-        """Announces that this rank has scheduled `name` as call `index`. An `AsyncCallError` if
-        another rank has scheduled another call under this index: it has failed for all ranks then.
+    def next(self) -> Round:
+        """The next round, in the order in which all ranks take them."""
+        self._made += 1
+        return self.round(self._made - 1)
+
+    def round(self, index: int, of: str = "") -> Round:
+        """The round with this number, of those for one thing if there are several kinds."""
+        return Round(self._store, f"{self._prefix}/{of}{index}", index, self.rank, self._levels)
+
+
+class Round:
+    """One rank's part in a round: see the module. Stateless, so threads may share it."""
+
+    def __init__(
+        self, store: Store, prefix: str, index: int, rank: int, levels: Sequence[int]
+    ) -> None:
+        self.index, self.rank, self.world_size = index, rank, levels[0]
+        self._store, self._prefix, self._levels = store, prefix, levels
+
+    def announce(self, name: str) -> None:
+        """Announces that this rank takes the round for `name`. An `AsyncCallError` if another rank
+        takes it for something else: it has failed for all ranks then.
         """
         own = json.dumps({"rank": self.rank, "name": name}, separators=(",", ":")).encode()
-        first = json.loads(self._store.claim(self._key(index, "name"), own))
+        first = json.loads(self._store.claim(self._key("name"), own))
         if first["name"] == name:
             return
         cause = (
-            f"{DIFFERENT_ORDER}: call {index} is {name!r} on rank {self.rank}, and "
+            f"{DIFFERENT_ORDER}: call {self.index} is {name!r} on rank {self.rank}, and "
             f"{first['name']!r} on rank {first['rank']}"
         )
-        failure = CallFailure.here(index, name, self.rank, cause)
-        self.fail(index, failure)
+        failure = CallFailure.here(self.index, name, self.rank, cause)
+        self.fail(failure)
         raise failure.to_error()
 
-    def finish(self, index: int, part: bytes | None = None) -> None:
-        """Announces that this rank has finished its part of the call. At most once per call, and
-        not if this part has failed. `part` is for the coordinator (`parts`): all have one, or none;
-        a `ValueError` if it is not UTF-8, or has the character U+001E, as no JSON does.
+    def finish(self, part: bytes | None = None) -> None:
+        """Announces that this rank has finished its part. At most once per round, and not if this
+        part has failed. `part` is for the coordinator (`parts`): all have one, or none; a
+        `ValueError` if it is not UTF-8, or has the character U+001E, as no JSON does.
         """
         if part is not None:
             part.decode()  # some stores take only text: refused for all of them
@@ -157,65 +192,63 @@ class CallLedger:
         member = self.rank
         for level, members in enumerate(self._levels):
             if part:
-                self._store.put(self._key(index, _part(level, member)), part)
+                self._store.put(self._key(_part(level, member)), part)
             group = member // _WIDTH
-            if self._store.add(self._key(index, f"count/{level}/{group}"), 1) < _size(
-                group, members
-            ):
+            if self._store.add(self._key(f"count/{level}/{group}"), 1) < _size(group, members):
                 return
             if part is not None and members > _WIDTH:
-                part = _BETWEEN.join(self._read(index, level, group))
+                part = _BETWEEN.join(self._read(level, group))
             member = group
-        self._store.claim(self._key(index, "verdict"), Verdict().encode())
+        self._store.claim(self._key("verdict"), Verdict().encode())
 
-    def fail(self, index: int, failure: CallFailure) -> bool:
-        """Claims that the call has failed; returns whether that is now the verdict."""
+    def fail(self, failure: CallFailure) -> bool:
+        """Claims that the round has failed; returns whether that is now the verdict."""
         verdict = Verdict(failure).encode()
-        return self._store.claim(self._key(index, "verdict"), verdict) == verdict
+        return self._store.claim(self._key("verdict"), verdict) == verdict
 
-    def verdict(self, index: int) -> Verdict | None:
-        data = self._store.read(self._key(index, "verdict"))
+    def verdict(self) -> Verdict | None:
+        data = self._store.read(self._key("verdict"))
         return None if data is None else Verdict.decode(data)
 
-    def await_verdict(self, index: int, timeout: float | None) -> Verdict:
+    def await_verdict(self, timeout: float | None) -> Verdict:
         """Waits for the verdict of all ranks; a `KeyTimeout` after `timeout` seconds."""
         with waits():
-            return Verdict.decode(self._store.wait_for(self._key(index, "verdict"), timeout))
+            return Verdict.decode(self._store.wait_for(self._key("verdict"), timeout))
 
-    def parts(self, index: int) -> list[bytes]:
-        """The parts of a call that is done, in the order of the ranks."""
-        return _BETWEEN.join(self._read(index, len(self._levels) - 1, 0)).split(_BETWEEN)
+    def parts(self) -> list[bytes]:
+        """The parts of a round that is done, in the order of the ranks."""
+        return _BETWEEN.join(self._read(len(self._levels) - 1, 0)).split(_BETWEEN)
 
-    def parts_so_far(self, index: int) -> list[bytes]:
-        """The parts of a call that is not done; empty where there is none. Reads each rank."""
-        return [self.part(index, rank) for rank in range(self.world_size)]
+    def parts_so_far(self) -> list[bytes]:
+        """The parts of a round that is not done; empty where there is none. Reads each rank."""
+        return [self.part(rank) for rank in range(self.world_size)]
 
-    def part(self, index: int, rank: int) -> bytes:
+    def part(self, rank: int) -> bytes:
         """The part of one rank, once it has finished; empty once it has called `forget`."""
-        return self._store.read(self._key(index, _part(0, rank))) or b""
+        return self._store.read(self._key(_part(0, rank))) or b""
 
-    def conclude(self, index: int, payload: bytes) -> None:
-        """Publishes the result of a call that is done: UTF-8, not empty. By the coordinator."""
+    def conclude(self, payload: bytes) -> None:
+        """Publishes the result of a round that is done: UTF-8, not empty. By the coordinator."""
         if not payload.decode():
             raise ValueError("the payload of a conclusion is empty")
-        self._store.put(self._key(index, "conclusion"), payload)
+        self._store.put(self._key("conclusion"), payload)
 
-    def await_conclusion(self, index: int, timeout: float | None) -> bytes:
+    def await_conclusion(self, timeout: float | None) -> bytes:
         """Waits for the coordinator's `conclude`; a `KeyTimeout` after `timeout` seconds."""
         with waits():
-            return self._store.wait_for(self._key(index, "conclusion"), timeout)
+            return self._store.wait_for(self._key("conclusion"), timeout)
 
-    def pause(self, index: int, seconds: float) -> None:
+    def pause(self, seconds: float) -> None:
         """Waits for `conclude`, or a `KeyTimeout`: a pause, in which no rank waits for another."""
-        self._store.wait_for(self._key(index, "conclusion"), seconds)
+        self._store.wait_for(self._key("conclusion"), seconds)
 
-    def conclusion(self, index: int) -> bytes | None:
+    def conclusion(self) -> bytes | None:
         """The coordinator's result; `None` before its `conclude`. Does not wait."""
-        return self._store.read(self._key(index, "conclusion"))
+        return self._store.read(self._key("conclusion"))
 
-    def forget(self, index: int) -> None:
-        """Announces that this rank will no longer read or write keys of the call: it has the
-        verdict, and the conclusion if there is one. At most once per call. The last rank deletes
+    def forget(self) -> None:
+        """Announces that this rank will no longer read or write keys of the round: it has the
+        verdict, and the conclusion if there is one. At most once per round. The last rank deletes
         the keys, so the store does not grow.
         """
         # The parts of a group were joined, or read by the coordinator, before there was a verdict
@@ -223,18 +256,18 @@ class CallLedger:
         member = self.rank
         for level, members in enumerate(self._levels):
             group = member // _WIDTH
-            self._store.delete(self._key(index, _part(level, member)))
-            left = self._key(index, f"left/{level}/{group}")
+            self._store.delete(self._key(_part(level, member)))
+            left = self._key(f"left/{level}/{group}")
             if self._store.add(left, 1) < _size(group, members):
                 return
             # All members of the group are past this point: none reads or sets these keys again.
-            self._store.delete(self._key(index, f"count/{level}/{group}"))
+            self._store.delete(self._key(f"count/{level}/{group}"))
             self._store.delete(left)
             member = group
         for name in ("name", "verdict", "conclusion"):
-            self._store.delete(self._key(index, name))
+            self._store.delete(self._key(name))
 
-    def _read(self, index: int, level: int, group: int) -> list[bytes]:
+    def _read(self, level: int, group: int) -> list[bytes]:
         """The records of the members of a group; each holds the parts of all ranks below it."""
         members = range(group * _WIDTH, min((group + 1) * _WIDTH, self._levels[level]))
         below = _WIDTH**level
@@ -242,11 +275,11 @@ class CallLedger:
         for member in members:
             ranks = min((member + 1) * below, self.world_size) - member * below
             empty = _BETWEEN * (ranks - 1)
-            found.append(self._store.read(self._key(index, _part(level, member))) or empty)
+            found.append(self._store.read(self._key(_part(level, member))) or empty)
         return found
 
-    def _key(self, index: int, name: str) -> str:
-        return f"{self._prefix}/{index}/{name}"
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{name}"
 
 
 def _part(level: int, member: int) -> str:

@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from outlast.coordination.call_ledger import CallLedger, Verdict
+from outlast.coordination.call_ledger import Round, Verdict
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.coordination.waits import waits
 from outlast.system.waiting import ThreadedWait
@@ -24,19 +24,17 @@ GRACE_S = 3.0
 
 
 class CollectiveGuard:
-    """Guards the work of this rank, which it encloses in `with`, for the step `index` of a ledger.
-    `interrupt`: see `Agreement`.
+    """Guards the work of this rank in `step`, which it encloses in `with`. `interrupt`: see
+    `Agreement`.
     """
 
-    def __init__(
-        self, ledger: CallLedger, index: int, interrupt: Callable[[threading.Event], None]
-    ) -> None:
+    def __init__(self, step: Round, interrupt: Callable[[threading.Event], None]) -> None:
         self._left = threading.Event()  # this rank has left its work
         self.has_verdict = threading.Event()
 
         def watch() -> Verdict:
             try:
-                verdict = ledger.await_verdict(index, None)
+                verdict = step.await_verdict(None)
                 self.has_verdict.set()
                 return verdict
             finally:

@@ -25,10 +25,9 @@ import json
 import socket
 import threading
 
-from outlast.coordination.call_ledger import CallFailure, CallLedger
+from outlast.coordination.call_ledger import CallFailure, CallLedger, Round
 from outlast.errors import CheckpointError, StoreError
 
-_REPORTS = 0  # the ledger's call in which the ranks report the steps that they have begun
 _CLOSED = "closed"
 _NEVER = float("inf")
 
@@ -39,6 +38,7 @@ class StopAgreement:
     def __init__(self, ledger: CallLedger, begun: int) -> None:
         self.reason = ""  # which rank received the request, and why
         self._ledger, self._begun = ledger, begun
+        self._reports = ledger.round(0, "begun")  # how many steps each rank has begun
         self._last_step: float | None = None
         self._reported = False
         self._store_error = ""  # not the exception: its traceback leads back here
@@ -51,7 +51,7 @@ class StopAgreement:
         reason = f"rank {self._ledger.rank} on {socket.gethostname()}: {reason}"
         try:
             for rank in range(self._ledger.world_size):
-                self._ledger.conclude(_request_key(rank), json.dumps({"why": reason}).encode())
+                self._told("asked", rank).conclude(json.dumps({"why": reason}).encode())
         except StoreError as e:  # the others may miss it, but this rank must not ignore it
             with self._changed:
                 self.reason = self.reason or reason
@@ -82,31 +82,31 @@ class StopAgreement:
             unreported, self._reported = not self._reported, True
         with contextlib.suppress(StoreError):  # the thread has the same error, and ends
             if unreported:
-                ledger.finish(_REPORTS, json.dumps(None).encode())
+                self._reports.finish(json.dumps(None).encode())
             if ledger.rank == 0:
-                ledger.fail(_REPORTS, CallFailure.here(_REPORTS, _CLOSED, 0, _CLOSED))
+                self._reports.fail(CallFailure.here(0, _CLOSED, 0, _CLOSED))
                 self._decide(None)
-            for key in (_request_key(ledger.rank), self._decision_key(ledger.rank)):
-                ledger.conclude(key, json.dumps({"why": _CLOSED}).encode())
+            for of in ("asked", "decided"):
+                self._told(of, ledger.rank).conclude(json.dumps({"why": _CLOSED}).encode())
         self._thread.join()
 
     def _agree(self) -> None:
         """In the thread: waits for a request, reports this rank's steps, awaits the decision."""
         ledger = self._ledger
         try:
-            reason = json.loads(ledger.await_conclusion(_request_key(ledger.rank), None))["why"]
+            reason = json.loads(self._told("asked", ledger.rank).await_conclusion(None))["why"]
             with self._changed:
                 if reason == _CLOSED or self._reported:
                     return
                 self.reason, self._reported = reason, True
                 begun = self._begun
-            ledger.finish(_REPORTS, json.dumps(begun).encode())
+            self._reports.finish(json.dumps(begun).encode())
             if ledger.rank == 0:
-                if ledger.await_verdict(_REPORTS, None).failure is not None:
+                if self._reports.await_verdict(None).failure is not None:
                     return  # closed
-                reports = [json.loads(part) for part in ledger.parts(_REPORTS)]
+                reports = [json.loads(part) for part in self._reports.parts()]
                 self._decide(None if None in reports else max(reports))
-            decision = json.loads(ledger.await_conclusion(self._decision_key(ledger.rank), None))
+            decision = json.loads(self._told("decided", ledger.rank).await_conclusion(None))
         except StoreError as e:
             self._fail(e)
             return
@@ -118,16 +118,13 @@ class StopAgreement:
         """Publishes the decision, on rank 0; `None`: no rank stops."""
         decision = self._ledger.agree("decision", json.dumps({"after": last_step}))
         for rank in range(self._ledger.world_size):
-            self._ledger.conclude(self._decision_key(rank), decision.encode())
+            self._told("decided", rank).conclude(decision.encode())
 
-    def _decision_key(self, rank: int) -> int:
-        return 1 + self._ledger.world_size + rank
+    def _told(self, of: str, rank: int) -> Round:
+        """What one rank is told, under a key of its own: that it is asked, or what is decided."""
+        return self._ledger.round(rank, of)
 
     def _fail(self, error: StoreError) -> None:
         with self._changed:
             self._store_error = str(error)
             self._changed.notify_all()
-
-
-def _request_key(rank: int) -> int:
-    return 1 + rank

@@ -17,7 +17,7 @@ from outlast.async_checkpoint import Checkpointer, Retention
 from outlast.async_checkpoint.save.save import Save
 from outlast.async_checkpoint.snapshot.buffers import BufferPool
 from outlast.async_checkpoint.storage.local import LocalStorage
-from outlast.coordination.call_ledger import CallLedger
+from outlast.coordination.call_ledger import Round
 from outlast.errors import CheckpointError, StoreError
 from outlast.events.emitter import MemorySink
 from outlast.events.types import CheckpointCommitted, CheckpointFailed
@@ -260,7 +260,7 @@ def test_what_is_committed_when_the_store_goes_has_not_failed(
     with Checkpointer(tmp_path, keep=keep, events=sink) as checkpointer:
         checkpointer.save(1, {"w": full(1.0)}).wait(NET)
         with monkeypatch.context() as patch:
-            patch.setattr(CallLedger, "conclude", gone)
+            patch.setattr(Round, "conclude", gone)
             checkpointer.save(2, {"w": full(2.0)}).wait(NET)
         committed = [event.step for event in sink.events if isinstance(event, CheckpointCommitted)]
         assert committed == [1, 2]

@@ -71,23 +71,21 @@ def of_everything(path: str) -> None:
 
 @scenario
 def waits_do_not_hold_up_each_other(_: str) -> None:
-    """Two ledgers wait at the same time; the answers come in the opposite order."""
+    """Rounds of two ledgers wait at the same time; the answers come in the opposite order."""
     join_group()
-    first, second = connect_ledger("test"), connect_ledger("test")
+    first, second = connect_ledger("test").next(), connect_ledger("test").next()
     answers: list[bytes] = []
     waits = [
-        threading.Thread(
-            target=lambda ledger=ledger: answers.append(ledger.await_conclusion(0, 60))
-        )
-        for ledger in (first, second)
+        threading.Thread(target=lambda each=each: answers.append(each.await_conclusion(60)))
+        for each in (first, second)
     ]
     for wait in waits:
         wait.start()
     waiting = connections()
     if RANK == 0:
-        second.conclude(0, b"second")
+        second.conclude(b"second")
         waits[1].join()
-        first.conclude(0, b"first")
+        first.conclude(b"first")
     for wait in waits:
         wait.join()
     say("answers", answers=[answer.decode() for answer in answers], waiting=waiting)

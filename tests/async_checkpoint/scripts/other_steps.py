@@ -12,7 +12,7 @@ from ranks import RANK, join_group, leave_group, main, meet, raising, say, scena
 
 from async_checkpoint.checkpoints import NET, blank, copy_of, left_over, state_of, valid_steps
 from outlast.async_checkpoint import Checkpointer
-from outlast.coordination.call_ledger import CallLedger
+from outlast.coordination.call_ledger import Round
 
 
 def save(checkpointer: Checkpointer, step: int, state: dict[str, Any]) -> None:
@@ -26,14 +26,14 @@ def after_announcement(first: int, name: str) -> None:
         store.wait([name])
         return
     patch = pytest.MonkeyPatch()
-    finish = CallLedger.finish
+    finish = Round.finish
 
-    def finished(ledger: CallLedger, index: int, part: bytes | None = None) -> None:
+    def finished(announced: Round, part: bytes | None = None) -> None:
         patch.undo()
-        finish(ledger, index, part)
+        finish(announced, part)
         store.set(name, "")
 
-    patch.setattr(CallLedger, "finish", finished)
+    patch.setattr(Round, "finish", finished)
 
 
 # Which ranks have a new structure, how many saves of equal steps come before, which rank is first.

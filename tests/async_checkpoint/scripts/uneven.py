@@ -23,7 +23,7 @@ from outlast.async_checkpoint.storage import system_errors
 from outlast.async_checkpoint.writer.client import ProcessFailed
 from outlast.async_checkpoint.writer.main import Writer
 from outlast.chaos.storage import flip_byte
-from outlast.coordination.call_ledger import CallLedger
+from outlast.coordination.call_ledger import Round
 from outlast.errors import CheckpointError, CheckpointReadError
 from outlast.system.shared_memory import MemoryName
 
@@ -170,13 +170,13 @@ def unchanged(path: str, plan: str) -> None:
     patch = pytest.MonkeyPatch()
 
     def count(name: str) -> None:
-        real = getattr(CallLedger, name)
+        real = getattr(Round, name)
 
         def counted(*args: Any) -> Any:
             counts[name] += 1
             return real(*args)
 
-        patch.setattr(CallLedger, name, counted)
+        patch.setattr(Round, name, counted)
 
     join_group()
     with Checkpointer(path) as checkpointer:

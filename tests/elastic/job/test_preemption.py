@@ -239,7 +239,7 @@ def test_a_rank_that_never_answers_is_an_error_after_the_timeout() -> None:
     store = MemoryStore()
     alone = StopAgreement(CallLedger(store, "stop", 0, 2), 1)
     alone.request("now")
-    while store.read("stop/0/part/0") is None:
+    while store.read("stop/begun0/part/0") is None:
         time.sleep(0.001)
     with pytest.raises(CheckpointError, match=r"told to stop \(rank 0 on .*now\), but not all"):
         alone.is_last(1, 0.01)
@@ -282,7 +282,7 @@ def test_a_store_lost_before_the_decision() -> None:
     store = Fragile()
     alone = StopAgreement(CallLedger(store, "stop", 1, 2), 1)
     alone.request("now")
-    while store.read("stop/0/part/1") is None:
+    while store.read("stop/begun0/part/1") is None:
         time.sleep(0.001)
     store.lose()
     with pytest.raises(CheckpointError, match="the store is gone"):

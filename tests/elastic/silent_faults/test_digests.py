@@ -128,7 +128,7 @@ def run_alone_as_two(
             optimizer.step()
             running.step()
             between()
-    return [Record.decode(part.decode()) for i in range(8) if (part := ledger.part(i, 0))]
+    return [Record.decode(part.decode()) for i in range(8) if (part := ledger.round(i).part(0))]
 
 
 def test_parameters_that_are_written_to_between_two_steps_are_left_out(
@@ -216,7 +216,7 @@ def test_a_rank_without_parameters_takes_part_in_every_round() -> None:
             sum(p.sum() for p in held.parameters()).backward()
             optimizer.step()
             running.step()
-    assert [Record.decode(ledger.part(i, 0).decode()).digests for i in range(2)] == [[], []]
+    assert [Record.decode(ledger.round(i).part(0).decode()).digests for i in range(2)] == [[], []]
 
 
 def test_replicas_of_ranks_that_are_not_at_the_same_step_are_no_fault_of_the_hardware(

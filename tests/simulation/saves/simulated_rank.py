@@ -42,7 +42,7 @@ class SimulatedWait:
 
     def __init__(self, wait: Any, name: str) -> None:
         ranks: SaveRound = wait.__self__
-        self._store, self._number = ranks._ledger._store, ranks._index
+        self._store, self._number = ranks._save._store, ranks._index
         self._store.put(started(self._number), b"yes")
 
     def result(self) -> None:

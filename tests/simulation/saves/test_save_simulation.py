@@ -15,7 +15,7 @@ from inprocess.mutations import mutate
 from outlast.async_checkpoint.save import round as save_round
 from outlast.async_checkpoint.save.round import SaveRound
 from outlast.async_checkpoint.save.save import Save
-from outlast.coordination.call_ledger import CallLedger
+from outlast.coordination.call_ledger import Round
 from simulation.saves.rounds import Run
 from simulation.saves.simulated_rank import KINDS, Call, SimulatedWait
 
@@ -160,10 +160,10 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
         "raise self._failed() from None",
         "pass",
     ),
-    "names are not compared": (CallLedger.announce, 'if first["name"] == name:', "if True:"),
+    "names are not compared": (Round.announce, 'if first["name"] == name:', "if True:"),
     "a structure that is new is not announced": (
         SaveRound._announce,
-        "self._ledger.finish(self._announcement, parts)",
+        "self._announcement.finish(parts)",
         "pass",
     ),
     "a structure that is not new is not announced": (
@@ -172,10 +172,10 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
         "pass",
     ),
     "a rank announces twice": (SaveRound.begin, "if not self._announced:", "if True:"),
-    "one may be missing": (CallLedger.finish, "< _size(", "+ 1 < _size("),
+    "one may be missing": (Round.finish, "< _size(", "+ 1 < _size("),
     "parts are divided before all have announced": (
         SaveRound._share_out,
-        "if self._ledger.await_verdict(self._announcement, timeout_s).done:",
+        "if self._announcement.await_verdict(timeout_s).done:",
         "if True:",
     ),
     "a structure that is not new is taken for one": (
@@ -185,35 +185,32 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
     ),
     "a rank with a new structure does not learn of a failure": (
         SaveRound.agree,
-        "if ledger.await_verdict(call, self._timeout_s).done:",
+        "if announcement.await_verdict(self._timeout_s).done:",
         "if True:",
     ),
     "a failure is not claimed in the announcement": (
         SaveRound.fail,
-        "self._ledger.fail(self._announcement, failure)",
+        "self._announcement.fail(failure)",
         "pass",
     ),
     "a failure is not claimed in the save": (
         SaveRound.fail,
-        "self._ledger.fail(self._save, failure)",
-        "self._ledger.fail(self._announcement, failure)",
+        "self._save.fail(failure)",
+        "self._announcement.fail(failure)",
     ),
     "a failure is claimed in the save first": (
         SaveRound.fail,
-        "self._ledger.fail(self._announcement, failure)\n"
-        "    return self._ledger.fail(self._save, failure)",
-        "won = self._ledger.fail(self._save, failure)\n"
-        "    self._ledger.fail(self._announcement, failure)\n"
-        "    return won",
+        "self._announcement.fail(failure)\n    return self._save.fail(failure)",
+        "won = self._save.fail(failure)\n    self._announcement.fail(failure)\n    return won",
     ),
     "a failure of the announcement is not one of the save": (
         SaveRound._failed,
-        "self._ledger.fail(self._save, failure)",
+        "self._save.fail(failure)",
         "pass",
     ),
     "each rank raises the failure that it knows of": (
         SaveRound._failed,
-        "failure = self._ledger.await_verdict(self._save, None).failure",
+        "failure = self._save.await_verdict(None).failure",
         "pass",
     ),
     "rank 0 does not say that there are no shares": (
@@ -234,12 +231,12 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
     ),
     "a rank that waits too long claims nothing": (
         SaveRound.report,
-        "self.fail(self.failure(late + self._absent(call)))",
+        "self.fail(self.failure(late + self._absent(save)))",
         "pass",
     ),
     "the announcements stay": (
         SaveRound.forget,
-        "self._ledger.forget(self._announcement)",
+        "self._announcement.forget()",
         "pass",
     ),
     "a rank forgets before rank 0 has read": (
@@ -255,7 +252,7 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "a rank that fails reports a record": (
         SaveRound.report,
         "self.fail(outcome)",
-        'ledger.finish(call, b"{}")',
+        'save.finish(b"{}")',
     ),
     "a save that failed is committed": (Save.complete, "if failure is None:", "if True:"),
     "rank 0 does not tell the result": (Save.commit, "self.round.conclude(result)", "pass"),

@@ -166,7 +166,7 @@ class AsyncCallsQueue:
         self._calls.append(call)
         try:
             if request.async_fn is not None:
-                ledger.announce(call.index, call.name)
+                ledger.round(call.index).announce(call.name)
             reporter.start(
                 call.index,
                 call.name,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from outlast.async_checkpoint.calls.runners import Ended, Outcome, Runner
@@ -44,7 +45,7 @@ class Verdicts:
     def look(self, index: int) -> Verdict | None:
         self._raise()
         if index not in self._known:
-            verdict = self._ledger.verdict(index)
+            verdict = self._ledger.round(index).verdict()
             if verdict is None:
                 return None
             self._known[index] = verdict
@@ -58,7 +59,9 @@ class Verdicts:
         if self._wait is None or self._wait[0] != index:
             self._wait = (
                 index,
-                ThreadedWait(lambda: self._ledger.await_verdict(index, None), "outlast-verdict"),
+                ThreadedWait(
+                    partial(self._ledger.round(index).await_verdict, None), "outlast-verdict"
+                ),
             )
         wait = self._wait[1]
         # `give_up` sets the error, then looks for a wait; here the order is reversed.
@@ -175,7 +178,7 @@ class Reporter:
                 for index in sorted(self._left - self._names.keys()):
                     self._left.remove(index)
                     self._verdicts.await_wait(index)
-                    self._try(self._ledger.forget, index)
+                    self._try(self._ledger.round(index).forget)
         except Exception as e:
             # A bug, or a system out of resources: the main thread must not wait for outcomes.
             log.exception("the thread that reports background calls has failed")
@@ -195,11 +198,11 @@ class Reporter:
     def _report(self, index: int, name: str, outcome: Outcome) -> None:
         self._names.pop(index, None)
         if outcome.cause is None:
-            self._try(self._ledger.finish, index)
+            self._try(self._ledger.round(index).finish)
             return
         rank = self._ledger.rank
         failure = CallFailure.here(index, name, rank, outcome.cause, outcome.traceback)
-        self._try(self._ledger.fail, index, failure)
+        self._try(self._ledger.round(index).fail, failure)
 
     def _try(self, operation: Callable[..., Any], *arguments: Any) -> None:
         try:

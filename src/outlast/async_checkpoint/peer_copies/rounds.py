@@ -1,12 +1,12 @@
 """The copies of all saves, in rounds: each copy is made by all ranks or by none.
 
-One thread of each rank takes part. The round of save i is calls 2i and 2i + 1 of a ledger:
+One thread of each rank takes part. The copies of a save are two rounds of a ledger:
 
-    2i        each rank is ready: the copy before has ended everywhere, the snapshot is sealed. If
+    ready     each rank is ready: the copy before has ended everywhere, the snapshot is sealed. If
               one is not, no rank copies this save: copies of different saves on different ranks
               would be of no use. The parts are the addresses of the keepers.
     send      each rank's keeper sends the snapshot to the keeper of another failure domain
-    2i + 1    all copies are complete, or one has failed. Then every rank releases the copies that
+    done      all copies are complete, or one has failed. Then every rank releases the copies that
               this makes superfluous, before it is ready for the next round.
 
 Training never waits for any of this. While a copy is sent, its buffer is reserved, and saves use
@@ -31,7 +31,7 @@ from outlast.async_checkpoint.peer_copies.arrangement import Arrangement
 from outlast.async_checkpoint.peer_copies.keeper import Keeper
 from outlast.async_checkpoint.snapshot.buffers import BufferPool
 from outlast.async_checkpoint.snapshot.snapshot import Snapshot
-from outlast.coordination.call_ledger import CallFailure, CallLedger
+from outlast.coordination.call_ledger import CallFailure, CallLedger, Round
 from outlast.coordination.waits import waits, works
 from outlast.errors import CheckpointError, StoreError
 from outlast.events.emitter import Emitter
@@ -46,7 +46,7 @@ _CLOSED = "the checkpointer was closed"
 
 
 @dataclasses.dataclass(frozen=True)
-class _Round:
+class _Save:
     index: int
     step: int
     snapshot: Snapshot | None
@@ -72,7 +72,7 @@ class CopyRounds:
         self._closed = False
         self._skipped_before = False
         self._current = -1  # the index of the round in progress
-        self._queue: queue.SimpleQueue[_Round | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Save | None] = queue.SimpleQueue()
         self._thread = start_thread("outlast-copies", self._run)
 
     def submit(self, index: int, step: int, snapshot: Snapshot) -> None:
@@ -83,12 +83,12 @@ class CopyRounds:
         if not refusal:
             self._busy = f"the copy of step {step} was still being sent"
             self._pool.reserve(snapshot.buffer, snapshot)
-        self._queue.put(_Round(index, step, None if refusal else snapshot, refusal))
+        self._queue.put(_Save(index, step, None if refusal else snapshot, refusal))
 
     def refuse(self, index: int, step: int, cause: str) -> None:
         """A save of which this rank has no snapshot: no rank copies it."""
         if not self._closed:
-            self._queue.put(_Round(index, step, None, cause))
+            self._queue.put(_Save(index, step, None, cause))
 
     def close(self) -> None:
         """Ends the thread; a copy in progress is dropped, on all ranks."""
@@ -111,8 +111,8 @@ class CopyRounds:
         index = self._current
         if index >= 0:  # so that no rank waits for this one
             with contextlib.suppress(StoreError):
-                for call in (2 * index, 2 * index + 1):
-                    self._ledger.fail(call, self._failure(index, _CLOSED))
+                for each in ("ready", "done"):
+                    self._ledger.round(index, each).fail(self._failure(index, _CLOSED))
 
     # ------------------------------------------------------------------- on the rounds' thread
 
@@ -134,36 +134,37 @@ class CopyRounds:
                 # Last: a save that follows the event is copied.
                 self._report(current, skipped, self._emitter.clock.now() - began)
 
-    def _take_part(self, current: _Round) -> CallFailure | None:
+    def _take_part(self, current: _Save) -> CallFailure | None:
         """Returns `None` once the copies of all ranks are complete, or why they are not."""
-        ready, complete = 2 * current.index, 2 * current.index + 1
+        ready = self._ledger.round(current.index, "ready")
         skipped = self._finish(ready, current, partial(self._get_ready, current))
         if skipped is None:
             assert current.snapshot is not None
             snapshot = current.snapshot
-            skipped = self._finish(complete, current, partial(self._copy, ready, snapshot))
-            self._ledger.forget(complete)
+            done = self._ledger.round(current.index, "done")
+            skipped = self._finish(done, current, partial(self._copy, ready, snapshot))
+            done.forget()
             if not self._closed:  # later, the next checkpointer decides what is kept
                 if skipped is None:
                     self._pool.overwritten_last = self._keeper.kept = snapshot.save_id
                 self._keeper.keep_only(self._keeper.kept)
-        self._ledger.forget(ready)
+        ready.forget()
         return skipped
 
     def _finish(
-        self, call: int, current: _Round, work: Callable[[], bytes | None]
+        self, round_: Round, current: _Save, work: Callable[[], bytes | None]
     ) -> CallFailure | None:
-        """Reports a call done by `work`, or failed; waits for all ranks; returns why it failed."""
+        """Reports a round done by `work`, or failed; waits for all ranks; returns why it failed."""
         try:
-            self._ledger.finish(call, work())
+            round_.finish(work())
         except StoreError:
             raise
         except Exception as e:  # noqa: BLE001 - the other ranks wait for this one
             cause = str(e) if isinstance(e, CheckpointError) else describe(e)
-            self._ledger.fail(call, self._failure(current.index, cause))
-        return self._ledger.await_verdict(call, None).failure
+            round_.fail(self._failure(current.index, cause))
+        return round_.await_verdict(None).failure
 
-    def _get_ready(self, current: _Round) -> bytes:
+    def _get_ready(self, current: _Save) -> bytes:
         """Waits until this rank can take part; returns the address of its keeper."""
         if current.snapshot is None:
             raise CheckpointError(current.refusal)
@@ -173,12 +174,12 @@ class CopyRounds:
             raise current.snapshot.error
         return json.dumps([self._arranged.address, self._keeper.port()]).encode()
 
-    def _copy(self, ready: int, snapshot: Snapshot) -> None:
+    def _copy(self, ready: Round, snapshot: Snapshot) -> None:
         memory, structure = snapshot.buffer.memory, snapshot.buffer.structure
         assert memory is not None
         assert structure is not None
         try:
-            address, port = json.loads(self._ledger.part(ready, self._holder))
+            address, port = json.loads(ready.part(self._holder))
             self._keeper.begin(
                 Keeper.send_copy,
                 snapshot={**snapshot.description, "index": structure.index},
@@ -191,7 +192,7 @@ class CopyRounds:
             host = self._arranged.hosts[self._holder]
             raise CheckpointError(f"the copy to host {host} failed: {e}") from e
 
-    def _report(self, current: _Round, skipped: CallFailure | None, seconds: float) -> None:
+    def _report(self, current: _Save, skipped: CallFailure | None, seconds: float) -> None:
         before, self._skipped_before = self._skipped_before, skipped is not None
         if skipped is None:
             assert current.snapshot is not None

@@ -1,6 +1,6 @@
 """The round of one save: what the ranks tell each other, through the ledger, and their errors.
 
-It has two calls of the ledger, each with a verdict and a conclusion:
+It is two rounds of the ledger, each with a verdict and a conclusion:
 
     announcement   each rank names the save, and sends the parts that it has if their structure is
                    new; done once all ranks have named the same save
@@ -34,7 +34,7 @@ from typing import Any
 
 from outlast.async_checkpoint.writer.client import ProcessFailed
 from outlast.async_checkpoint.writer.write_files import Dropped
-from outlast.coordination.call_ledger import DIFFERENT_ORDER, CallFailure, CallLedger
+from outlast.coordination.call_ledger import DIFFERENT_ORDER, CallFailure, CallLedger, Round
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.errors import (
     AsyncCallError,
@@ -82,8 +82,8 @@ class SaveRound:
         self._announced_as = f"{name} ({place})" if place else name
         self._index = index
         self._rank = ledger.rank
-        self._ledger, self._divide, self._timeout_s = ledger, divide, timeout_s
-        self._announcement, self._save = 2 * index, 2 * index + 1
+        self._alone, self._divide, self._timeout_s = ledger.world_size == 1, divide, timeout_s
+        self._announcement, self._save = ledger.round(index, "begun"), ledger.round(index, "done")
         self._announced = False
         self._listening: ThreadedWait[None] | None = None
 
@@ -91,51 +91,52 @@ class SaveRound:
 
     def agree(self, parts: bytes) -> dict[str, Any]:
         """Agrees with all ranks: sends this rank's new parts, and returns the shares."""
-        ledger, call = self._ledger, self._announcement
+        announcement = self._announcement
         self._announce(parts)
         try:
             if self._rank == 0:
                 self._share_out(self._timeout_s)
-            if ledger.await_verdict(call, self._timeout_s).done:
-                shares = json.loads(ledger.await_conclusion(call, self._timeout_s))
+            if announcement.await_verdict(self._timeout_s).done:
+                shares = json.loads(announcement.await_conclusion(self._timeout_s))
                 if shares:
                     return dict(shares)
         except KeyTimeout as e:
             raise CheckpointTimeout(
                 f"rank {self._rank} waited for the other ranks to agree who saves what, because a "
-                f"state dict has a new structure; {self._absent(call)} within {self._timeout_s:g} s"
+                f"state dict has a new structure; {self._absent(announcement)} within "
+                f"{self._timeout_s:g} s"
             ) from e
         raise self._failed()
 
     def _announce(self, parts: bytes) -> None:
         self._announced = True
         try:
-            self._ledger.announce(self._announcement, self._announced_as)
+            self._announcement.announce(self._announced_as)
         except AsyncCallError:
             raise self._failed() from None
-        self._ledger.finish(self._announcement, parts)
+        self._announcement.finish(parts)
 
     def _failed(self) -> CheckpointError:
         """The error of a save that failed before this rank had its share."""
-        failure = self._ledger.await_verdict(self._announcement, None).failure
+        failure = self._announcement.await_verdict(None).failure
         if failure is not None:
-            self._ledger.fail(self._save, failure)
+            self._save.fail(failure)
         # There is one now: rank 0 has claimed a failure before it told that there are no shares.
-        failure = self._ledger.await_verdict(self._save, None).failure
+        failure = self._save.await_verdict(None).failure
         assert failure is not None  # this rank has not reported
         return self.error(failure)
 
     def _share_out(self, timeout_s: float | None) -> None:
         """On rank 0: waits for the announcements, and divides the parts that ranks have sent."""
-        if self._ledger.await_verdict(self._announcement, timeout_s).done:
-            announced = self._ledger.parts(self._announcement)
+        if self._announcement.await_verdict(timeout_s).done:
+            announced = self._announcement.parts()
             parts = [b"" if part == _SAME else part for part in announced]
             if any(parts):
                 self._tell_shares(self._divide(parts))
 
     def _tell_shares(self, shares: dict[str, Any]) -> None:
         text = json.dumps(shares, separators=(",", ":"))
-        self._ledger.conclude(self._announcement, text.encode())
+        self._announcement.conclude(text.encode())
 
     # ------------------------------------------------------------- on the thread of the saves
 
@@ -143,7 +144,7 @@ class SaveRound:
         """Announces the save. Fails it if another rank has announced another one."""
         if not self._announced:
             self._announce(_SAME)
-            if self._rank == 0 and self._ledger.world_size > 1:
+            if self._rank == 0 and not self._alone:
                 self._listening = ThreadedWait(self._listen, "outlast-shares")
 
     def _listen(self) -> None:
@@ -159,54 +160,54 @@ class SaveRound:
         waits until all have announced the save. If they differ, that is its failure on all ranks.
         """
         with contextlib.suppress(KeyTimeout):
-            failure = self._ledger.await_verdict(self._announcement, self._timeout_s).failure
+            failure = self._announcement.await_verdict(self._timeout_s).failure
             if failure is not None:
-                self._ledger.fail(self._save, failure)
+                self._save.fail(failure)
 
     def report(self, outcome: str | CallFailure) -> CallFailure | None:
         """Reports this rank's record or failure; returns the failure that all have, or `None`."""
-        ledger, call = self._ledger, self._save
+        save = self._save
         if isinstance(outcome, CallFailure):
             self.fail(outcome)
         else:
-            ledger.finish(call, outcome.encode())
+            save.finish(outcome.encode())
         try:
-            failure = ledger.await_verdict(call, self._timeout_s).failure
+            failure = save.await_verdict(self._timeout_s).failure
         except KeyTimeout:
             late = f"not all ranks had written their parts within {self._timeout_s:g} s: "
-            self.fail(self.failure(late + self._absent(call)))
-            failure = ledger.await_verdict(call, None).failure  # there is one now
+            self.fail(self.failure(late + self._absent(save)))
+            failure = save.await_verdict(None).failure  # there is one now
         if self._listening is not None:
             self._listening.result()
         return failure
 
-    def _absent(self, call: int) -> str:
-        """Says which ranks have not announced the save, or not done their part of `call`."""
-        for each, what in ((self._announcement, "begun this save"), (call, "written its part")):
-            parts = self._ledger.parts_so_far(each)
+    def _absent(self, waited: Round) -> str:
+        """Says which ranks have not announced the save, or not done their part of `waited`."""
+        for each, what in ((self._announcement, "begun this save"), (waited, "written its part")):
+            parts = each.parts_so_far()
             absent = [str(rank) for rank, part in enumerate(parts) if not part]
             if absent:
                 return f"rank {', '.join(absent)} had not {what}"
         return "rank 0 had not answered"
 
     def records(self) -> list[bytes]:
-        return self._ledger.parts(self._save)
+        return self._save.parts()
 
     def conclude(self, result: dict[str, Any]) -> None:
-        self._ledger.conclude(self._save, json.dumps(result).encode())
+        self._save.conclude(json.dumps(result).encode())
 
     def await_conclusion(self) -> dict[str, Any]:
         """The result of rank 0. After an error, do not `forget`: it may need this rank's record."""
         try:
-            return dict(json.loads(self._ledger.await_conclusion(self._save, self._timeout_s)))
+            return dict(json.loads(self._save.await_conclusion(self._timeout_s)))
         except KeyTimeout:
             why = f"rank 0 did not report it within {self._timeout_s:g} s"
             raise self.error_of_commit({"unknown": why}) from None
 
     def forget(self) -> None:
         """After the end of the save on this rank."""
-        self._ledger.forget(self._announcement)
-        self._ledger.forget(self._save)
+        self._announcement.forget()
+        self._save.forget()
 
     # ------------------------------------------------------------------- failures, on any thread
 
@@ -269,8 +270,8 @@ class SaveRound:
 
     def fail(self, failure: CallFailure) -> bool:
         """Claims that the save has failed; returns whether this is the verdict."""
-        self._ledger.fail(self._announcement, failure)
-        return self._ledger.fail(self._save, failure)
+        self._announcement.fail(failure)
+        return self._save.fail(failure)
 
     def refuse(self, cause: str | BaseException) -> None:
         """Instead of `report`, once: this rank has no snapshot of the save, which fails on all."""

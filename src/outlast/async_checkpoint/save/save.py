@@ -27,7 +27,7 @@ from outlast.async_checkpoint.observers import notify
 from outlast.async_checkpoint.save.folder_session import FolderSession
 from outlast.async_checkpoint.save.round import ABORTED, SaveRound
 from outlast.async_checkpoint.save.structures import METADATA, Catalog, Structures
-from outlast.async_checkpoint.snapshot.buffers import NoFreeBuffer
+from outlast.async_checkpoint.snapshot.buffers import NoFreeBuffer, SnapshotBuffer
 from outlast.async_checkpoint.snapshot.snapshot import Snapshot, Snapshotter
 from outlast.async_checkpoint.snapshot.structure import Structure, values_file
 from outlast.async_checkpoint.state_dict import signature_and_leaves
@@ -145,8 +145,7 @@ class Save:
         if buffer is None or buffer.snapshot is None:
             held = [b for b in shared.session.pool.all_buffers if b.snapshot is not None]
             left = [b for b in held if b.snapshot and b.snapshot["save_id"] == save_id]
-            there = "in use" if any(b.busy for b in left) else "not of the present structure"
-            raise CheckpointError(f"its snapshot is {there if left else 'gone'}")
+            raise CheckpointError(f"its snapshot {_why_unusable(left, structure)}")
         self._structure, self._beside = structure.digest, Beside(sync)
         if shared.ledger.world_size == 1:
             self._catalog = shared.structures.catalog
@@ -366,3 +365,15 @@ class Save:
     def _snapshot(self) -> Snapshot:
         assert self.taken is not None
         return self.taken
+
+
+def _why_unusable(left: Sequence[SnapshotBuffer], present: Structure) -> str:
+    """Why none of these buffers, which have the snapshot of a save, can be taken for it."""
+    if not left:
+        return "is gone"
+    if any(buffer.busy for buffer in left):
+        return "is in use"
+    was, snapshot = left[0].structure, left[0].snapshot
+    index = snapshot.get("index", "") if snapshot is not None else ""
+    index = index or ("" if was is None else was.index)
+    return f"is not of what the ranks save now: {present.difference(index) or 'its memory is lost'}"

@@ -183,6 +183,20 @@ class Structure:
             at += len(data)
         return b"".join(parts), places
 
+    def difference(self, index: str) -> str:
+        """In what it differs from a structure with that `index`, in words; empty if in nothing."""
+        before, now = (json.loads(each) if each else {} for each in (index, self.index))
+        for kind in ("tensors", "values", "containers"):
+            held, wanted = before.get(kind, {}), now[kind]
+            if held != wanted:
+                # Values are listed, with their names first.
+                names = [
+                    {e if isinstance(e, str) else e[0] for e in each} for each in (held, wanted)
+                ]
+                only = sorted(names[0] ^ names[1])[:3]
+                return f"other {kind} {only}" if only else f"another order or layout of {kind}"
+        return ""
+
     def _lay_out(self, rank: int) -> None:
         begin, at = 0, 0  # offset of the current file in the buffer; offset in the file
 

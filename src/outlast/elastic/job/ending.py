@@ -39,7 +39,6 @@ LIMIT_S = 600.0
 _LONGEST_PAUSE_S = 60.0
 _BEFORE_FALLBACK = 3
 """So many attempts are made before the fallback is used, if there is time."""
-_STOP, _NEVER = 0, 1
 
 
 class NotSaved(CheckpointError):
@@ -164,7 +163,9 @@ class LastSave:
         self._fallback, self._stop = fallback, stop
         self._timeout_s = checkpointer.session.writer.timeout_s
         self._ledger = ledger = checkpointer.ledger.child("last-save")
-        self._pauses, self._ended = ledger.child("pause"), ledger.child("ended")
+        self._ended = ledger.child("ended")
+        # A pause is a wait for what a rank says that is told to stop; or for what none ever says.
+        self._told, self._never = ledger.round(0, "told"), ledger.round(0, "never")
         self._url, self._attempts = checkpointer.session.url, 0
 
     def compare_steps(self) -> None:
@@ -196,7 +197,7 @@ class LastSave:
     def request(self, reason: str) -> None:
         """This rank is told to stop. In a thread of `StopRequest`."""
         with contextlib.suppress(StoreError):  # the end of the job, of which all ranks learn
-            self._pauses.conclude(_STOP, reason.encode())
+            self._told.conclude(reason.encode())
 
     def close(self) -> None:
         """Nothing to do: see `StopRequest.detach`."""
@@ -224,7 +225,7 @@ class LastSave:
                     self._checkpointer.saves.outcomes.make_room(self._saves.step, ends)
             self._await_all()
             with long_phase(pause_s + self._timeout_s), contextlib.suppress(KeyTimeout):
-                self._pauses.pause(_NEVER if told else _STOP, pause_s)
+                (self._never if told else self._told).pause(pause_s)
 
     def _attempt(self, ends: float, deadline: float | None) -> _Failed | None:
         """Waits for the commit; returns on all ranks why there is none, if one has failed."""
@@ -234,7 +235,7 @@ class LastSave:
         found: _Failed | None = None
         if error is not None:
             left_s = max(ends - time.monotonic(), 0.0)
-            told = (self._pauses.conclusion(_STOP) or b"").decode()
+            told = (self._told.conclusion() or b"").decode()
             # The traceback of the writer follows in further lines, and is in the log.
             found = _Failed(first_line(error), left_s, told)
         outcome = json.loads(self._ledger.agree(f"{self._attempts}", json.dumps(found)))
@@ -280,8 +281,9 @@ class LastSave:
         up its attempts while another still writes. If one is late, the next attempt says so.
         """
         with long_phase(self._timeout_s or None), contextlib.suppress(KeyTimeout):
-            self._ended.finish(self._attempts)
-            self._ended.await_verdict(self._attempts, self._timeout_s)
+            ended = self._ended.next()
+            ended.finish()
+            ended.await_verdict(self._timeout_s)
 
     def _what_is_where(self, attempts: int, cause: str, told: str) -> str:
         try:

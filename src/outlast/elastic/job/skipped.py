@@ -98,9 +98,9 @@ class SkippedBatches(Part):
                 )
             if first["rank"] == ledger.rank:
                 limit_trust(checkpointer, step, why, first["skip"])
-                ledger.conclude(1, b"written")
+                ledger.round(1).conclude(b"written")
             else:  # a restart before that would interrupt the other rank
-                ledger.await_conclusion(1, _WRITTEN_S)
+                ledger.round(1).await_conclusion(_WRITTEN_S)
         except (CheckpointError, KeyTimeout, OSError, msgspec.ValidationError) as e:
             raise NonFinite(
                 f"{why}. The job ends: which batches to leave out could not be recorded: {e}"

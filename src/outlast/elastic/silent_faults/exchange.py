@@ -1,6 +1,6 @@
 """Exchanges one record of each rank per round, in the background, without waiting for a rank.
 
-    1. Every rank publishes its record (`CallLedger.finish`).
+    1. Every rank publishes its record (`Round.finish`).
     2. Rank 0 sees that all have, compares the records, and publishes the result (`conclude`).
     3. Every rank reads the result, and gives up the keys (`forget`).
 
@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
-from outlast.coordination.call_ledger import CallLedger, connect_ledger
+from outlast.coordination.call_ledger import CallLedger, Round, connect_ledger
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.coordination.waits import waits, works
 from outlast.errors import StoreError
@@ -89,8 +89,8 @@ class Exchange:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._results: deque[str] = deque()
         self._arrived = threading.Event()  # a result, or the loss of the store
-        self._open: list[int] = []  # rounds in which this rank has published; its thread's own
-        self._next = self._unread = 0  # `_unread`: of `_open`, as the training thread counts them
+        self._open: list[Round] = []  # rounds in which this rank has published; its thread's own
+        self._unread = 0  # of `_open`, as the training thread counts them
         self._poked = self._closing = False
         self.error: Exception | None = None  # why the exchange has ended: most often, a lost store
         self._thread = threading.Thread(target=self._run, name=f"outlast-{name}", daemon=True)
@@ -165,9 +165,9 @@ class Exchange:
         if self.error:
             return
         content = record().encode()
-        index, self._next = self._next, self._next + 1
-        self._ledger.finish(index, content)
-        self._open.append(index)
+        opened = self._ledger.next()
+        opened.finish(content)
+        self._open.append(opened)
         self._look()
 
     def _look(self) -> None:
@@ -176,26 +176,26 @@ class Exchange:
             result = self._result(self._open[0])
             if result is None:
                 return
-            self._ledger.forget(self._open.pop(0))
+            self._open.pop(0).forget()
             self._results.append(result)
             self._arrived.set()
 
     def _await_open(self, end: float) -> None:
         """Waits until `end` for the results of the open rounds."""
-        wait = self._ledger.await_conclusion if self.rank else self._ledger.await_verdict
         while self._open and self.error is None:
+            oldest, left_s = self._open[0], max(0.0, end - time.monotonic())
             try:
-                wait(self._open[0], max(0.0, end - time.monotonic()))
+                _ = oldest.await_conclusion(left_s) if self.rank else oldest.await_verdict(left_s)
             except KeyTimeout:
                 return  # the training thread, which waits for as long, says so
             self._look()
 
-    def _result(self, index: int) -> str | None:
+    def _result(self, opened: Round) -> str | None:
         if self.rank != 0:
-            payload = self._ledger.conclusion(index)
+            payload = opened.conclusion()
             return None if payload is None else payload.decode()
-        if self._ledger.verdict(index) is None:
+        if opened.verdict() is None:
             return None
-        result = self._judge([part.decode() for part in self._ledger.parts(index)])
-        self._ledger.conclude(index, result.encode())
+        result = self._judge([part.decode() for part in opened.parts()])
+        opened.conclude(result.encode())
         return result

@@ -314,14 +314,14 @@ class RunningFiniteCheck(Running):
 
     def _first_of_all(self, finding: Finding) -> Finding:
         """The first of the findings of all ranks that have one."""
-        ledger = self._ledger
+        verdicts = self._ledger.round(0)
         try:
-            ledger.finish(0, msgspec.json.encode(finding))
+            verdicts.finish(msgspec.json.encode(finding))
             try:
-                ledger.await_verdict(0, _OTHERS_S)
+                verdicts.await_verdict(_OTHERS_S)
             except KeyTimeout:
                 log.debug("not all ranks have found something that is not finite")
-            parts = ledger.parts_so_far(0)
+            parts = verdicts.parts_so_far()
         except StoreError as e:
             log.debug("what other ranks have found is not known: %s", e)
             return finding
