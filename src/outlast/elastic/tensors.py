@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from outlast.async_checkpoint.state_dict import look_up, nodes, torch_path
+from outlast.async_checkpoint.state_dict import look_up, torch_path, wrappers
 from outlast.async_checkpoint.subclasses import SUBCLASS, check_same, inner, parts, wraps
 from outlast.system.shared_memory import memory_at
 
@@ -69,7 +69,7 @@ def rewrap(loaded: Any, present: Callable[[], Any], where: str) -> None:
     places, and puts them there; `where` is its name. They are in `present()`, called if needed.
     A `CheckpointMismatch` if another tensor is there now, or none; names it.
     """
-    found = [(p, v) for p, v in nodes(loaded) if isinstance(v, dict) and SUBCLASS in v]
+    found = wrappers(loaded)
     state = present() if found else None
     for path, saved in found:
         try:

@@ -14,8 +14,8 @@ from outlast.async_checkpoint.save.structures import (
     StructureMemo,
     Structures,
 )
+from outlast.async_checkpoint.snapshot.plan import decode_items, describe, encode_items
 from outlast.async_checkpoint.snapshot.structure import Structure
-from outlast.async_checkpoint.state_dict import decode_items, describe, encode_items
 from outlast.errors import CheckpointError
 
 

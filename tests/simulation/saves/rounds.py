@@ -44,11 +44,11 @@ class Run:
         under the step that is committed, and has written its files.
         """
         for number in range(max(map(len, self.calls))):
-            verdict = f"{LEDGER}/{2 * number + 1}/verdict"
+            verdict = f"{LEDGER}/done{number}/verdict"
             done = op.name == "claim" and op.key == verdict and op.value == b"{}"
             commits = op.key == committed(number)
             if commits or (done and verdict not in table):
-                announced = int(table.get(f"{LEDGER}/{2 * number}/count/0/0", b"0"))
+                announced = int(table.get(f"{LEDGER}/begun{number}/count/0/0", b"0"))
                 assert announced == self.size, f"{announced} of {self.size} ranks have announced"
             if commits:
                 step = int(op.value)

@@ -17,7 +17,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from outlast.async_checkpoint.restore.verified_read import Source
-from outlast.async_checkpoint.state_dict import Item, look_up, nodes
+from outlast.async_checkpoint.snapshot.plan import Item
+from outlast.async_checkpoint.state_dict import look_up, nodes
 from outlast.async_checkpoint.storage.entries import Container, Contents, TensorEntry, ValueEntry
 from outlast.async_checkpoint.subclasses import SUBCLASS, wraps
 from outlast.errors import CheckpointMismatch

@@ -31,7 +31,7 @@ from outlast.async_checkpoint.restore.verified_read import (
     memory_source,
     read_verified,
 )
-from outlast.async_checkpoint.state_dict import Item
+from outlast.async_checkpoint.snapshot.plan import Item
 from outlast.async_checkpoint.storage.entries import (
     ITEM_BYTES,
     Container,

@@ -16,8 +16,9 @@ from outlast.async_checkpoint import torch_values
 from outlast.async_checkpoint.plain_values import decode
 from outlast.async_checkpoint.restore.fit import Content, put
 from outlast.async_checkpoint.restore.verified_read import Piece, Source, check_sizes, read_verified
+from outlast.async_checkpoint.snapshot.plan import Item
 from outlast.async_checkpoint.snapshot.structure import check_not_freed, local_view
-from outlast.async_checkpoint.state_dict import Item, look_up
+from outlast.async_checkpoint.state_dict import look_up
 from outlast.async_checkpoint.storage.entries import Shard
 from outlast.async_checkpoint.subclasses import SUBCLASS, check_same
 from outlast.errors import CheckpointMismatch

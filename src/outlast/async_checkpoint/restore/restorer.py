@@ -32,7 +32,7 @@ from outlast.async_checkpoint.restore.load import load
 from outlast.async_checkpoint.restore.verified_read import check_sizes, storage_source
 from outlast.async_checkpoint.save.folder_session import FolderSession
 from outlast.async_checkpoint.save.left_saves import LeftSave, compared, left_by
-from outlast.async_checkpoint.state_dict import Item
+from outlast.async_checkpoint.snapshot.plan import Item
 from outlast.async_checkpoint.storage.directory import candidates, leftovers, read_manifest
 from outlast.async_checkpoint.storage.fence import raise_fence, stale
 from outlast.async_checkpoint.storage.manifest import saved_by

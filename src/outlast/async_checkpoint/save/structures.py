@@ -25,18 +25,16 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from outlast.async_checkpoint.save.round import SaveRound
-from outlast.async_checkpoint.snapshot.structure import Structure, values_file
-from outlast.async_checkpoint.state_dict import (
+from outlast.async_checkpoint.snapshot.plan import (
     Item,
     Key,
-    Last,
     decode_items,
     describe,
     encode_items,
     share_out,
-    signature_and_leaves,
-    torch_path,
 )
+from outlast.async_checkpoint.snapshot.structure import Structure, values_file
+from outlast.async_checkpoint.state_dict import Last, signature_and_leaves, torch_path
 from outlast.async_checkpoint.storage.entries import (
     Container,
     FileEntry,

@@ -24,7 +24,8 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from outlast.async_checkpoint.plain_values import Unsavable, encode
-from outlast.async_checkpoint.state_dict import Item, Key, Last, is_leaf, look_up, nodes
+from outlast.async_checkpoint.snapshot.plan import Item, Key
+from outlast.async_checkpoint.state_dict import Last, leaf_numbers, look_up
 from outlast.async_checkpoint.storage.manifest import checksum
 from outlast.errors import CheckpointError, CheckpointUnsavable
 from outlast.system.shared_memory import SharedMemory, page_up
@@ -145,8 +146,7 @@ class Structure:
 
     def number(self, state_dict: Mapping[str, Any]) -> None:
         """Stores the position of each tensor among the leaves of a state dict of this structure."""
-        leaves = (path for path, value in nodes(state_dict) if is_leaf(value))
-        numbers = {path: number for number, path in enumerate(leaves)}
+        numbers = leaf_numbers(state_dict)
         self._leaves = [numbers[item.path] for item in self.tensors]
 
     def sources(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
