@@ -150,6 +150,13 @@ def test_a_table_of_bytes(store: Store) -> None:
     assert store.read("k") == b"3"
 
 
+def test_several_keys_are_deleted_at_once(store: Store) -> None:
+    for key in ("a", "b", "c"):
+        store.put(key, key.encode())
+    store.delete("c", "nobody's", "a")
+    assert [store.read(key) for key in ("a", "b", "c")] == [None, b"b", None]
+
+
 def test_values_are_whatever_is_text(store: Store) -> None:
     value = '{"a": [1, "two\\n", "\u00fc\u20ac"]}\n'.encode() * 5000
     store.put("k", value)

@@ -224,7 +224,7 @@ class Round:
         return [self.part(rank) for rank in range(self.world_size)]
 
     def part(self, rank: int) -> bytes:
-        """The part of one rank, once it has finished; empty once it has called `forget`."""
+        """The part of one rank, once it has finished; empty once all have called `forget`."""
         return self._store.read(self._key(_part(0, rank))) or b""
 
     def conclude(self, payload: bytes) -> None:
@@ -252,20 +252,20 @@ class Round:
         the keys, so the store does not grow.
         """
         # The parts of a group were joined, or read by the coordinator, before there was a verdict
-        # or conclusion that this rank has.
-        member = self.rank
+        # or conclusion that this rank has. The last member of a group is past the point where any
+        # of them reads or sets its keys again.
+        member, gone = self.rank, list[str]()
         for level, members in enumerate(self._levels):
-            group = member // _WIDTH
-            self._store.delete(self._key(_part(level, member)))
-            left = self._key(f"left/{level}/{group}")
-            if self._store.add(left, 1) < _size(group, members):
-                return
-            # All members of the group are past this point: none reads or sets these keys again.
-            self._store.delete(self._key(f"count/{level}/{group}"))
-            self._store.delete(left)
+            group, size = member // _WIDTH, _size(member // _WIDTH, members)
+            if self._store.add(self._key(f"left/{level}/{group}"), 1) < size:
+                break
+            gone += [_part(level, group * _WIDTH + each) for each in range(size)]
+            gone += [f"count/{level}/{group}", f"left/{level}/{group}"]
             member = group
-        for name in ("name", "verdict", "conclusion"):
-            self._store.delete(self._key(name))
+        else:
+            gone += ["name", "verdict", "conclusion"]
+        if gone:
+            self._store.delete(*map(self._key, gone))
 
     def _read(self, level: int, group: int) -> list[bytes]:
         """The records of the members of a group; each holds the parts of all ranks below it."""

@@ -58,8 +58,9 @@ class _Answers:
     def append(self, key: str, value: bytes) -> None:
         self._ask(Op("append", key, value))
 
-    def delete(self, key: str) -> None:
-        self._ask(Op("delete", key))
+    def delete(self, *keys: str) -> None:
+        for key in keys:
+            self._ask(Op("delete", key))
 
 
 class Thread:

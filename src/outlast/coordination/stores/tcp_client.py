@@ -161,10 +161,11 @@ class TcpClient:
     def append(self, key: str, value: bytes) -> None:
         self._perform(lambda connection: _send(connection, Query.APPEND, _key(key), _bytes(value)))
 
-    def delete(self, key: str) -> None:
+    def delete(self, *keys: str) -> None:
         def work(connection: socket.socket) -> None:
-            _send(connection, Query.DELETE_KEY, _key(key))
-            _receive(connection, NUMBER.size)
+            requests = (bytes([Query.DELETE_KEY]) + _key(key) for key in keys)
+            connection.sendall(b"".join(requests))
+            _receive(connection, len(keys) * NUMBER.size)
 
         self._perform(work)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -83,8 +84,9 @@ class TorchStore:
     def append(self, key: str, value: bytes) -> None:
         self._try(lambda: self.torch_store.append(key, value.decode()))
 
-    def delete(self, key: str) -> None:
-        self._try(lambda: self.torch_store.delete_key(key))
+    def delete(self, *keys: str) -> None:
+        for key in keys:
+            self._try(partial(self.torch_store.delete_key, key))
 
     def break_off(self) -> None:
         self._broken.set()
