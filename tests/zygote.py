@@ -5,6 +5,8 @@
     with Zygote() as zygote, zygote.start([sys.executable, "-m", "module"], stdout=PIPE) as process:
         ...
 
+A launcher's workers are forked too, with `workers=True`; see `forked_workers.py`.
+
 The zygote is a process that has imported torch and outlast and done nothing with them. On request
 it forks, and the child becomes what a fresh interpreter with the same command line would be: its
 own session, environment, working directory, output and `sys.argv`, and then the script or module as
@@ -19,10 +21,10 @@ from __future__ import annotations
 import atexit
 import ctypes
 import faulthandler
+import functools
 import gc
 import importlib
 import io
-import json
 import multiprocessing.process
 import os
 import runpy
@@ -33,10 +35,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import forked_workers
 from procs import MARKER, default_signals
 
 IMPORTS = (
@@ -108,11 +111,22 @@ class Zygote:
         self._process.wait()
 
     def spawn(
-        self, command: Sequence[str], env: Mapping[str, str], out: Path, err: Path
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        out: Path,
+        err: Path,
+        workers: bool = False,
     ) -> Started:
         """Starts a process with its output in two files, as `Job` requires."""
         with out.open("wb") as out_file, err.open("wb") as err_file:
-            return self.start(command, env, stdout=out_file.fileno(), stderr=err_file.fileno())
+            ends = {"stdout": out_file.fileno(), "stderr": err_file.fileno()}
+            return self.start(command, env, workers=workers, **ends)
+
+    @property
+    def launch(self) -> Callable[..., Started]:
+        """`spawn`, for a launcher whose workers are forked too."""
+        return functools.partial(self.spawn, workers=True)
 
     def start(
         self,
@@ -121,12 +135,14 @@ class Zygote:
         cwd: Path | None = None,
         stdout: int = subprocess.PIPE,
         stderr: int = subprocess.PIPE,
+        workers: bool = False,
     ) -> Started:
         """Starts `python script args...` or `python -m module args...`, like `subprocess.Popen`.
 
         Args:
             stdout: a descriptor, or `subprocess.PIPE`.
             stderr: a descriptor, or `subprocess.PIPE`.
+            workers: whether it is a launcher whose workers are forked too.
         """
         streams: list[IO[bytes] | None] = []
         ends: list[int] = []  # the child's
@@ -144,6 +160,7 @@ class Zygote:
             "command": list(command[1:]),
             "env": dict(os.environ if env is None else env),
             "cwd": str(cwd or Path.cwd()),
+            "workers": workers,
         }
         try:
             pid = self._ask(request, ends)
@@ -158,9 +175,10 @@ class Zygote:
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
         timeout: float | None = None,
+        workers: bool = False,
     ) -> subprocess.CompletedProcess[str]:
         """Like `subprocess.run`, with the output as text."""
-        with self.start(command, env, cwd) as process:
+        with self.start(command, env, cwd, workers=workers) as process:
             out, err = process.communicate(timeout)
         return subprocess.CompletedProcess(command, process.wait(), out, err)
 
@@ -169,10 +187,7 @@ class Zygote:
         return self._ask({"reap": pid})
 
     def _ask(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> int:
-        data = json.dumps(request).encode() + b"\n"
-        # The descriptors go with the first byte; the rest may take several messages.
-        socket.send_fds(self._socket, [data[:1]], descriptors)
-        self._socket.sendall(data[1:])
+        forked_workers.send(self._socket, request, descriptors)
         return int(self._lines.readline())
 
 
@@ -262,7 +277,7 @@ class Started:
         return self._code
 
 
-def _serve(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+def _serve(channel: socket.socket) -> forked_workers.Task | None:
     """The zygote's side, until the test closes the channel. In a child, returns its request."""
     for name in sys.argv[2:]:
         module = importlib.import_module(name)
@@ -275,14 +290,8 @@ def _serve(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     counts_the_rest = any(type(each).__module__ == "nanobind" for each in gc.get_objects())
     gc.freeze()  # so that a child's collections do not visit, and copy, all of torch
 
-    while True:
-        first, descriptors, _, _ = socket.recv_fds(channel, 1, 2)
-        if not first:
-            return None
-        line = bytearray(first)
-        while not line.endswith(b"\n"):
-            line += channel.recv(65536)
-        request: dict[str, Any] = json.loads(line)
+    while (task := forked_workers.receive(channel)) is not None:
+        request, descriptors = task
         if "reap" in request:
             channel.sendall(f"{os.waitpid(request['reap'], 0)[1]}\n".encode())
         elif os.fork() == 0:
@@ -291,32 +300,34 @@ def _serve(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
             os.setsid()  # before the reply: the test may kill the session as soon as it knows it
             channel.sendall(f"{os.getpid()}\n".encode())
             channel.close()
-            return request, descriptors
+            return task
         else:
             for descriptor in descriptors:
                 os.close(descriptor)
+    return None
 
 
 def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     """Makes a child equivalent to a fresh interpreter."""
-    for number, descriptor in enumerate(descriptors, start=1):
+    for number, descriptor in enumerate(descriptors, start=3 - len(descriptors)):
         os.dup2(descriptor, number)
         os.close(descriptor)
     env = request["env"]
+    if MARKER in env and os.environ[MARKER] == _BLANK:  # not in a worker: its launcher has the id
+        _show_in_proc(env[MARKER])
     os.environ.clear()
     os.environ.update(env)
     os.chdir(request["cwd"])
     # State that these modules keep from their import or first use.
     tempfile.tempdir = None
     multiprocessing.process.ORIGINAL_DIR = request["cwd"]
-    if MARKER in env:
-        _show_in_proc(env[MARKER])
     _shorten_the_end()
     if env.get("PYTHONFAULTHANDLER"):
         faulthandler.enable()
     for stream in (sys.stdout, sys.stderr):
         assert isinstance(stream, io.TextIOWrapper)
-        stream.reconfigure(write_through=bool(env.get("PYTHONUNBUFFERED")))
+        unbuffered = env.get("PYTHONUNBUFFERED") or request.get("unbuffered")
+        stream.reconfigure(write_through=bool(unbuffered))
 
 
 def _shorten_the_end() -> None:
@@ -370,10 +381,14 @@ def _show_in_proc(job_id: str) -> None:
 
 if __name__ == "__main__":
     task = _serve(socket.socket(fileno=int(sys.argv[1])))
-    if task is not None:
+    request: dict[str, Any] = {}
+    while task is not None:
+        request, _ = task
         _become(*task)
+        task = forked_workers.serve() if request.get("workers") else None
+    if request:
         try:
-            _run(task[0]["command"])
+            _run(request["command"])
         except Exception as error:  # noqa: BLE001 - shown as the interpreter shows it
             # As the interpreter does at the top of the stack, where it has no frames of this file.
             trace = error.__traceback__

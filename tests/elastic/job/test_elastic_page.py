@@ -24,6 +24,7 @@ def run(results: Path, fault: str, every: int = 100) -> str:
         [*command, str(SCRIPT), str(results), fault, str(every)],
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
         timeout=120,
+        workers=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -39,7 +39,7 @@ class Launched:
     def start(self, launcher: tuple[str, ...], *faults: dict[str, Any], **plan: Any) -> Job:
         text = json.dumps({"path": str(self._path), "faults": faults, **plan})
         arguments = (*launcher, str(SCRIPT), text)
-        job = Job(self._folder, "-m", nprocs=1, args=arguments, spawn=shared().spawn)
+        job = Job(self._folder, "-m", nprocs=1, args=arguments, spawn=shared().launch)
         job.start_all()
         return job
 

@@ -224,7 +224,7 @@ def test_training_goes_on_while_the_disk_is_full(small_disk: Path) -> None:
 def test_a_full_disk_ends_the_job_under_the_launcher(tmp_path: Path, small_disk: Path) -> None:
     arguments = json.dumps({"path": str(small_disk / "checkpoints")})
     command = ("outlast.launch", "run", "--standby=0", "--nproc-per-node", "2", str(SCRIPT))
-    with Job(tmp_path, "-m", nprocs=1, args=(*command, arguments), spawn=shared().spawn) as job:
+    with Job(tmp_path, "-m", nprocs=1, args=(*command, arguments), spawn=shared().launch) as job:
         job.start_all()
         assert job.wait(0) == 1, job.errors(0)
         printed = job.output(0) + job.errors(0)

@@ -37,7 +37,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(tmp_path: Path, *command: str) -> str:
     """Runs a program that must succeed; returns its output."""
-    with Job(tmp_path, "-m", nprocs=1, args=command, spawn=shared().spawn) as job:
+    with Job(tmp_path, "-m", nprocs=1, args=command, spawn=shared().launch) as job:
         job.start_all()
         assert job.wait_all() == {0: 0}, job.output(0) + job.errors(0)
         return job.output(0)
@@ -49,7 +49,7 @@ def run_before(tmp_path: Path, *command: str) -> str:
     """
     for _ in range(5):
         Path("last.pt").unlink(missing_ok=True)
-        with Job(tmp_path, "-m", nprocs=1, args=command, spawn=shared().spawn) as job:
+        with Job(tmp_path, "-m", nprocs=1, args=command, spawn=shared().launch) as job:
             job.start_all()
             codes = job.wait_all()
             if codes == {0: 0}:
@@ -120,7 +120,7 @@ def test_without_a_checkpoint_of_either_kind(tmp_path: Path) -> None:
 
 def test_torchrun_exits_with_1_on_a_signal_and_the_state_is_saved(tmp_path: Path) -> None:
     command = (*TORCHRUN, "after.py", "100000")
-    with Job(tmp_path, "-m", nprocs=1, args=command, spawn=shared().spawn) as job:
+    with Job(tmp_path, "-m", nprocs=1, args=command, spawn=shared().launch) as job:
         stop_in_training(job)
         assert job.wait(0) == 1, job.errors(0)
     assert last_step() > 0
