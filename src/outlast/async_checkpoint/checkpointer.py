@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 
 from outlast.async_checkpoint.environment import events_folder, ranks
 from outlast.async_checkpoint.handle import SaveHandle
-from outlast.async_checkpoint.kept_state import KeptState
 from outlast.async_checkpoint.peer_copies.arrangement import DEFAULT_BYTES_PER_S, check_replicas
 from outlast.async_checkpoint.policies import FailurePolicy, Retention
 from outlast.async_checkpoint.restore.from_copies import arrange_copies
@@ -134,8 +133,8 @@ class Checkpointer:
                 ", ".join(not_hooked),
             )
         job = ledger.agree("job", uuid.uuid4().hex[:12])
-        self._ranks = Agreement(ledger.child("restore"), timeout_s, self._url)
-        with self._ranks.operation():
+        self.ranks = Agreement(ledger.child("restore"), timeout_s, self._url)
+        with self.ranks.operation():
             self.session, taken_over = session_for(
                 self._url, threads=threads, linger_s=linger_s, replicas=replicas
             )
@@ -149,13 +148,13 @@ class Checkpointer:
             self.emitter.place(rank=self.rank)
             global_rank = dist.get_rank() if grouped else 0
             self.session.memo.ranks = global_rank, self.rank, self.world_size
-            self.restorer = Restorer(self.session, self._ranks, group, self.emitter)
+            self.restorer = Restorer(self.session, self.ranks, group, self.emitter)
             try:
                 self.restorer.open(f"process {os.getpid()} on {socket.gethostname()}, job {job}")
                 if not alone:
                     keep_events_beside(events_folder(), self._url, warn=self.rank == 0)
                 self.restorer.copies = arrange_copies(
-                    self.session, self._ranks, ledger, self.emitter, replica_bandwidth
+                    self.session, self.ranks, ledger, self.emitter, replica_bandwidth
                 )
             except BaseException:
                 if not taken_over:  # no other checkpointer knows of it
@@ -167,11 +166,9 @@ class Checkpointer:
             self.emitter,
             job=job,
             optimizers=optimizers,
-            timeout_s=timeout_s,
             keep=retention,
             policy=on_failure if isinstance(on_failure, FailurePolicy) else None,
         )
-        self.kept = KeptState(self.session, self.restorer, self.saves, self.emitter)
         self.resumes_saves = True  # after a restore, those that a fault has cut off; else a `Job`
         self._closed = False
         atexit.register(self._close_at_exit)
@@ -260,7 +257,7 @@ class Checkpointer:
         """
         self._check_open()
         step = None if step is None else as_int("step", step, at_least=0)
-        with self._ranks.operation():
+        with self.ranks.operation():
             self.saves.seal_all()
             found = self.restorer.restore(state_dict, step, strict, tuple(optional), weights_only)
         self.saves.prepare(state_dict)

@@ -162,11 +162,11 @@ def test_a_restore_uses_no_list_from_before_another_save(tmp_path: Path, how: st
     state = state_of(1)
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state).wait()
-        kept = checkpointer.kept
+        restorer = checkpointer.restorer
         if how == "asked":
-            assert kept.newest(-1) == 1
+            assert restorer.newest(-1) == 1
         else:
-            kept.looked(kept.sort(None, [kept.held()]), None)
-            kept.restored(state, 1, "fallback", 0.0, 0)
+            restorer.looked(restorer.sort(None, [restorer.held()]), None)
+            restorer.restored_elsewhere(1, "fallback", 0.0, 0)
         checkpointer.save(2, state).wait()
         assert checkpointer.restore(blank()) == 2

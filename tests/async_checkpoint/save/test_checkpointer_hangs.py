@@ -31,7 +31,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
 
 def limit(checkpointer: Checkpointer, timeout_s: float) -> None:
     """Sets the timeout once a writer is running: under load a writer takes seconds to start."""
-    checkpointer.session.writer.timeout_s = checkpointer.saves.shared.timeout_s = timeout_s
+    checkpointer.session.writer.timeout_s = timeout_s
 
 
 def check_error(error: BaseException, path: Path) -> None:
@@ -79,12 +79,12 @@ def test_a_save_does_not_wait_longer_for_a_buffer(tmp_path: Path, plan: Plan) ->
         gate = plan.gate()
         handle = checkpointer.save(2, state_of(2))  # its write may take a minute
         gate.arrived()
-        checkpointer.saves.shared.timeout_s = SHORT_S
+        checkpointer.session.writer.timeout_s = SHORT_S
         with pytest.raises(CheckpointTimeout) as error:
             checkpointer.save(3, state_of(3))
         check_error(error.value, path)
         assert "save of step 3 could not begin: rank 0 waited 0.3 s" in str(error.value)
-        checkpointer.saves.shared.timeout_s = NET.total_seconds()
+        checkpointer.session.writer.timeout_s = NET.total_seconds()
         plan.set()
         gate.open()
         handle.result(NET)

@@ -43,7 +43,7 @@ def saves_again(path: Path, made: list[Checkpointer]) -> None:
 
 
 def looks(path: Path, made: list[Checkpointer]) -> None:
-    made[0].kept.newest(0)
+    made[0].restorer.newest(0)
 
 
 def asks(path: Path, made: list[Checkpointer]) -> None:

@@ -89,11 +89,11 @@ def one_does_not_come(path: str) -> None:
         with Checkpointer(folder) as checkpointer:
             save(checkpointer, 1, state_of(1))
             own = {"own": torch.ones(9)} if new else {}
-            saves = checkpointer.saves.shared
+            writer = checkpointer.session.writer
             if RANK == 0:
-                saves.timeout_s = 0.2
+                writer.timeout_s = 0.2
                 raising(lambda: save(checkpointer, 2, {**state_of(2), **own}))  # noqa: B023
-                saves.timeout_s = 60.0
+                writer.timeout_s = 60.0
             meet()
             if RANK == 1:
                 raising(lambda: save(checkpointer, 3, {**state_of(3), **own}))  # noqa: B023

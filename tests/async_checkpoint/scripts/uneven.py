@@ -301,7 +301,7 @@ def one_cannot_open_memory(path: str, plan: str) -> None:
                     patch.setattr(MemoryName, "open", _refused)
                 found = blank()
                 assert checkpointer.restore(found) == 1
-            assert checkpointer.kept.restored_from == "memory"
+            assert checkpointer.restorer.restored_from == "memory"
             assert same(found, state_of(1))
             assert ("model.weight" in packed) == refused, packed
     leave_group()

@@ -152,7 +152,7 @@ def test_a_state_of_each_rank(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
 def test_a_rank_that_did_not_exist_keeps_its_state(rank: int) -> None:
     kept = Kept(3)
     part = PerRankState(outlast.per_rank(kept), "best", rank)
-    part.load(part.live(None, None, trusted=False), steps=1)
+    part.load(part.live(None, {}, trusted=False), steps=1)
     assert kept.value == 3
 
 

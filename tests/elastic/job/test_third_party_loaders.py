@@ -121,7 +121,7 @@ def test_the_loaded_state_is_kept_until_the_next_step() -> None:
     loader.load(states_of(5), 1)
     source.state = {"at": 0}
     assert loader.save() == states_of(5)
-    assert loader.live(None, loader.own(), True) == states_of(5)
+    assert loader.live(None, {0: loader.own()}, True) == states_of(5)
     steps = 2
     assert loader.save() == states_of(0)
 

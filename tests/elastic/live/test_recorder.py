@@ -60,7 +60,7 @@ class Training:
     def record(self) -> Recorder:
         """As after a restore."""
         restored = Record(BRANCH, self.steps, True, 0, 1)
-        return Recorder(self.state, self.kept, restored, BRANCH, lambda: None)
+        return Recorder(self.state, self.kept.keep, restored, BRANCH, lambda: None)
 
     def backward(self) -> None:
         self.model(torch.randn(4, 8)).square().sum().backward()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -89,7 +90,7 @@ class SimulatedSave(Save):
             ledger=ledger,
             structures=self.catalog,
             timeout_s=LIMIT_S,
-            aborted=False,
+            aborted=threading.Event(),
             job="job",
             session=SimpleNamespace(
                 copies=None, storage=SimpleNamespace(names_for=lambda step, save_id: ("", ""))

@@ -292,9 +292,24 @@ class Restorer:
         self._looked = (step, [_Candidate(*each) for each in found]) if is_all else None
         return found[0][1] if found else None
 
-    def forget(self) -> None:
-        """No restore follows: a later one looks again, since there may be other checkpoints."""
+    def newest(self, after: int, step: int | None = None) -> int | None:
+        """The step of the newest checkpoint after `after`, or `step` if there is that one; in a
+        round of its own. All ranks call this.
+        """
+        with self.ranks.operation():
+            answer = self.ranks.gather(self.held(after), partial(self.sort, step))
+        newest = self.looked(answer, step)
         self._looked = None
+        return newest if newest is not None and newest > after else None
+
+    def restored_elsewhere(self, step: int, source: str, seconds: float, size_bytes: int) -> None:
+        """A caller has restored a state from another `source`; `size_bytes` were received from
+        other ranks. A later restore looks again, since there may be other checkpoints.
+        """
+        self.restored_from, self._looked = source, None
+        self._emitter.emit(
+            CheckpointRestored(step=step, source=source, seconds=seconds, fetched_bytes=size_bytes)
+        )
 
     def _has_saved(self, found: Sequence[tuple[int, str]], step: int, save_id: str) -> bool:
         storage = self._session.storage

@@ -23,6 +23,7 @@ from outlast.async_checkpoint.storage.directory import (
 )
 from outlast.async_checkpoint.storage.fence import stale
 from outlast.async_checkpoint.storage.manifest import Manifest
+from outlast.async_checkpoint.storage.system_errors import NO_ROOM
 from outlast.async_checkpoint.writer.main import Writer
 from outlast.async_checkpoint.writer.write_files import Dropped
 from outlast.errors import CheckpointError, OutlastError, UnevenRanks
@@ -36,7 +37,7 @@ _NOT_REMOVED = "old checkpoints could not be removed"
 
 class SaveOutcomes:
     """Handles the outcomes of one rank's saves. Without a policy, the first failure is raised.
-    `abandoned` is set after an abort: the program may end the writer at any time then, and a
+    `aborted` is set at an abort: the program may end the writer at any time then, and a
     removal of old checkpoints that is cut off is no failure.
     """
 
@@ -46,8 +47,9 @@ class SaveOutcomes:
         keep: Retention,
         policy: FailurePolicy | None,
         emitter: Emitter,
+        aborted: threading.Event,
     ) -> None:
-        self.abandoned = threading.Event()
+        self._aborted = aborted
         self._session, self._keep, self._policy, self._emitter = session, keep, policy, emitter
         self._unseen: list[SaveHandle] = []
 
@@ -99,7 +101,7 @@ class SaveOutcomes:
     def apply_retention(self, manifest: Manifest) -> None:
         """Removes the checkpoints that the commit of this one makes superfluous. On rank 0."""
         session, keep = self._session, self._keep
-        if self.abandoned.is_set() or (keep.keeps_all and not session.credentials.writer):
+        if self._aborted.is_set() or (keep.keeps_all and not session.credentials.writer):
             return
         try:
             removable = []
@@ -137,11 +139,14 @@ class SaveOutcomes:
             removable = [each for each in keep.removable(infos, committed) if each in removable]
         return removable
 
-    def make_room(self, step: int, ends: float) -> None:
-        """Removes the checkpoints that a commit of `step` would, and recycled files. Training must
-        be able to continue from one that stays: that one is read first.
+    def make_room(self, step: int, cause: str, ends: float) -> None:
+        """After a save of `step` has failed, on rank 0: if the `cause` is a full disk, removes the
+        checkpoints that its commit would, and recycled files. Training must be able to continue
+        from one that stays: that one is read first. It is given up at the monotonic time `ends`.
         """
         session = self._session
+        if NO_ROOM not in cause:
+            return
 
         def check_time(_: int) -> None:
             if time.monotonic() > ends:
@@ -180,7 +185,7 @@ class SaveOutcomes:
 
     def _not_removed(self) -> None:
         # After an abort the writer process may have ended: the next job removes them.
-        level = logging.DEBUG if self.abandoned.is_set() else logging.WARNING
+        level = logging.DEBUG if self._aborted.is_set() else logging.WARNING
         log.log(level, "%s", _NOT_REMOVED, exc_info=True)
 
     def _warn(self, errors: list[str]) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -46,9 +47,9 @@ _DROPPED = "dropped for all ranks by rank 0, while it was being committed"
 
 @dataclasses.dataclass
 class Shared:
-    """What all saves of a checkpointer share. The ids of its saves begin with `job`; each wait may
-    take `timeout_s`. `beside` is called for each save, on the training thread. `aborted`: all saves
-    are being dropped; set by another thread, once.
+    """What all saves of a checkpointer share. The ids of its saves begin with `job`. `beside` is
+    called for each save, on the training thread. `aborted`: all saves are being dropped; set by
+    another thread, once.
     """
 
     session: FolderSession
@@ -56,9 +57,13 @@ class Shared:
     structures: Structures
     snapshotter: Snapshotter
     job: str
-    timeout_s: float
-    aborted: bool = False
+    aborted: threading.Event
     beside: Callable[[], Beside] = Beside
+
+    @property
+    def timeout_s(self) -> float:
+        """How long each wait may take."""
+        return self.session.writer.timeout_s
 
 
 class Save:
@@ -214,11 +219,11 @@ class Save:
             raise
         except Exception as e:  # noqa: BLE001 - every rank must know of any error
             late = isinstance(e, CheckpointTimeout)
-            if self.taken is not None and e is self.taken.error and not shared.aborted:
+            if self.taken is not None and e is self.taken.error and not shared.aborted.is_set():
                 # torch's join() writes to the parameters, for one.
                 self.round.await_announcements()
             # Whatever it is, an abort has caused it, if there is one: that kills the writer.
-            outcome = self.round.failure(ABORTED if shared.aborted else e)
+            outcome = self.round.failure(ABORTED if shared.aborted.is_set() else e)
             drop_tracebacks(e)  # it may stay in the snapshot: see `SaveRound.own_error`
         failure = self.round.report(outcome)
         if failure is None:
@@ -238,7 +243,7 @@ class Save:
         try:
             with writer.exclusive:  # no `begin_save` of another checkpointer in between
                 writer.begin_save()
-                if self._shared.aborted:
+                if self._shared.aborted.is_set():
                     raise Dropped
                 files = writer.request(
                     Writer.write_snapshot,
@@ -326,7 +331,7 @@ class Save:
             try:
                 committed = manifest is not None and self._is_committed(e)
             except (OutlastError, OSError, Dropped) as unknown:
-                if self._shared.aborted and not self._is_visible():
+                if self._shared.aborted.is_set() and not self._is_visible():
                     return None, {"dropped": _DROPPED}  # its writer has ended, and renames nothing
                 # Nothing is removed: what is visible now may be gone after a power failure, and
                 # then the checkpoint that it replaced counts again.
@@ -334,7 +339,7 @@ class Save:
                 return None, {"unknown": f"rank 0: {why}{also}"}
             if manifest is None or not committed:
                 self._remove_files()
-                if self._shared.aborted:
+                if self._shared.aborted.is_set():
                     return None, {"dropped": _DROPPED}
                 return None, {"error": f"rank 0 could not commit it: {why}"}
         return manifest, {"size_bytes": manifest.size_bytes, "differing": differing(records)}

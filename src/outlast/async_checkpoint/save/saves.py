@@ -54,14 +54,14 @@ class Saves:
         *,
         job: str,
         optimizers: Sequence[Optimizer],
-        timeout_s: float,
         keep: Retention,
         policy: FailurePolicy | None,
     ) -> None:
         structures = Structures(session.memo, ledger.rank, ledger.world_size)
         snapshotter = Snapshotter(session.writer, optimizers)
-        self.shared = Shared(session, ledger, structures, snapshotter, job, timeout_s)
-        self.outcomes = SaveOutcomes(session, keep, policy, emitter)
+        aborted = threading.Event()
+        self.shared = Shared(session, ledger, structures, snapshotter, job, aborted)
+        self.outcomes = SaveOutcomes(session, keep, policy, emitter, aborted)
         self._clock = emitter.clock
         self._count = 0  # of saves so far, including those without a snapshot
         self._queue: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
@@ -186,7 +186,7 @@ class Saves:
             while (save := self._queue.get()) is not None:
                 with works(self):
                     self._complete(save)
-            if not self.shared.aborted:
+            if not self.shared.aborted.is_set():
                 with works(self):
                     self.outcomes.await_removals()
         finally:
@@ -201,7 +201,7 @@ class Saves:
         except Exception as e:  # noqa: BLE001 - a bug here must not look like a slow save
             error = save.round.own_error(e)
         with self._lock:
-            if error is not None and is_due_to_restart(error) and not self.shared.aborted:
+            if error is not None and is_due_to_restart(error) and not self.shared.aborted.is_set():
                 self._cut_off(save)  # another rank was the first to drop it
             self._pending.remove(save)
             queued = len(self._pending)
@@ -233,11 +233,10 @@ class Saves:
         Can be called again, because an interrupt may have cut it short.
         """
         with self._lock:
-            self.shared.aborted = True
+            self.shared.aborted.set()
             pending = list(self._pending)
             for save in pending:
                 self._cut_off(save)
-        self.outcomes.abandoned.set()
         for save in pending:
             if save.taken is not None:
                 save.taken.call_off()

@@ -16,8 +16,6 @@ import time
 from typing import NamedTuple, NoReturn
 
 from outlast.async_checkpoint import Checkpointer
-from outlast.async_checkpoint.kept_state import NO_ROOM
-from outlast.coordination.agreement import Agreement
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.elastic.job.fallback import Fallback
 from outlast.elastic.job.live.choice import NOT_THE_SAME_STEPS
@@ -172,9 +170,8 @@ class LastSave:
         """Training has ended here: waits for all ranks; an `UnevenRanks` on all if steps differ."""
         if not self._saves.has_trained:
             return
-        ranks = Agreement(self._ledger.child("steps"), self._timeout_s, self._url)
         with long_phase(self._timeout_s or None):
-            places = ranks.exchange(self._saves.place)
+            places = self._checkpointer.ranks.exchange(self._saves.place)
         if len(set(places)) > 1:
             made = by_rank(places)
             raise UnevenRanks(f"the ranks have not made the same steps: {made}; {EQUAL_STEPS}")
@@ -220,9 +217,9 @@ class LastSave:
                 text = "the last save failed, and is tried again in %s, and for %s in all: %s"
                 log.error(text, duration_text(pause_s), duration_text(left_s), cause)
             self._saves.failed()
-            if rank == 0 and NO_ROOM in cause:
-                with long_phase(left_s):  # it reads a checkpoint
-                    self._checkpointer.saves.outcomes.make_room(self._saves.step, ends)
+            if rank == 0:
+                with long_phase(left_s):  # it may read a checkpoint
+                    self._checkpointer.saves.outcomes.make_room(self._saves.step, cause, ends)
             self._await_all()
             with long_phase(pause_s + self._timeout_s), contextlib.suppress(KeyTimeout):
                 (self._never if told else self._told).pause(pause_s)

@@ -266,7 +266,8 @@ class Epochs(Part):
                 "the program left the loop over job.epochs() in epoch %d, which is resumed after "
                 "step %d, before the batches that are left of it: training is complete. A test for "
                 "early stopping belongs behind job.batches(), as what is before it runs again",
-                *(self.number, self.steps),
+                self.number,
+                self.steps,
             )
         if self._was_left:
             self._left = self._end
@@ -308,9 +309,6 @@ class Epochs(Part):
     def own(self) -> tuple[Any, ...] | None:
         noted = tuple(each.noted for each in self._passes), tuple(self._left_by)
         return noted if any(noted) else None
-
-    def live(self, shared: Any, own: Any, trusted: bool) -> dict[str, Any]:
-        return shared if own is None else {**shared, str(self._rank): own}
 
     @staticmethod
     def saved(shared: Any, own: Mapping[int, Any]) -> Any:

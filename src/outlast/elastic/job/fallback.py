@@ -27,9 +27,9 @@ class Fallback:
     def __init__(
         self, folder: str | os.PathLike[str], checkpointer: Checkpointer, group: Any
     ) -> None:
-        self._kept, self._group, self._rank = checkpointer.kept, group, checkpointer.rank
-        self.lacking: list[tuple[Any, ...]] = []  # as `KeptState.lacking`
-        own = self._kept.url
+        self._checkpointer, self._group, self._rank = checkpointer, group, checkpointer.rank
+        self.lacking: list[tuple[Any, ...]] = []  # as `Restorer.lacking`
+        own = self._own_url = checkpointer.session.url
         name = f"{PurePath(own).name}-{hashlib.sha256(own.encode()).hexdigest()[:8]}"
         self.url = f"{os.fspath(folder).rstrip('/')}/{name}"
 
@@ -49,24 +49,26 @@ class Fallback:
         `Checkpointer.restore`, if the checkpoint does not fit, or cannot be read now.
         """
         with self._open() as checkpointer:
-            found = checkpointer.kept.newest(-1, step)
-            if found is None or self._kept.newest(found - 1, step) is not None:
+            found, restorer = checkpointer.restorer.newest(-1, step), self._checkpointer.restorer
+            if found is None or restorer.newest(found - 1, step) is not None:
                 return None
             began, shown = time.monotonic(), logging.WARNING if self._rank == 0 else logging.DEBUG
             text = "continuing after step %d in the fallback %s, newer than what is in %s"
-            log.log(shown, text, found, self.url, self._kept.url)
+            log.log(shown, text, found, self.url, self._own_url)
             try:
                 checkpointer.restore(state, step=found, optional=optional)
-                self.lacking = checkpointer.kept.lacking
+                self.lacking = checkpointer.restorer.lacking
             except (CheckpointMismatch, CheckpointReadError):
                 raise
             except CheckpointError as e:
                 text = "passed over the checkpoint of step %d in the fallback %s: %s"
                 log.log(shown, text, found, self.url, e)
                 return None
-        self._kept.restored(state, found, "storage", time.monotonic() - began, 0)
+        restorer.restored_elsewhere(found, "storage", time.monotonic() - began, 0)
+        self._checkpointer.saves.prepare(state)
         return found
 
     def _open(self) -> Checkpointer:
-        options = {"group": self._group, "timeout": self._kept.timeout_s, "events": NullSink()}
+        timeout_s = self._checkpointer.session.writer.timeout_s
+        options = {"group": self._group, "timeout": timeout_s, "events": NullSink()}
         return Checkpointer(self.url, keep=1, **options)

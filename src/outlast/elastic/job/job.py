@@ -2,6 +2,17 @@
 
 Every rank creates a `Job`. It saves on schedule, and on a signal: then all ranks save after the
 same step, and exit with a code that tells a scheduler to restart the job.
+
+    Job(...)    opens the folder of the checkpoints           async_checkpoint/checkpointer.py
+                divides the state into parts                  training_state.py, parts.py
+    restore     sees what all ranks have, and loads the best  restoring.py, live/choice.py
+                notes what a fault must not lose              live/recorder.py
+    step        counts the step                               training_state.py, epochs.py
+                notes it                                      live/recorder.py
+                checks it                                     silent_faults/job_checks.py
+                runs what belongs to it, and when the body    iteration_end.py, iteration.py
+                of the loop has ended, stops or saves         saves.py
+    __exit__    makes the last save, or keeps what there is   ending.py
 """
 
 from __future__ import annotations
@@ -13,7 +24,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-from torch import nn
 from torch.optim import Optimizer
 
 from outlast.async_checkpoint import Checkpointer, Retention, SaveHandle
@@ -124,23 +134,30 @@ class Job(JobProgress):
             raise ValueError("live=True: without inprocess.Wrapper, no rank survives a fault")
         if self._call is not None:
             self._call.require_ranks(min_ranks)
+        # The folder of the checkpoints, which other ranks open at the same time.
         self._checks = JobChecks(check_of(checks))
         options["keep"] = self._checks.retention(2 if keep is None else keep)
         overlap = list(by_name(optimizer).values()) if overlap is True else overlap
         self.checkpointer = Checkpointer(path, overlap=overlap, **options)
         self.rank, world_size = self.checkpointer.rank, self.checkpointer.world_size
+        # The state, and what must be the same of it on all ranks.
         self.model: Any = model  # of the type that was given
         self.optimizer: Any = optimizer
         self.loader, self.states = loader, dict(states or {})
         self._training = TrainingState(
-            model, optimizer, loader, self.states, self.rank, world_size, random=random
+            model,
+            optimizer,
+            loader,
+            self.states,
+            self.rank,
+            world_size,
+            random=random,
+            max_skips=self._checks.max_skips,
         )
-        self.module = self._training.module
-        self._skipped = self._training.skipped
-        self._skipped.most = self._checks.max_skips
-        self._training.epochs.may_leave_out = self._skipped.most is not None
+        self.module, self._skipped = self._training.module, self._training.skipped
         self._ledger = self.checkpointer.ledger.child("job")
         self._parameters = SameParameters(self._training, self.checkpointer)
+        # What restores it, and what saves it.
         second = None if fallback is None else Fallback(fallback, self.checkpointer, self._group)
         finite = partial(self._checks.must_be_finite, self.module)
         self._restoring = Restoring(
@@ -210,7 +227,7 @@ class Job(JobProgress):
             self._skipped.leave_out(trusted.skip, self.checkpointer.emitter, self.rank)
         if found is None:
             check_equal_models(self.module, self._ledger, self._group)
-            with long_phase(self.checkpointer.kept.timeout_s or None):
+            with long_phase(self.checkpointer.session.writer.timeout_s or None):
                 self._saves.save().wait()
         self._restoring.begin()
         self.module.zero_grad()  # a backward pass that a fault interrupted may have left gradients
@@ -219,7 +236,7 @@ class Job(JobProgress):
         clean = self._training.counters.clean_step
         self._start_checks(clean)
         if self._restoring.from_survivors:
-            timeout_s = self.checkpointer.kept.timeout_s
+            timeout_s = self.checkpointer.session.writer.timeout_s
             self._checks.compare_now(timeout_s, required=True)  # before DDP copies a flip
         self._saves.schedule.start(self.steps)
         self._step_events.begin(self.steps)
@@ -290,9 +307,11 @@ class Job(JobProgress):
         self._skipped.check_known()
         self._step_events.completed(self.steps)
         self._training.counters.clean_step = self._checks.clean_step(self.steps)
+        # From here on, a fault loses nothing of this step.
         self._restoring.completed()
         report_step(self.steps, completed=True)
         self._checks.completed(self.steps, loss)
+        # Here, or where the loop over `batches` comes back: the stop, or the save.
         self._end.stepped()
 
     def after_steps(self, n: int, function: Callable[[], object]) -> None:
@@ -322,23 +341,6 @@ class Job(JobProgress):
         """
         self._check_restored()
         return self._end.save(metric, sys._getframe(1))
-
-    def leave_epochs_to_framework(self) -> None:
-        """For adapters: the framework continues at the restored step by itself, and repeats what
-        follows it. Otherwise a fault without `epochs` is a warning.
-        """
-        self._training.epochs.by_framework = True
-
-    def end_copy(self) -> None:
-        """For adapters: ends the copy of a save, before others than an optimizer may write."""
-        self._saves.seal()
-
-    def watch_ddp(self, model: nn.Module) -> None:
-        """For a model that is wrapped in DDP after `restore`, of which the job was given the module
-        inside: gradients are summed as before a restart, also by three ranks or more. Call it on
-        all ranks, before the first pass.
-        """
-        self._training.buckets.watch(model)
 
     def stop(self, why: str = "stop() was called") -> None:
         """Makes all ranks save after the same step, and exit. Any thread of any rank may call this,

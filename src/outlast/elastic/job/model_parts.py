@@ -83,7 +83,10 @@ class ModelModes(Part):
                 "%d parameters were trained in the state that this job continued from, and are not "
                 "in step %d: %s%s. What unfreezes a parameter once has to run again before the "
                 "model is wrapped",
-                *(len(names), steps, ", ".join(names[:3]), ", ..." * (len(names) > 3)),
+                len(names),
+                steps,
+                ", ".join(names[:3]),
+                ", ..." if len(names) > 3 else "",
             )
 
 

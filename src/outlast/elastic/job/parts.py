@@ -93,11 +93,12 @@ class Part:
         """Made of it when the iteration has ended: with the tensors of which there is no copy."""
         return shared
 
-    def live(self, shared: Any, own: Any, trusted: bool) -> Any:
-        """The state to load, made from noted ones. `own` is `None` on a rank that did not exist
-        then; it is `trusted` if this process or its predecessor on this host has noted it.
+    def live(self, shared: Any, own: Mapping[int, Any], trusted: bool) -> Any:
+        """The state to load, made from noted ones. `own` has that of this rank; it is empty on a
+        rank that did not exist then, and `trusted` if this process or its predecessor on this host
+        has noted it.
         """
-        return shared
+        return self.saver()(shared, own)
 
     def saver(self) -> Saver:
         """How a checkpoint is made of noted states, shared and own; the object may be gone."""
@@ -105,6 +106,7 @@ class Part:
 
     @staticmethod
     def saved(shared: Any, own: Mapping[int, Any]) -> Any:
+        """The state for a checkpoint; `own` has what is known of the ranks, by rank."""
         return shared
 
 
@@ -122,9 +124,6 @@ class StreamPart(Part):
 
     def own(self) -> Any:
         return self._source.own_state_dict()
-
-    def live(self, shared: Any, own: Any, trusted: bool) -> Any:
-        return own
 
     @staticmethod
     def saved(shared: Any, own: Mapping[int, Any]) -> Any:
@@ -213,8 +212,9 @@ class ThirdPartyLoader(Part):
     def own(self) -> bytes:
         return pickle.dumps(self._state())
 
-    def live(self, shared: Any, own: Any, trusted: bool) -> dict[str, Any]:
-        loaded = pickle.loads(own) if trusted else load_plain(own)
+    def live(self, shared: Any, own: Mapping[int, Any], trusted: bool) -> dict[str, Any]:
+        noted = own[self._rank]
+        loaded = pickle.loads(noted) if trusted else load_plain(noted)
         # Only this rank's is read. The job has the size with which it was noted.
         return dict.fromkeys(map(str, range(self._world_size)), (loaded,))
 
@@ -256,9 +256,6 @@ class AttachedState(Part):
             return plain_state_dict(self._source)
         return self._source.state_dict()
 
-    def live(self, shared: Any, own: Any, trusted: bool) -> Any:
-        return pack(shared)
-
     @staticmethod
     def saved(shared: Any, own: Mapping[int, Any]) -> Any:
         return pack(shared)
@@ -279,9 +276,6 @@ class ConsistentParts(Part):
     def own(self) -> Any:
         return tree_map_only(torch.Tensor, packed, self._source.parts_state_dict())
 
-    def live(self, shared: Any, own: Any, trusted: bool) -> Any:
-        return tree_map(unpacked, own, is_leaf=lambda value: isinstance(value, tuple))
-
     @staticmethod
     def saved(shared: Any, own: Mapping[int, Any]) -> Any:
         parts = {number: part for each in own.values() for number, part in each.items()}
@@ -298,15 +292,11 @@ class RandomPart(Part):
         return {self._rank: generators.capture()}
 
     def load(self, state: Any, steps: int) -> None:
-        generators.set_all(state[self._rank])
+        if self._rank in state:  # a rank that did not exist before keeps its own
+            generators.set_all(state[self._rank])
 
     def own(self) -> dict[str, Any]:
         return self._notes.take()
-
-    def live(self, shared: Any, own: Any, trusted: bool) -> dict[str, generators.Generators]:
-        if own is None:  # a rank that did not exist before keeps its own
-            return self.save()
-        return {self._rank: generators.of_note(own)}
 
     @staticmethod
     def saved(shared: Any, own: Mapping[int, Any]) -> Any:
@@ -349,9 +339,9 @@ class NamedParts(Part):
     def frozen(self, shared: Any) -> dict[str, Any]:
         return {name: part.frozen(shared[name]) for name, part in self._parts.items()}
 
-    def live(self, shared: Any, own: Any, trusted: bool) -> dict[str, Any]:
+    def live(self, shared: Any, own: Mapping[int, Any], trusted: bool) -> dict[str, Any]:
         return {
-            name: part.live(shared[name], (own or {}).get(name), trusted)
+            name: part.live(shared[name], _of_part(own, name), trusted)
             for name, part in self._parts.items()
         }
 
@@ -359,9 +349,10 @@ class NamedParts(Part):
         savers = {name: part.saver() for name, part in self._parts.items()}
 
         def saved(shared: Any, own: Mapping[int, Any]) -> dict[str, Any]:
-            return {
-                name: save(shared[name], {r: each[name] for r, each in own.items() if name in each})
-                for name, save in savers.items()
-            }
+            return {n: save(shared[n], _of_part(own, n)) for n, save in savers.items()}
 
         return saved
+
+
+def _of_part(own: Mapping[int, Mapping[str, Any]], name: str) -> dict[int, Any]:
+    return {rank: each[name] for rank, each in own.items() if name in each}

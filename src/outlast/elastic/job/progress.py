@@ -1,20 +1,24 @@
-"""How far a job is: what `Job` says of its counters, and what a program may set."""
+"""What `Job` says of its counters, what a program may set of them, and what adapters tell a job."""
 
 from __future__ import annotations
 
 import os
 import weakref
 
+from torch import nn
+
 from outlast.async_checkpoint import Checkpointer
 from outlast.elastic.job.by_rank.text_files import TextFile
+from outlast.elastic.job.saves import Saves
 from outlast.elastic.job.training_state import TrainingState
 
 
 class JobProgress:
-    """The base class of `Job`, which sets these two."""
+    """The base class of `Job`, which sets these three."""
 
     checkpointer: Checkpointer
     _training: TrainingState
+    _saves: Saves
 
     @property
     def steps(self) -> int:
@@ -52,7 +56,7 @@ class JobProgress:
         "replica" (sent by another rank), "memory" (a checkpoint in memory), "copies" (some ranks'
         from the memory of another host) or "storage"; empty without a restored state.
         """
-        return self.checkpointer.kept.restored_from
+        return self.checkpointer.restorer.restored_from
 
     @property
     def samples(self) -> int:
@@ -90,3 +94,20 @@ class JobProgress:
             return (found := checkpointer()) is not None and found.in_use
 
         return self._training.files.add(os.fspath(path), encoding, in_use, each_rank=each_rank)
+
+    def leave_epochs_to_framework(self) -> None:
+        """For adapters: the framework continues at the restored step by itself, and repeats what
+        follows it. Otherwise a fault without `epochs` is a warning.
+        """
+        self._training.epochs.by_framework = True
+
+    def end_copy(self) -> None:
+        """For adapters: ends the copy of a save, before others than an optimizer may write."""
+        self._saves.seal()
+
+    def watch_ddp(self, model: nn.Module) -> None:
+        """For a model that is wrapped in DDP after `restore`, of which the job was given the module
+        inside: gradients are summed as before a restart, also by three ranks or more. Call it on
+        all ranks, before the first pass.
+        """
+        self._training.buckets.watch(model)

@@ -15,7 +15,6 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from outlast.async_checkpoint import Checkpointer
-from outlast.async_checkpoint.kept_state import KeptState
 from outlast.async_checkpoint.observers import notify
 from outlast.async_checkpoint.trust import Trusted, trusted
 from outlast.coordination.agreement import Agreement
@@ -64,9 +63,10 @@ class Restoring:
         self._required, self._fallback = required, fallback
         self._create, self._finite = create, finite
         self._training, self._call = training, call
-        self._checkpointer, self._kept, self._group = checkpointer, checkpointer.kept, group
+        self._checkpointer, self._restorer, self._group = checkpointer, checkpointer.restorer, group
+        self._url, timeout_s = checkpointer.session.url, checkpointer.session.writer.timeout_s
         self._rank, self._world_size = ledger.rank, ledger.world_size
-        self._ranks = Agreement(ledger.child("live"), self._kept.timeout_s, self._kept.url)
+        self._ranks = Agreement(ledger.child("live"), timeout_s, self._url)
         self._found: Choice | str = ""  # the newest state with all parts on the ranks, or why none
         self._newest: int | None = None  # the step of the newest checkpoint
         self._choice: Choice | None = None
@@ -79,8 +79,8 @@ class Restoring:
         transfer, and the others would wait for this rank's part in it.
         """
         if call is not None:
-            _check_same_folder(call, self._kept.url)
-            kept: Kept | None = call.kept.get(self._kept.url)
+            _check_same_folder(call, self._url)
+            kept: Kept | None = call.kept.get(self._url)
             before = self._before = "" if kept is None else kept.recorder
             if isinstance(before, Recorder) and before.iteration == call.state.iteration:
                 before.release()  # the program wants the state from before what has gone wrong
@@ -115,7 +115,7 @@ class Restoring:
         if isinstance(found, Choice):
             self._choice = found
             return self._training.counters.steps
-        self._kept.restores_no_live(found)
+        self._restorer.not_live = found
         if found and self._rank == 0:
             log.warning("the state of the surviving ranks is not used: %s", found)
         return self._load_checkpoint(step)
@@ -135,7 +135,11 @@ class Restoring:
         self._recorder, missing = None, ""
         try:
             self._recorder = Recorder(
-                training, self._kept, restored, self._branch, self._call.check_running
+                training,
+                self._checkpointer.session.keep,
+                restored,
+                self._branch,
+                self._call.check_running,
             )
             self._recorder.iteration = self._call.state.iteration
         except NotSupported as e:
@@ -165,9 +169,9 @@ class Restoring:
             kept = self._call.kept
             if not kept:
                 self._call.at_end(partial(_release_all, kept))
-            before = kept.pop(self._kept.url, None)
+            before = kept.pop(self._url, None)
             if recorder:
-                kept[self._kept.url] = Kept(recorder, self._create, list(self._finite()))
+                kept[self._url] = Kept(recorder, self._create, list(self._finite()))
             self._call.rescue = partial(_rescue, self._call) if kept else None
             if before is not None and isinstance(before.recorder, Recorder):
                 before.recorder.release()
@@ -190,25 +194,25 @@ class Restoring:
                 branch = next_branch(offers, uuid.uuid4().hex[:8])
                 choice = [msgspec.to_builtins(choose(offers)), branch]
             known = None if found is None else dataclasses.asdict(found)
-            return (), known, choice, self._kept.sort(first, list(held))
+            return (), known, choice, self._restorer.sort(first, list(held))
 
         with self._ranks.operation():
             digest = parameters.digest()
             offer = None if call is None else msgspec.to_builtins(self._offer(call))
             # A checkpoint before what this rank has of its own is not newer than any choice.
             after = min((record.step for record in self._own), default=-1)
-            part = digest, offer, self._kept.held(after)
+            part = digest, offer, self._restorer.held(after)
             digests, known, choice, answer = self._ranks.gather(part, work)
         parameters.compared(digests)
         found = None if known is None else Trusted(**known)
-        self._newest = self._kept.looked(answer, step if found is None else found.step)
+        self._newest = self._restorer.looked(answer, step if found is None else found.step)
         text, self._branch = choice
         is_choice = not isinstance(text, str)
         self._found = msgspec.convert(text, Choice, str_keys=True) if is_choice else text
         return found
 
     def _offer(self, call: RunningCall) -> Offer:
-        self._own, before = read_all(self._kept.memories), self._before
+        self._own, before = read_all(self._checkpointer.session.memories), self._before
         return Offer(
             records=list(self._own),
             signature=signature(plain_state_dict(self._training.module, keep_vars=True)),
@@ -268,9 +272,8 @@ class Restoring:
         self._training.iteration.phase = choice.phase
         source = "replica" if self._rank in choice.sources else "live"
         seconds = time.monotonic() - began
-        self._kept.restored(
-            self._training.state_dict(), choice.step, source, seconds, received_bytes
-        )
+        self._restorer.restored_elsewhere(choice.step, source, seconds, received_bytes)
+        self._checkpointer.saves.prepare(self._training.state_dict())
         if self._rank == 0:
             received = sorted(choice.sources)
             how = f"; {rank_names(received)} received it from others" if received else ""
@@ -300,7 +303,8 @@ class Restoring:
         for name, value in {**sent["buffers"], **own["buffers"]}.items():
             state["model"][name] = unpacked(value)
         for name, part in self._training.parts.items():
-            value = part.live(state.get(name), own["parts"].get(name), trusted)
+            noted = {self._rank: own["parts"][name]} if name in own["parts"] else {}
+            value = part.live(state.get(name), noted, trusted)
             if value is not None:
                 state[name] = value
         return state, sum(leaf.nbytes for leaf in leaves) if found is not None else 0
@@ -324,16 +328,17 @@ class Restoring:
         found: int | None = None
         try:
             state, optional = self._training.load_target()
-            source: Fallback | KeptState = self._kept
+            lacking: list[tuple[Any, ...]] = []
             if self._fallback is not None:
-                source, found = self._fallback, self._fallback.restore(state, step, optional)
+                found = self._fallback.restore(state, step, optional)
+                lacking = self._fallback.lacking
                 if found is None:  # what was loaded before damage was found counts no more
                     state, optional = self._training.load_target()
             if found is None:
-                source = self._kept
                 found = self._checkpointer.restore(state, step=step, optional=optional)
+                lacking = self._restorer.lacking
             if found is not None:
-                self._training.drop_moments(state, source.lacking)
+                self._training.drop_moments(state, lacking)
                 self._load_on_all_ranks(state)
         except Exception:
             self._training.roll_back(backup)

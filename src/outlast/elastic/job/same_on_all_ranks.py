@@ -14,7 +14,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from outlast.async_checkpoint import Checkpointer
-from outlast.coordination.agreement import Agreement
 from outlast.coordination.call_ledger import CallLedger
 from outlast.coordination.collectives import least
 from outlast.elastic.job.models import parameters_of
@@ -100,8 +99,7 @@ class SameParameters:
 
     def __init__(self, training: TrainingState, checked_by: Checkpointer) -> None:
         self._module, self._optimizers = training.module, training.optimizers
-        self._ledger, session = checked_by.ledger.child("parameters"), checked_by.session
-        self._ranks = Agreement(self._ledger.child("round"), session.writer.timeout_s, session.url)
+        self._ranks, self._ledger = checked_by.ranks, checked_by.ledger.child("parameters")
         self._epochs = training.epochs
         self._checked = self._has_compared = checked_by.world_size == 1
 
@@ -148,7 +146,11 @@ class SameParameters:
             log.warning(
                 "rank %d has %d batches in this epoch, and rank %d has %d: if the loop does not "
                 "end earlier, the job ends with an error there; %s",
-                *(rank, length, other, first, EQUAL_STEPS),
+                rank,
+                length,
+                other,
+                first,
+                EQUAL_STEPS,
             )
 
 

@@ -8,6 +8,7 @@ import numbers
 import time
 from collections.abc import Callable, Collection
 from functools import partial
+from typing import NamedTuple
 
 from outlast.async_checkpoint import Checkpointer, SaveHandle
 from outlast.coordination.call_ledger import CallLedger
@@ -16,10 +17,13 @@ from outlast.system.arguments import as_int, as_timedelta
 
 log = logging.getLogger("outlast.elastic")
 
-Progress = tuple[int, bool, tuple[int | None, int | None, int]]
-"""How far a job is: the steps, whether the rest of the loop's body was not run, and where it is in
-its epochs.
-"""
+
+class Progress(NamedTuple):
+    """How far a job is: a state of the same progress is saved once."""
+
+    steps: int
+    lacks_rest: bool  # the rest of the loop's body was not run
+    epochs: tuple[int | None, int | None, int]  # as `Epochs.progress`
 
 
 class Saves:
@@ -47,7 +51,8 @@ class Saves:
     @property
     def _progress(self) -> Progress:
         training = self._training
-        return training.counters.steps, bool(training.iteration.rest), training.epochs.progress
+        lacks_rest = bool(training.iteration.rest)
+        return Progress(training.counters.steps, lacks_rest, training.epochs.progress)
 
     @property
     def place(self) -> str:

@@ -56,15 +56,15 @@ class SkippedBatches(Part):
 
     in_place = False
 
-    def __init__(self, loader: Any, epochs: Epochs, counters: Counters) -> None:
+    def __init__(self, loader: Any, epochs: Epochs, counters: Counters, most: int | None) -> None:
         self._loader = loader if isinstance(loader, ElasticLoader) else None
-        self._epochs, self._counters = epochs, counters
+        self._epochs, self._counters, self._most = epochs, counters, most
         self._state = _State()
-        self.most: int | None = None
+        epochs.may_leave_out = most is not None
 
     def check_known(self) -> None:
         """A `ValueError`, after a step, if the job does not know the batches."""
-        if self.most is not None and self._loader is None and not self._epochs.counts_batches:
+        if self._most is not None and self._loader is None and not self._epochs.counts_batches:
             raise ValueError(
                 "on_non_finite='skip': the job does not know which batches to leave out. Pass an "
                 "ElasticLoader to Job(loader=...), or iterate a DataLoader without a state of its "
@@ -79,7 +79,7 @@ class SkippedBatches(Part):
         raises `SkipBatches`; or `NonFinite`, if this was done too often in a row, or cannot be
         recorded.
         """
-        assert self.most is not None
+        assert self._most is not None
         before, found = self._state.skip, self._counters.steps
         try:
             recorded = skip_on_record(checkpointer)
@@ -91,9 +91,9 @@ class SkippedBatches(Part):
             own = {"rank": ledger.rank, "step": step, "skip": dataclasses.asdict(skip)}
             first = json.loads(ledger.agree("skip", json.dumps(own)))
             times, step = first["skip"]["times"], first["step"]
-            if times > self.most:
+            if times > self._most:
                 raise NonFinite(
-                    f"{why}. The job ends: batches were left out {self.most} times in a row, and "
+                    f"{why}. The job ends: batches were left out {self._most} times in a row, and "
                     f"no later step than {before.found} was made (max_skips)"
                 )
             if first["rank"] == ledger.rank:
@@ -107,7 +107,7 @@ class SkippedBatches(Part):
             ) from e
         raise SkipBatches(
             f"{why}. The job goes back to step {step}, and leaves out the batches of steps "
-            f"{step + 1} to {first['skip']['found']} (time {times} of {self.most} in a row)"
+            f"{step + 1} to {first['skip']['found']} (time {times} of {self._most} in a row)"
         )
 
     def leave_out(self, record: dict[str, Any], emitter: Emitter, rank: int) -> None:

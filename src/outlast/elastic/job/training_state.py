@@ -45,16 +45,25 @@ from outlast.elastic.tensors import Backup
 from outlast.elastic.wrapped_modules import consistent_ddp
 from outlast.errors import CheckpointError
 
+# Prefixes of what a checkpoint may lack, or have in addition.
 _OPTIONAL = (
-    *("random.", "states.", "parts.", "epochs.", "iteration.", "files.", "skipped.", "buckets."),
-    *("modes.",),
+    "random.",
+    "states.",
+    "parts.",
+    "epochs.",
+    "iteration.",
+    "files.",
+    "skipped.",
+    "buckets.",
+    "modes.",
     "loader.global_batch_size",
 )
 
 
 class TrainingState:
     """Reads and writes the state of models, their optimizers, a data loader and more, as in `Job`.
-    `parts` are loaded in this order: the generators last, from which others may draw.
+    `parts` are loaded in this order: the generators last, from which others may draw. `max_skips`:
+    see `SkippedBatches`.
     """
 
     def __init__(
@@ -67,6 +76,7 @@ class TrainingState:
         world_size: int,
         *,
         random: bool,
+        max_skips: int | None = None,
     ) -> None:
         self.module, self.optimizers = joined(model), by_name(optimizer)
         more = (each for each in states.values() if isinstance(each, Optimizer))
@@ -106,7 +116,7 @@ class TrainingState:
         }
         if states:
             self.parts["states"] = NamedParts(self._attached)
-        self.skipped = SkippedBatches(loader, self.epochs, self.counters)
+        self.skipped = SkippedBatches(loader, self.epochs, self.counters, max_skips)
         self.files = TextFiles(rank)
         self.parts |= {"epochs": self.epochs, "skipped": self.skipped, "buckets": self.buckets}
         self.parts["iteration"] = self.iteration = Iteration()
@@ -141,7 +151,7 @@ class TrainingState:
         target = {name: part.target(state.get(name)) for name, part in self.parts.items()}
         # A checkpoint made before the first step has no moments; this process may have some.
         of_moments = [
-            f"optimizer.{name}.state." if name != ONLY else "optimizer.state."
+            ".".join((*_moments_at(name), ""))
             for name, part in self._optimizer_parts.items()
             if self.optimizers[name].state and not part.loads_anew
         ]
@@ -154,8 +164,8 @@ class TrainingState:
         over a restart. `lacking` are the paths that were not found.
         """
         for name, part in self._optimizer_parts.items():
-            moments = (state["optimizer"] if name == ONLY else state["optimizer"][name])["state"]
-            at = ("optimizer", "state") if name == ONLY else ("optimizer", name, "state")
+            at = _moments_at(name)
+            moments = look_up(state, at)
             paths = [path[len(at) :] for path in lacking if path[: len(at)] == at]
             absent = Counter(path[0] for path in paths)
             for key, count in absent.items():
@@ -195,9 +205,8 @@ class TrainingState:
                     "job.restore(), so that its lazy modules have their shapes"
                 )
         state = self.state_dict()
-        of_optimizers = state["optimizer"]
         not_copied = [
-            (of_optimizers if name == ONLY else of_optimizers[name])["state"]
+            look_up(state, _moments_at(name))
             for name, part in self._optimizer_parts.items()
             if part.replaces_moments
         ]
@@ -207,6 +216,11 @@ class TrainingState:
         state = backup.roll_back()
         for name, part in self.parts.items():
             part.roll_back(name, state.get(name, {}), state["counters"]["steps"])
+
+
+def _moments_at(name: str) -> tuple[str, ...]:
+    """Where the moments of the optimizer of this name are in the state of a job."""
+    return ("optimizer", "state") if name == ONLY else ("optimizer", name, "state")
 
 
 def check_stateful(loader: Any, states: Mapping[str, Any]) -> None:

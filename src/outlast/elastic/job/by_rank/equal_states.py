@@ -93,7 +93,9 @@ class EqualStates:
                 log.warning(
                     "%s at step %d. A checkpoint has one of them, and after a fault a rank may "
                     "receive that of another. %s",
-                    *(_difference(name, pair), step, _remedy(name)),
+                    _difference(name, pair),
+                    step,
+                    _remedy(name),
                 )
 
 

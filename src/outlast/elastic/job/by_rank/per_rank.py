@@ -66,5 +66,5 @@ class PerRankState(ThirdPartyLoader):
         elif (shared := unpack(state)) is not None:
             self._source.load_state_dict(shared)
 
-    def live(self, shared: Any, own: Any, trusted: bool) -> dict[str, Any]:
-        return super().live(shared, own, trusted) if own is not None else {"0": ()}
+    def live(self, shared: Any, own: Mapping[int, Any], trusted: bool) -> dict[str, Any]:
+        return super().live(shared, own, trusted) if own else {"0": ()}

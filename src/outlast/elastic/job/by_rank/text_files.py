@@ -202,9 +202,6 @@ class TextFiles(Part):
         }
         return {rank: (each,) for rank, each in written.items() if each}
 
-    def live(self, shared: Any, own: Any, trusted: bool) -> Any:
-        return None if own is None else {str(self._rank): (own,)}
-
 
 def _tail(number: int, end: int) -> str:
     size = min(end, 64)

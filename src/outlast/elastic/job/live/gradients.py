@@ -84,7 +84,9 @@ class Gradients:
         return {
             key: (reference, count)
             for used in self._used.values()
-            for key, reference, count in zip(*used[1:], strict=True)
+            for key, reference, count in zip(
+                used.with_gradient, used.gradients, used.versions, strict=True
+            )
         }
 
     def needed(self, left: Mapping[int, torch.Tensor]) -> str:

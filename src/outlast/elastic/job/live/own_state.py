@@ -14,7 +14,7 @@ import dataclasses
 import pickle
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -111,6 +111,11 @@ class Buffers:
         return f"{buffer.dtype} {tuple(buffer.shape)} {digest(buffer)}"
 
 
+class _Written(NamedTuple):
+    order: int  # among all writes
+    record: Record
+
+
 class Slots:
     """The slots of this process."""
 
@@ -118,7 +123,7 @@ class Slots:
         each = max(2 * payload_bytes, _LEAST_BYTES)
         self.memory = SharedMemory(_SLOTS * each)
         self._capacity = self.memory.size_bytes // _SLOTS
-        self._held: list[tuple[int, Record] | None] = [None] * _SLOTS
+        self._held: list[_Written | None] = [None] * _SLOTS
         self._order = 0
 
     def write(self, record: Record, state: bytes) -> bool:
@@ -138,25 +143,26 @@ class Slots:
         view[at + _UNTIL] = record.until
         view[first : first + len(content)] = content
         _HEADER.pack_into(view, at, self._order, len(content), _checksum(self._order, content))
-        self._held[number] = self._order, record
+        self._held[number] = _Written(self._order, record)
         return True
 
     def extend(self, until: int) -> None:
         """The last final state that was written also holds for the phases up to `until`."""
-        final = [-1 if each is None or not each[1].final else each[0] for each in self._held]
-        if self.memory.intact and max(final) > 0:
-            self.memory.view[final.index(max(final)) * self._capacity + _UNTIL] = until
+        final = {n: each.order for n, each in enumerate(self._held) if each and each.record.final}
+        if self.memory.intact and final:
+            last = max(final, key=final.__getitem__)
+            self.memory.view[last * self._capacity + _UNTIL] = until
 
     def _free(self) -> int:
         """A slot that holds none of the states that are needed: those of the last step that are
         final, the last one of the step before, and the last one if it is not final.
         """
-        present = sorted((each for each in self._held if each is not None), key=lambda e: e[0])
-        final = [each for each in present if each[1].final]
-        last = [order for order, record in final if record.step == final[-1][1].step][-3:]
-        before = [order for order, record in final if order not in last][-1:]
-        needed = {*last, *before, present[-1][0]} if present else set()
-        return next(i for i, each in enumerate(self._held) if not each or each[0] not in needed)
+        by_order = {each.order: each.record for each in self._held if each is not None}
+        final = [order for order in sorted(by_order) if by_order[order].final]
+        last = [each for each in final if by_order[each].step == by_order[final[-1]].step][-3:]
+        before = [each for each in final if each not in last][-1:]
+        needed = {*last, *before, max(by_order, default=0)}
+        return next(i for i, each in enumerate(self._held) if not each or each.order not in needed)
 
 
 def read_all(memories: Sequence[SharedMemory]) -> dict[Record, bytes]:
@@ -169,7 +175,7 @@ def read(memory: SharedMemory) -> list[tuple[Record, bytes]]:
     if not memory.intact:
         return []
     capacity = memory.size_bytes // _SLOTS
-    found: list[tuple[int, Record, bytes]] = []
+    found: dict[int, tuple[Record, bytes]] = {}
     for at in range(0, _SLOTS * capacity, capacity):
         order, size, checksum = _HEADER.unpack_from(memory.view, at)
         if not 0 < size <= capacity - _CONTENT:
@@ -178,9 +184,8 @@ def read(memory: SharedMemory) -> list[tuple[Record, bytes]]:
         if _checksum(order, content) == checksum:
             values, state = load_plain(content)
             record = dataclasses.replace(Record(*values), until=memory.view[at + _UNTIL])
-            found.append((order, record, state))
-    found.sort(key=lambda each: each[0], reverse=True)
-    return [(record, state) for _, record, state in found]
+            found[order] = record, state
+    return [found[order] for order in sorted(found, reverse=True)]
 
 
 def _checksum(order: int, content: bytes) -> int:

@@ -32,7 +32,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from outlast.async_checkpoint.kept_state import KeptState
 from outlast.async_checkpoint.subclasses import wraps
 from outlast.elastic.job.epochs import place_of
 from outlast.elastic.job.live.frozen import Frozen, Point, signature
@@ -41,18 +40,20 @@ from outlast.elastic.job.live.own_state import Buffers, Record, Slots, read
 from outlast.elastic.job.live.queued import Queued
 from outlast.elastic.job.live.writes import Snapshot, Writes
 from outlast.elastic.job.models import parameters_of
+from outlast.elastic.job.parts import Saver
 from outlast.elastic.job.training_state import TrainingState
 from outlast.elastic.wrapped_modules import plain_state_dict
 from outlast.inprocess.abort import aborted_by_torch
 from outlast.system.devices import on_accelerator
 from outlast.system.error_text import describe
+from outlast.system.shared_memory import SharedMemory
 
 log = logging.getLogger("outlast.elastic")
 
 
 class Recorder:
-    """Notes the points of one `Job`, after `restored` and on `branch`. `kept` keeps the rank's own
-    state over a kill; `check_running` raises if a restart has begun.
+    """Notes the points of one `Job`, after `restored` and on `branch`. `keep` keeps memory over a
+    kill; `check_running` raises if a restart has begun.
 
     `points` are those of the last completed step, in the order of its phases: the tensors of the
     model and the optimizer are the same in all of them. `equal_states` has what is known of the
@@ -64,7 +65,7 @@ class Recorder:
     def __init__(
         self,
         training: TrainingState,
-        kept: KeptState,
+        keep: Callable[[SharedMemory], object],
         restored: Record,
         branch: str,
         check_running: Callable[[], None],
@@ -83,7 +84,7 @@ class Recorder:
             raise NotSupported(why)
         self._writes: Writes | None = Writes(self._parameters, optimizers)
         self._signature = signature(entries)
-        self._kept, self._branch = kept, branch
+        self._keep, self._branch = keep, branch
         self.equal_states = training.equal_states
         self._rank, self._world_size = restored.rank, restored.world_size
         self.why, self.iteration = "", -1
@@ -97,7 +98,7 @@ class Recorder:
         payload = pickle.dumps({**own, "states": values})
         self._slots: Slots | None = Slots(len(payload))
         self._slots.write(restored, payload)
-        kept.keep(self._slots.memory)
+        keep(self._slots.memory)
         marks = self._writes.marks_with_digests()
         self.points: tuple[Point, ...] = (Point(restored, False, 0, shared, own, marks, {}),)
         self._removables: list[Any] = [
@@ -199,8 +200,9 @@ class Recorder:
             elif self._written(training):
                 self.why = f"its tensors were written to after step {step}"
             else:
+                savers = {name: part.saver() for name, part in training.parts.items()}
                 self._frozen = tuple(
-                    self._build(training, each)
+                    self._build(training, each, savers)
                     for each in self.points
                     if not each.shared.watched.changed
                 )
@@ -233,12 +235,11 @@ class Recorder:
         values = training.equal_states.at_step(noted.get("states", {}))
         return Snapshot({"parts": noted, "buffers": self._buffers.shared()}), values
 
-    def _build(self, training: TrainingState, point: Point) -> Frozen:
+    def _build(self, training: TrainingState, point: Point, savers: dict[str, Saver]) -> Frozen:
         shared = point.shared.read()
         model = {n: e if wraps(e) else e.detach() for n, e in self._entries.items()}
         parts = {name: training.parts[name].frozen(each) for name, each in shared["parts"].items()}
         state = {"model": model | self._buffers.initial | shared["buffers"], **parts}
-        savers = {name: part.saver() for name, part in training.parts.items()}
         # Without its place in a file, a rank would write rows again.
         needs_all = self._is_of_rank or bool(point.own["parts"].get("files"))
         place = place_of(shared["parts"].get("epochs", {}))
@@ -323,7 +324,7 @@ class Recorder:
         for old, state in reversed(read(slots.memory)):
             larger.write(old, state)
         larger.write(record, payload)
-        self._kept.keep(larger.memory)
+        self._keep(larger.memory)
         self._slots = larger
 
 
