@@ -47,8 +47,8 @@ class Store:
 
 
 def agrees(follower: ChainFollower, table: Table) -> bool:
-    chain = follower.chain
-    return list(chain.hosts) == list(table.sessions) and chain.gone == table.gone.keys()
+    plan = follower.chain.plan
+    return list(plan.hosts) == list(table.sessions) and plan.lost.keys() == table.gone.keys()
 
 
 def test_any_entries_in_any_order_are_received_once_each() -> None:

@@ -12,10 +12,10 @@ import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from outlast.coordination.replicated.hosts import HostInfo, HostJoined, HostLost
+from outlast.coordination.replicated.hosts import HostInfo
 from outlast.coordination.stores.store import Store
 from outlast.launch.config.secret import Secret
-from outlast.launch.hosts.plan import Entry, decode
+from outlast.launch.hosts.plan import Entry, JobPlan, decode
 from outlast.system.lease_page import LeasePage
 from outlast.system.sockets import is_loopback
 
@@ -123,21 +123,17 @@ class HostGroup(Protocol):
 
 
 class Chain:
-    """The entries that this host has received, and the hosts that follow from them."""
+    """The entries that this host has received, and the plan that follows from them. One thread
+    appends; others may read: the entries only grow, and a plan is never changed.
+    """
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
-        # those in the group, by ID, in the order in which they joined
-        self.hosts: dict[str, HostInfo] = {}
-        self.gone: set[str] = set()  # the IDs of all others that ever joined
+        self.plan = JobPlan()
 
     def append(self, data: bytes) -> None:
         entry = decode(data)
-        if isinstance(entry, HostJoined):
-            self.hosts[entry.info.id] = entry.info
-        elif isinstance(entry, HostLost):
-            self.hosts.pop(entry.host)
-            self.gone.add(entry.host)
+        self.plan = self.plan.apply(entry)
         self.entries.append(entry)
 
 

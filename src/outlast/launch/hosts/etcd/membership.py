@@ -66,7 +66,8 @@ class _Found:
     revision: int
 
 
-def _look(client: EtcdClient, root: bytes) -> _Found:
+def _look(client: EtcdClient, root: bytes, chain: Chain) -> _Found:
+    """Looks at the hosts, and appends to `chain` the entries that it does not have."""
     prefixes = [layout.host_keys(root), root + _CHAIN, root + _REFUSED]
     steps = [layout.get(prefix, layout.end_of(prefix)) for prefix in prefixes]
     answer = client.repeat("/v3/kv/txn", layout.transaction([], steps, []), LIMIT_S)
@@ -74,8 +75,7 @@ def _look(client: EtcdClient, root: bytes) -> _Found:
         sorted(layout.entries(response), key=lambda found: (found.created, found.key))
         for response in answer["responses"]
     )
-    chain = Chain()
-    for entry in entries:
+    for entry in entries[len(chain.entries) :]:
         chain.append(entry.value)
     return _Found(
         frozenset(found.key[len(prefixes[0]) :].decode() for found in present),
@@ -112,7 +112,7 @@ class Admission:
             answer = self._client.repeat("/v3/kv/range", layout.range_of(self._current), LIMIT_S)
             current = layout.entries(answer)
             root = b"" if not current else self._top + current[0].value + b"/"
-            found = _look(self._client, root) if root else None
+            found = _look(self._client, root, Chain()) if root else None
             if found is not None and self._me.id in found.present:
                 return root  # by a transaction whose answer was lost
             same = layout.modified(self._current, current[0].modified if current else 0)
@@ -171,7 +171,7 @@ class Admission:
         if not held:
             return False  # deleted meanwhile, with the whole group
         settings = json.loads(held[0].value)
-        present = [host for host in found.chain.hosts.values() if host.id in found.present]
+        present = [host for host in found.chain.plan.hosts.values() if host.id in found.present]
         first = structs.replace(present[0], name=settings["host"], settings=settings["settings"])
         # Nor may the others be out of this one's reach.
         no = objection(self._me, first, present, 0.0) or objection(first, self._me, (), 0.0)
@@ -214,7 +214,8 @@ class Membership:
         self._lease, self._on_change = lease, on_change
         self._watched = layout.host_keys(root)[:-1]
         self._waits = Waits(client, self._watched, deletes=True)
-        self._found = _Found(frozenset(), Chain(), (), 0)
+        self._chain = Chain()
+        self._found = _Found(frozenset(), self._chain, (), 0)
         self._looking = threading.Lock()  # so that what was found only grows
         self._refused: dict[str, None] = {}  # all that were ever seen, in order
         self._end = threading.Event()
@@ -226,13 +227,13 @@ class Membership:
         self._thread.start()
 
     def state(self) -> GroupState:
-        chain = self._found.chain
+        plan = self._chain.plan
         return GroupState(
-            chain=chain.entries,
+            chain=self._chain.entries,
             # The host that has been here longest. Its loss is in the chain, so the term has grown
             # when another host follows.
-            leader=next(iter(chain.hosts), ""),
-            term=1 + len(chain.gone),
+            leader=next(iter(plan.hosts), ""),
+            term=1 + len(plan.lost),
             error=self._lease.error,
             refused=tuple(self._refused),
         )
@@ -240,7 +241,7 @@ class Membership:
     def claim(self, number: int, entry: Entry) -> Entry:
         key = _entry_key(self._root, "decided", str(number))
         entries = self._root + _CHAIN
-        while len(self._found.chain.entries) < number:
+        while len(self._chain.entries) < number:
             found = self._found
             conditions = [
                 layout.unchanged_since(entries, layout.end_of(entries), found.revision),
@@ -249,13 +250,13 @@ class Membership:
             # A copy that is sent again, or comes late, finds the chain changed by the first one.
             body = layout.transaction(conditions, [layout.put(key, entry.encode())], [])
             try:
-                if len(found.chain.entries) == number - 1:
+                if len(self._chain.entries) == number - 1:
                     self._client.repeat("/v3/kv/txn", body, LIMIT_S)
                 self._refresh()
             except Refused as e:
                 raise StoreError(f"etcd refused a decision: {e}") from e
             self._lease.check()
-        return self._found.chain.entries[number - 1]
+        return self._chain.entries[number - 1]
 
     def close(self) -> None:
         self._end.set()
@@ -276,12 +277,12 @@ class Membership:
 
     def _refresh(self) -> None:
         with self._looking:
-            found = _look(self._client, self._root)
-            missing = [host for host in found.chain.hosts if host not in found.present]
+            found = _look(self._client, self._root, self._chain)
+            missing = [host for host in self._chain.plan.hosts if host not in found.present]
             for host in missing:
                 self._record_loss(host)
             if missing:
-                found = _look(self._client, self._root)
+                found = _look(self._client, self._root, self._chain)
             self._found = found
             self._refused |= dict.fromkeys(found.refused)
         self._on_change()

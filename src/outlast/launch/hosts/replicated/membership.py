@@ -165,7 +165,7 @@ class Membership:
             now = self._loop.clock.now()
             if now > self._lease_until > NEVER:
                 late_s = now - self._lease_until
-                leader = self.chain.hosts.get(self.leader)
+                leader = self.chain.plan.hosts.get(self.leader)
                 unheard = f"the leader {leader}" if leader else "a leader"
                 if self.leader == self._me.id:
                     unheard = "more than half of the hosts"
@@ -302,9 +302,9 @@ class Membership:
 
     # ------------------------------------------------------------------ the other hosts
     def _chain_changed(self) -> None:
-        hosts = self.chain.hosts
+        hosts = self.chain.plan.hosts
         self._addresses |= {h.id: (h.address, h.port) for h in hosts.values()}
-        for host in self.chain.gone:
+        for host in self.chain.plan.lost:
             self._addresses.pop(host, None)
         self._tick_soon = True  # the leader has something to announce
         for host in [host for host in self._joining if host in hosts]:
@@ -312,10 +312,12 @@ class Membership:
         self._changed()
 
     def _introduction(self) -> messages.Member:
-        leader = self._me if self.leader == self._me.id else self.chain.hosts.get(self.leader)
+        leader = self._me if self.leader == self._me.id else self.chain.plan.hosts.get(self.leader)
         found = self._node.configurations
         known = self._known(found) if found else None
-        return messages.Member(self.group, self._generation, leader, len(self.chain.hosts), known)
+        return messages.Member(
+            self.group, self._generation, leader, len(self.chain.plan.hosts), known
+        )
 
     def _join_asked(self, peer: Peer) -> None:
         candidate = peer.host
@@ -330,10 +332,10 @@ class Membership:
             return  # it asks again
         # One that was lost before it heard of its admission never comes back under its id. Told
         # now, it has no lease, and joins again as another host.
-        if candidate.id in self.chain.gone or candidate.id in self.chain.hosts:
+        if candidate.id in self.chain.plan.lost or candidate.id in self.chain.plan.hosts:
             self._admit(peer)
             return
-        hosts, limit_s = self.chain.hosts.values(), self._node.timing.lost_after
+        hosts, limit_s = self.chain.plan.hosts.values(), self._node.timing.lost_after
         no = objection(candidate, self._me, hosts, limit_s)
         if no is not None and no.limit_s:
             peer.send(messages.NotYet(no.reason, no.limit_s))
@@ -347,14 +349,14 @@ class Membership:
             self._joining[candidate.id] = peer
 
     def _admit(self, peer: Peer) -> None:
-        first = list(itertools.islice(self.chain.hosts.values(), ANNOUNCERS))
+        first = list(itertools.islice(self.chain.plan.hosts.values(), ANNOUNCERS))
         peer.send(messages.Admitted(self.group, self._generation, self._me.id, (self._me, *first)))
 
     def _announce(self) -> None:
         if self._over:
             return
         self._loop.call_later(ANNOUNCE_S, self._announce)
-        first = itertools.islice(self.chain.hosts, ANNOUNCERS)
+        first = itertools.islice(self.chain.plan.hosts, ANNOUNCERS)
         if self.leader == self._me.id or self._me.id in first:
             for address in self._endpoints:
                 self._peers.send_to(address, self._introduction())
@@ -363,7 +365,7 @@ class Membership:
         """Two groups of one run have met, see `founding`. The older one goes on: it has kept the
         quorum of all before it. Of two that were founded at the same time, the larger one.
         """
-        mine = (-self._generation, len(self.chain.hosts), self.group)
+        mine = (-self._generation, len(self.chain.plan.hosts), self.group)
         if self._follower.caught_up and mine < (-other.generation, other.hosts, other.group):
             where = f", led by {other.leader.name}" if other.leader is not None else ""
             which = "is older" if other.generation < self._generation else "goes on"

@@ -290,7 +290,7 @@ class HostService:
             self.state, chain=chain.entries, leader=membership.leader, term=membership.term
         )
         held = self._page.valid()
-        self.joined = self.joined or (held and self.me.id in chain.hosts)
+        self.joined = self.joined or (held and self.me.id in chain.plan.hosts)
         if before != (self._entries, self.state, self.joined):
             self._changed()
 
