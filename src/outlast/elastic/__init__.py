@@ -26,19 +26,18 @@ if TYPE_CHECKING:
     from outlast.elastic.silent_faults.finite_check import FiniteCheck
     from outlast.elastic.silent_faults.replica_check import ReplicaCheck
     from outlast.elastic.silent_faults.straggler_check import StragglerCheck
+    from outlast.elastic.states.gathered import RandomState, ShardedState
     from outlast.elastic.states.loading import load_all_states, load_state
     from outlast.elastic.states.ready_made import (
         CounterState,
         EMAState,
         ModuleState,
         OptimizerState,
-        RandomState,
         ScalerState,
         SchedulerState,
         StateDictState,
     )
     from outlast.elastic.states.saving import PendingSave, save_all_states, save_state
-    from outlast.elastic.states.sharded_state import ShardedState
     from outlast.elastic.states.state import State
 
 __all__ = [
@@ -84,11 +83,11 @@ _MODULES = {
     "ModuleState": "states.ready_made",
     "OptimizerState": "states.ready_made",
     "PendingSave": "states.saving",
-    "RandomState": "states.ready_made",
+    "RandomState": "states.gathered",
     "ScalerState": "states.ready_made",
     "ReplicaCheck": "silent_faults.replica_check",
     "SchedulerState": "states.ready_made",
-    "ShardedState": "states.sharded_state",
+    "ShardedState": "states.gathered",
     "ShardedStream": "data.stream",
     "State": "states.state",
     "StateDictState": "states.ready_made",

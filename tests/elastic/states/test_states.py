@@ -34,7 +34,7 @@ from outlast.elastic import (
     save_all_states,
     save_state,
 )
-from outlast.elastic.states.ready_made import _share
+from outlast.elastic.states.gathered import _share
 from outlast.errors import CheckpointError
 
 

@@ -1,43 +1,44 @@
-"""Ready-made states for the parts of a training job.
+"""Ready-made states for the parts of a training job, and the format of their content.
 
     ModuleState(model), OptimizerState(optimizer), SchedulerState(scheduler), CounterState()
 
 `StateDictState` is for any object with `state_dict` and `load_state_dict`. A load reads and checks
 all of the saved state before it changes anything; if it fails later, the old state is restored.
+
+The content is torch's serialization, without anything that runs code: it is loaded with
+`weights_only=True`. What could not be loaded is refused when it is saved, not after a job failure.
 """
 
 from __future__ import annotations
 
-import base64
 import copy
-import io
 import json
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from outlast.async_checkpoint.inspection import checksum
-from outlast.elastic.random_generators import Generators, capture, setter
-from outlast.elastic.states import replicas
-from outlast.elastic.states.content import check_module, dump, parse
+from outlast.async_checkpoint.plain_values import Unsavable, decode, encode
 from outlast.elastic.states.state import PreparedState
 from outlast.elastic.wrapped_modules import unwrapped
+from outlast.system.units import listed
 
 __all__ = [
     "CounterState",
     "EMAState",
     "ModuleState",
     "OptimizerState",
-    "RandomState",
     "ScalerState",
     "SchedulerState",
     "StateDictState",
 ]
 
-_RANDOM = "random"
+_FORMAT = 1
+_SHOWN = 5
 
 
 class StateDictState(PreparedState):
@@ -204,75 +205,71 @@ class CounterState(PreparedState):
         return apply
 
 
-class RandomState(PreparedState):
-    """The global generators of every replica: those of Python, NumPy (if it is imported), and torch
-    on the CPU and on the GPUs that the process uses. For others, use `StateDictState`.
-
-    A load restores them by rank, so the same number of replicas always draws the same numbers. In a
-    job of another size:
-
-    * a generator that had the same state on all of several replicas gets that state on all
-      replicas, so that they keep drawing the same numbers;
-    * otherwise, replicas whose rank existed before continue with their own generators;
-    * new replicas are seeded with a hash of all saved generators and their rank.
-
-    Args:
-        name: of the state.
+def dump(kind: str, value: Any, fileobj: BinaryIO) -> None:
+    """Writes a value of what `async_checkpoint.plain_values` lists, for a `kind` of state; a
+    `ValueError` if it could not be loaded, or holds sharded tensors.
     """
-
-    def __init__(self, name: str = "random") -> None:
-        super().__init__(name)
-        self._gathered: list[str] | None = None
-
-    def sync(self) -> None:
-        def keep(parts: list[str]) -> None:
-            self._gathered = parts
-
-        job = replicas.current().within()
-        job.gather("the gathering of random generators", _packed(capture()), keep)
-
-    def save(self, fileobj: BinaryIO) -> None:
-        gathered = self._gathered or [_packed(capture())]
-        self._gathered = None
-        dump(_RANDOM, [_unpacked(text) for text in gathered], fileobj)
-
-    def prepare(self, fileobj: BinaryIO) -> Callable[[], None]:
-        saved: list[Generators] = parse(_RANDOM, fileobj)
-        job = replicas.current()
-        mine = _share(saved, job.rank, job.world_size)
-        setters = [setter(name, value) for name, value in mine.items()]
-
-        def apply() -> None:
-            for set_generator in setters:
-                set_generator()
-
-        return apply
+    _refuse_sharded(value)
+    try:
+        plain = encode(value)
+    except Unsavable as e:
+        place = f" ({e.where.lstrip('.')})" if e.where else ""
+        raise ValueError(f"this state{place} cannot be saved: {e}") from e
+    torch.save({"format": _FORMAT, "kind": kind, "value": plain}, fileobj)
 
 
-def _share(saved: list[Generators], rank: int, world_size: int) -> dict[str, torch.Tensor | int]:
-    """For each generator, its state on `rank`, or a number to seed it with."""
-    if len(saved) == world_size:
-        return dict(saved[rank])
-    mine: dict[str, torch.Tensor | int] = {}
-    for name in saved[0]:
-        states = [generators[name] for generators in saved if name in generators]
-        alike = len(states) > 1 and all(torch.equal(states[0], other) for other in states[1:])
-        if alike:
-            mine[name] = states[0]
-        elif rank < len(states):
-            mine[name] = states[rank]
-        else:
-            data = b"".join(state.numpy().tobytes() for state in states)
-            mine[name] = int(checksum(data + f"{name}/{rank}".encode()), 16)
-    return mine
+def parse(kind: str, fileobj: BinaryIO, device: str = "cpu") -> Any:
+    """Reads a value that `dump` wrote, with its tensors on `device`: `meta` reads only shapes. A
+    `ValueError` if it is of another kind, or has a later format.
+    """
+    content = torch.load(fileobj, map_location=device, weights_only=True)
+    if not isinstance(content, dict) or not isinstance(content.get("format"), int):
+        raise ValueError("it was saved by another class of state")
+    if content["format"] > _FORMAT:
+        raise ValueError(
+            f"it has format {content['format']}, and this outlast reads up to {_FORMAT}: "
+            "update outlast"
+        )
+    if content["kind"] != kind:
+        raise ValueError(f"{content['kind']!r} was saved, this is {kind!r}")
+    return decode(content["value"])
 
 
-def _packed(generators: Generators) -> str:
-    memory = io.BytesIO()
-    torch.save(generators, memory)
-    return base64.b64encode(memory.getvalue()).decode()
+def check_module(own: Mapping[str, Any], saved: Any) -> None:
+    """Compares the state dict of a module with a saved one; a `ValueError` names what differs."""
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"a {type(saved).__name__} was saved, not the state of a module")
+    differences = [
+        *_few("only in the module", sorted(own.keys() - saved.keys())),
+        *_few("only in the saved state", sorted(saved.keys() - own.keys())),
+    ]
+    shapes = []
+    for key in sorted(own.keys() & saved.keys()):
+        here, there = own[key], saved[key]
+        if isinstance(here, UninitializedParameter | UninitializedBuffer):
+            continue  # it takes any shape
+        if not isinstance(here, torch.Tensor) or not isinstance(there, torch.Tensor):
+            continue
+        if here.shape != there.shape:
+            shapes.append(f"{key} is {tuple(here.shape)}, {tuple(there.shape)} was saved")
+    differences += _few("of another shape", shapes)
+    if differences:
+        raise ValueError("; ".join(differences))
 
 
-def _unpacked(text: str) -> Mapping[str, torch.Tensor]:
-    found: Generators = torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)
-    return found
+def _few(what: str, names: list[str]) -> list[str]:
+    return [f"{what}: {listed(names, _SHOWN)}"] if names else []
+
+
+def _is_sharded(value: Any) -> bool:
+    # If the module is not imported, there are no DTensors; importing it is slow.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def _refuse_sharded(value: Any) -> None:
+    if _is_sharded(value):
+        raise ValueError("its tensors are sharded: ShardedState saves such a module")
+    if isinstance(value, dict | list | tuple) and not isinstance(value, torch.Size):
+        for inner in value.values() if isinstance(value, dict) else value:
+            _refuse_sharded(inner)
