@@ -25,7 +25,7 @@ from outlast.coordination.ops import Link, Op, request
 from outlast.coordination.replicated.operations import Operation, Result
 from outlast.coordination.replicated.table import Table
 from outlast.inprocess.recovery import waits
-from outlast.inprocess.recovery.host_protocol import AssignedRank, Interrupted, Raised, Returned
+from outlast.inprocess.recovery.host_protocol import Interrupted, Raised, Returned
 from outlast.inprocess.recovery.state_machine import Machine
 from outlast.launch.hosts.server.combining import Combiner, Done
 
@@ -180,11 +180,12 @@ class _Upstream:
 class _SimulatedMember(Member):
     """A member whose function waits for the fault of the last member, after all have started."""
 
-    async def assign(self, link: Link, record: ViewRecord, member: int) -> AssignedRank:
-        return AssignedRank(member, len(record.slots()))  # no member is lost here
+    async def assign(self, link: Link, record: ViewRecord) -> None:
+        # No member is lost here.
+        self.place.rank, self.place.world_size = self.place.member, len(record.slots())
 
-    async def call(self, iteration: int) -> Returned | Raised | Interrupted:
-        return await request(Op("function", str(iteration)))  # type: ignore[no-any-return]
+    async def call(self) -> Returned | Raised | Interrupted:
+        return await request(Op("function", str(self.place.iteration)))  # type: ignore[no-any-return]
 
 
 class _Task:
@@ -293,7 +294,7 @@ class _Job:
         self.leader.worker.busy = 0.0
         begun, inside, self.inside = self.time.now, self.inside, []
         failed = max(inside, key=lambda task: task.rank)
-        fault = failed.member.fault(0, "planned")
+        fault = failed.member.fault("planned")
         for task in inside:
             if task is not failed:  # one after another: a host's first wait is sent by itself
                 wait = functools.partial(task.interrupt_at, "c/over/0")

@@ -14,9 +14,9 @@ from outlast.coordination.decision import ViewRecord
 from outlast.coordination.ops import Link, perform_on, run
 from outlast.coordination.stores.store import Store
 from outlast.coordination.stores.tcp_client import TcpClient
+from outlast.events.emitter import Place
 from outlast.events.fault_record import FaultRecord
 from outlast.inprocess.recovery.host_protocol import (
-    AssignedRank,
     GrowPolicy,
     Interrupted,
     Limits,
@@ -74,7 +74,7 @@ class Member(MinimalHost):
 
     def __init__(self, rank: int, size: int, restarts: int, all_in: Callable[[int], None]) -> None:
         self.clock: Clock = MonotonicClock()
-        self.token = f"token {rank}"
+        self.token, self.place = f"token {rank}", Place()
         self.preferred_rank = rank
         self.grow = GrowPolicy.AT_ONCE
         self.limits = Limits(PATIENCE_S, PATIENCE_S, backstop=60.0)
@@ -101,20 +101,21 @@ class Member(MinimalHost):
 
     # -- the rank-local side -----------------------------------------------------------------
 
-    def at(self, state: RecoveryState, iteration: int, member: int) -> None:
-        self.member = member
+    def at(self, state: RecoveryState) -> None:
+        self.member = self.place.member
 
-    async def assign(self, link: Link, record: ViewRecord, member: int) -> AssignedRank:
+    async def assign(self, link: Link, record: ViewRecord) -> None:
         alive = [m for m in record.slots() if m is not None]
-        return AssignedRank(alive.index(member), len(alive))
+        self.place.rank, self.place.world_size = alive.index(self.place.member), len(alive)
 
     def serve(self) -> str | None:
         return "127.0.0.1:1" if self.preferred_rank == 0 else None
 
-    async def initialize(self, iteration: int, store: str) -> FaultRecord | None:
+    async def initialize(self, store: str) -> FaultRecord | None:
         return None
 
-    async def call(self, iteration: int) -> Returned | Raised | Interrupted:
+    async def call(self) -> Returned | Raised | Interrupted:
+        iteration = self.place.iteration
         self.entered[iteration] = time.monotonic()
         if self._counted is not None:
             if iteration == 0:
@@ -125,6 +126,6 @@ class Member(MinimalHost):
         if self.preferred_rank == iteration % self.size:
             self._all_in(iteration)  # returns once the others wait, as in a collective
             self.failed[iteration] = time.monotonic()
-            return Raised(self.fault(iteration, "planned"))
+            return Raised(self.fault("planned"))
         await self.link.wait_for(f"over/{iteration}", PATIENCE_S)
         return Interrupted()

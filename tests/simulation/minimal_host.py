@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from outlast.coordination.decision import Decision, Rules
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link
+from outlast.events.emitter import Place
 from outlast.events.fault_record import FaultRecord
 from outlast.inprocess.attribution import Interruption
 
@@ -14,29 +15,31 @@ from outlast.inprocess.attribution import Interruption
 class MinimalHost:
     """A base of the hosts of simulated members: nothing to clean up, and no events to emit."""
 
+    place: Place
     preferred_rank: int
     member = -1
     rules = Rules()
     keeps = False
 
-    async def wait_over(self, link: Link, iteration: int, timeout: float | None) -> bytes:
-        return await link.wait_for(f"over/{iteration}", timeout)
+    async def wait_over(self, link: Link, timeout: float | None) -> bytes:
+        return await link.wait_for(f"over/{self.place.iteration}", timeout)
 
-    async def settle(self, iteration: int) -> None:
+    async def settle(self) -> None:
         return None
 
     def serve(self) -> str | None:
         return ""
 
-    async def hang_report(
-        self, membership: MembershipProtocol, iteration: int
-    ) -> FaultRecord | None:
+    async def hang_report(self, membership: MembershipProtocol) -> FaultRecord | None:
         return None
 
     def progress(self) -> dict[str, int]:
         return {"step": 0, "pings": 0, "least": 0}
 
-    def fault(
+    def fault(self, cause: str) -> FaultRecord:
+        return self.fault_in(self.place.iteration, cause)
+
+    def fault_in(
         self,
         iteration: int,
         cause: str,
@@ -46,8 +49,8 @@ class MinimalHost:
             iteration, self.member, self.preferred_rank, "no host", 0, interruption.value, cause
         )
 
-    def fault_of(self, iteration: int, error: BaseException) -> FaultRecord:
-        return self.fault(iteration, repr(error), Interruption.BASE_EXCEPTION)
+    def fault_of(self, error: BaseException) -> FaultRecord:
+        return self.fault_in(self.place.iteration, repr(error), Interruption.BASE_EXCEPTION)
 
     def timing(self, name: str) -> AbstractContextManager[object]:
         return nullcontext()

@@ -93,7 +93,7 @@ class SimulatedJob:
     async def _monitor(self, host: SimulatedMember) -> None:
         """The monitor of a dead member reports its death."""
         membership = MembershipProtocol(Link(), self.schedule.members, host.rules)
-        fault = host.fault(host.iteration, "killed", Interruption.TERMINATED)
+        fault = host.fault_in(host.iteration, "killed", Interruption.TERMINATED)
         rank, token, member = host.preferred_rank, host.token, host.member
         await membership.report_killed(token, rank, member, fault)
 
@@ -109,7 +109,7 @@ class SimulatedJob:
         if at is None or not (suspected or self._is_silent(member)):
             return
         self.invariants.suspected.add(member)
-        fault = host.fault(at, "no heartbeat", Interruption.UNRESPONSIVE)
+        fault = host.fault_in(at, "no heartbeat", Interruption.UNRESPONSIVE)
         membership = MembershipProtocol(Link(), self.schedule.members)
         await membership.report_lost(LostRecord(member, fault.cause), at, fault)
 

@@ -11,9 +11,9 @@ from outlast.coordination.decision import Decision, Rules, ViewRecord
 from outlast.coordination.ops import Link, Op, request
 from outlast.coordination.repeated_faults import RepeatedFaults
 from outlast.errors import RankDiscarded, RestartAbort, RestartError
+from outlast.events.emitter import Place
 from outlast.events.fault_record import FaultRecord
 from outlast.inprocess.recovery.host_protocol import (
-    AssignedRank,
     GrowPolicy,
     Interrupted,
     Limits,
@@ -44,6 +44,15 @@ def rules_of(schedule: Schedule) -> Rules:
     return Rules(schedule.grow is not GrowPolicy.NEVER, repeated, size)
 
 
+@dataclasses.dataclass(frozen=True)
+class AssignedRank:
+    """The rank of a member in one iteration."""
+
+    rank: int
+    world_size: int
+    active: bool
+
+
 class SimulatedMember(MinimalHost):
     """The rank-local side of a simulated member; its function is an operation whose result the
     scheduler chooses.
@@ -63,6 +72,7 @@ class SimulatedMember(MinimalHost):
         self.schedule, self.budget, self.invariants = schedule, budget, invariants
         self.limits = Limits(120.0, 120.0, await_seconds=HOLD_S)
         self.rules = rules_of(schedule)
+        self.place = Place()
         self.machine = _Machine(self, Link(), schedule.members)
         self.iteration, self.member = -1, -1
         self.assigned: AssignedRank | None = None
@@ -76,16 +86,16 @@ class SimulatedMember(MinimalHost):
         await self.machine.membership.say_goodbye(self.member, self.iteration)
         return value
 
-    def at(self, state: RecoveryState, iteration: int, member: int) -> None:
-        self.iteration, self.member = iteration, member
+    def at(self, state: RecoveryState) -> None:
+        self.iteration, self.member = self.place.iteration, self.place.member
         if state is RecoveryState.INITIALIZE:
             self.invariants.started(self)
             self.inside = True
         elif state is RecoveryState.DONE:
             self.inside = False
 
-    async def assign(self, link: Link, record: ViewRecord, member: int) -> AssignedRank:
-        self.iteration = record.iteration
+    async def assign(self, link: Link, record: ViewRecord) -> None:
+        self.iteration, member = record.iteration, self.place.member
         self.invariants.decided(record)
         self.maybe_leave("assign")
         alive = [m for m in record.slots() if m is not None]
@@ -93,40 +103,46 @@ class SimulatedMember(MinimalHost):
         rank = alive.index(member)
         if record.saves:
             self.invariants.must(self.keeps, f"R5: {self.name} is to save, and keeps nothing")
-            self.assigned = AssignedRank(rank, len(alive))
-            return self.assigned
+            self._assign(rank, len(alive), active=True)
+            return
         if size and rank >= size:
             raise self.give(RankDiscarded(self.name))
         size = size or len(alive)
         active = max(1, size - self.schedule.reserve)
-        self.assigned = AssignedRank(rank, size, rank < active)
-        return self.assigned
+        self._assign(rank, size, active=rank < active)
+
+    def _assign(self, rank: int, size: int, *, active: bool) -> None:
+        self.assigned = AssignedRank(rank, size, active)
+        self.place.rank, self.place.world_size, self.place.active = rank, size, active
 
     def serve(self) -> str | None:
         self.maybe_leave("serve")
         return self.name if self.assigned is not None and self.assigned.rank == 0 else None
 
-    async def initialize(self, iteration: int, store: str) -> FaultRecord | None:
+    async def initialize(self, store: str) -> FaultRecord | None:
         if self.machine.record.saves:
             return None
         self.maybe_leave("initialize")
         if self.budget.spend("faults", 0.05):
-            return self.fault(iteration, "initialize")
+            return self.fault("initialize")
         if self.assigned is not None and not self.assigned.active:
-            self.invariants.returned(iteration, self.member)  # a reserve does not call the function
+            self.invariants.returned(
+                self.iteration, self.member
+            )  # a reserve does not call the function
         return None
 
-    async def call(self, iteration: int) -> Returned | Raised | Interrupted:
+    async def call(self) -> Returned | Raised | Interrupted:
+        iteration = self.iteration
         if self.assigned is not None and self.assigned.rank == 0:  # as its monitor does, later
             await self.machine.membership.forget_before(iteration)
         outcome = await request(Op("function", f"over/{iteration}"))
         if isinstance(outcome, BaseException):
             raise self.give(outcome)
         if outcome == "raise":
-            return Raised(self.fault(iteration, "function"))
+            return Raised(self.fault("function"))
         if outcome == "interrupt":
             if self.budget.spend("faults", 0.2):
-                fault = self.fault(iteration, "in a finally")
+                fault = self.fault("in a finally")
                 return Raised(dataclasses.replace(fault, overtaken=True))
             return Interrupted()
         if self.machine.record.saves:
@@ -138,7 +154,7 @@ class SimulatedMember(MinimalHost):
         self.invariants.returned(iteration, self.member)
         return Returned(self.name)
 
-    async def settle(self, iteration: int) -> None:
+    async def settle(self) -> None:
         self.inside = False
         self.maybe_leave("finalize")
 

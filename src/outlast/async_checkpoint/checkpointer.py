@@ -145,7 +145,7 @@ class Checkpointer:
                 self.session.unlock()
             self.session.pool.grow(max_in_flight, spare=replicas)
             self.emitter = Emitter(events if events is not None else self.session.sink(self.rank))
-            self.emitter.place(rank=self.rank)
+            self.emitter.place.rank = self.rank
             global_rank = dist.get_rank() if grouped else 0
             self.session.memo.ranks = global_rank, self.rank, self.world_size
             self.restorer = Restorer(self.session, self.ranks, group, self.emitter)

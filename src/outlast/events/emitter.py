@@ -133,33 +133,42 @@ class Span:
     seconds: float = 0.0
 
 
+@dataclasses.dataclass
+class Place:
+    """Where this process is in its job: the one copy, which its owner changes, and all others read.
+    -1 stands for none.
+    """
+
+    iteration: int = -1
+    member: int = -1  # the ID of the process in the job, for life
+    rank: int = -1
+    world_size: int = 0
+    active: bool = True  # whether the rank calls the function
+
+
 class Emitter:
     """Writes events to a sink, with iteration, member, rank, host, process id and time filled in.
 
     Args:
         sink: where events go; by default they are dropped.
+        place: iteration, member and rank of the events; by default one of its own, with none.
         clock: for timestamps and durations.
         host: name of this host; by default the system's.
     """
 
     def __init__(
-        self, sink: Sink | None = None, *, clock: Clock | None = None, host: str | None = None
+        self,
+        sink: Sink | None = None,
+        *,
+        place: Place | None = None,
+        clock: Clock | None = None,
+        host: str | None = None,
     ) -> None:
         self.sink: Sink = NullSink() if sink is None else sink
         self.clock: Clock = MonotonicClock() if clock is None else clock
         self.host = socket.gethostname() if host is None else host
-        self.iteration = -1
-        self.member = -1
-        self.rank = -1
+        self.place = Place() if place is None else place
         self._failed = False
-
-    def place(
-        self, *, iteration: int | None = None, member: int | None = None, rank: int | None = None
-    ) -> None:
-        """Sets the values that later events carry; `None` leaves a value unchanged."""
-        self.iteration = self.iteration if iteration is None else iteration
-        self.member = self.member if member is None else member
-        self.rank = self.rank if rank is None else rank
 
     def emit(self, event: Event) -> None:
         """Stamps `event` and writes it. Fields that the event sets itself are kept, so that a
@@ -170,9 +179,9 @@ class Emitter:
         try:
             stamped = dataclasses.replace(
                 event,
-                iteration=self.iteration if event.iteration < 0 else event.iteration,
-                member=self.member if event.member < 0 else event.member,
-                rank=self.rank if event.rank < 0 else event.rank,
+                iteration=self.place.iteration if event.iteration < 0 else event.iteration,
+                member=self.place.member if event.member < 0 else event.member,
+                rank=self.place.rank if event.rank < 0 else event.rank,
                 host=event.host or self.host,
                 pid=os.getpid() if event.pid < 0 else event.pid,
                 time=event.time or self.clock.now(),

@@ -120,7 +120,7 @@ class RunningCall:
             raise RestartAbort(self._refusal(self.state.active_world_size, [], None))
 
     def assigned(self, record: ViewRecord, state: State, cause: FaultRecord | None) -> None:
-        """Takes the state of the next iteration; a `RestartAbort` if too few ranks are left."""
+        """`state` is that of the next iteration: a `RestartAbort` if too few ranks are left."""
         if not self.full:
             if state.iteration == 0:
                 self.full = state.active_world_size
@@ -130,7 +130,7 @@ class RunningCall:
         if not asked and state.active_world_size < self.least:
             lost = [rank for rank, member in enumerate(record.slots()) if member is None]
             raise RestartAbort(self._refusal(state.active_world_size, lost, cause))
-        self.state, self.stop = state, record.stop
+        self.stop = record.stop
 
     def _refusal(self, size: int, lost: list[int], cause: FaultRecord | None) -> str:
         what = ""

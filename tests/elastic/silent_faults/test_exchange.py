@@ -76,7 +76,7 @@ def test_a_difference_is_reported_before_any_rank_acts_on_it() -> None:
         model = nn.Linear(1, 1)
         nn.init.constant_(model.weight, float(rank))
         ledger, emitter = CallLedger(store, "job", rank, 2), Emitter(events)
-        emitter.place(rank=rank)
+        emitter.place.rank = rank
         options = ReplicaCheck(every=1, on_mismatch="exclude")
         checks.append(RunningReplicaCheck(options, model, ledger, emitter, 0))
     try:

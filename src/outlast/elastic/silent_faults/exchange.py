@@ -73,7 +73,7 @@ class Startable(Generic[R]):
                 `Job`; says why.
         """
         ledger, emitter = connect_ledger(type(self).__name__, group), Emitter(events)
-        emitter.place(rank=ledger.rank)
+        emitter.place.rank = ledger.rank
         return self._run(module, ledger, emitter, step)
 
     def _run(self, module: nn.Module, ledger: CallLedger, emitter: Emitter, step: int) -> R:

@@ -11,6 +11,7 @@ import enum
 import mmap
 import os
 
+from outlast.events.emitter import Place
 from outlast.metrics import progress_page
 
 NOTICE_AFTER_S = 10.0
@@ -117,6 +118,12 @@ class SharedPage:
         self.floats = mapped[progress_page.FLOATS_AT : progress_page.SIZE].cast("d")
         mapped.release()
         self.iteration = self.member = self.rank = self.reported_soft = -1
+
+    def publish(self, place: Place, now: float) -> None:
+        """The place of the main process, which waits inside the library."""
+        self.iteration, self.member = place.iteration, place.member
+        self.rank, self.world_size = place.rank, place.world_size
+        self.enter(Activity.WAITING, now)
 
     def enter(self, activity: Activity, now: float) -> None:
         """Begins an activity: its time without progress counts from `now`."""

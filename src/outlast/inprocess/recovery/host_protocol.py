@@ -11,6 +11,7 @@ from outlast.clock import Clock
 from outlast.coordination.decision import Decision, Rules, ViewRecord
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link
+from outlast.events.emitter import Place
 from outlast.events.fault_record import FaultRecord
 
 
@@ -50,15 +51,6 @@ class Limits:
 
 
 @dataclasses.dataclass(frozen=True)
-class AssignedRank:
-    """The rank of a member in one iteration, after rank assignment and filter."""
-
-    rank: int
-    world_size: int
-    active: bool = True
-
-
-@dataclasses.dataclass(frozen=True)
 class Returned:
     """The function has returned."""
 
@@ -80,6 +72,7 @@ class Interrupted:
 class Host(Protocol):
     """The rank-local side. An exception raised by one of these methods ends this member."""
 
+    place: Place  # of this member: the machine sets iteration and member, `assign` the rest
     clock: Clock
     token: str  # of this process; it names its host (`records.process_token`)
     preferred_rank: int
@@ -91,33 +84,31 @@ class Host(Protocol):
     def keeps(self) -> bool:
         """Whether this member keeps state that is to be saved before the job ends."""
 
-    def at(self, state: RecoveryState, iteration: int, member: int) -> None:
+    def at(self, state: RecoveryState) -> None:
         """Called before the machine enters `state`."""
 
-    async def assign(self, link: Link, record: ViewRecord, member: int) -> AssignedRank:
-        """Applies the rank assignment and the rank filter to the view; not if its members only save
-        (`ViewRecord.saves`): then all are needed. `initialize` and `call` save what is kept then,
-        instead of what the user has given.
+    async def assign(self, link: Link, record: ViewRecord) -> None:
+        """Sets rank and size of this member in the iteration: applies the rank assignment and the
+        rank filter to the view; not if its members only save (`ViewRecord.saves`): then all are
+        needed. `initialize` and `call` save what is kept then, instead of what the user has given.
         """
 
     def serve(self) -> str | None:
         """Serves the iteration's own store if this is rank 0; returns its address."""
 
-    async def initialize(self, iteration: int, store: str) -> FaultRecord | None:
+    async def initialize(self, store: str) -> FaultRecord | None:
         """Runs initialize and the first health check; returns a fault. `store`: the iteration's."""
 
-    async def call(self, iteration: int) -> Returned | Raised | Interrupted:
+    async def call(self) -> Returned | Raised | Interrupted:
         """Runs the function until it is left."""
 
-    async def wait_over(self, link: Link, iteration: int, timeout: float | None) -> bytes:
+    async def wait_over(self, link: Link, timeout: float | None) -> bytes:
         """Waits until the iteration is over; `KeyTimeout` after `timeout` seconds."""
 
-    async def settle(self, iteration: int) -> None:
+    async def settle(self) -> None:
         """Waits for the abort, releases resources, and runs finalize and the health check."""
 
-    async def hang_report(
-        self, membership: MembershipProtocol, iteration: int
-    ) -> FaultRecord | None:
+    async def hang_report(self, membership: MembershipProtocol) -> FaultRecord | None:
         """This member's hang report, if it hung when a soft timeout ended the iteration."""
 
     def progress(self) -> dict[str, int]:
@@ -125,10 +116,10 @@ class Host(Protocol):
         ranks with which the function may be called again (`least`), or -1 if unknown.
         """
 
-    def fault(self, iteration: int, cause: str) -> FaultRecord:
+    def fault(self, cause: str) -> FaultRecord:
         """A fault of this member that has no exception. Its event is written."""
 
-    def fault_of(self, iteration: int, error: BaseException) -> FaultRecord:
+    def fault_of(self, error: BaseException) -> FaultRecord:
         """A fault of this member from the exception that ends it."""
 
     def timing(self, name: str) -> AbstractContextManager[object]:

@@ -34,6 +34,7 @@ from outlast.inprocess.monitor.shared_page import Activity
 from outlast.inprocess.recovery.host_protocol import Interrupted, Raised, Returned
 from outlast.inprocess.recovery.launcher_notice import LauncherNotice
 from outlast.inprocess.running_call import RunningCall
+from outlast.inprocess.state import State
 from outlast.inprocess.timeouts import Timeouts
 from outlast.system.arguments import seconds
 from outlast.system.error_text import chain, first_line, release_frames, signal_name
@@ -46,13 +47,13 @@ _TRACEBACK_CHARS = 8_000  # it goes through the store, to every rank
 
 
 class RankFaults:
-    """The part of `RankHost` about faults: makes this rank's records. `state`: the iteration's."""
+    """The part of `RankHost` about faults: makes this rank's records."""
 
     notice: LauncherNotice  # set by the session
 
     def __init__(self, running: RunningCall, emitter: Emitter, timeouts: Timeouts) -> None:
-        self.running, self.page, self.emitter = running, running.page, emitter
-        self.state = running.state
+        self.running, self.page = running, running.page
+        self.emitter, self.place = emitter, emitter.place
         self.sample: StackSample | None = None  # when the last iteration ended
         self.pings = 0  # in the function, in this iteration
         self._ping_timeout = seconds(timeouts.ping_timeout)
@@ -66,8 +67,17 @@ class RankFaults:
         self._overtaken: FaultRecord | None = None
         self.ran = 0.0  # of a fault after the function
 
-    def fault(self, iteration: int, cause: str) -> FaultRecord:
-        return self._noted(self._fault(iteration, Interruption.EXCEPTION, cause))
+    @property
+    def state(self) -> State:
+        """The rank as policies and the function know it: the running call has it."""
+        return self.running.state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self.running.state = state
+
+    def fault(self, cause: str) -> FaultRecord:
+        return self._noted(self._fault(self.place.iteration, Interruption.EXCEPTION, cause))
 
     def _fault(self, iteration: int, interruption: Interruption, cause: str) -> FaultRecord:
         place = self.page, self.state.rank, self.emitter.host, os.getpid()
@@ -76,8 +86,9 @@ class RankFaults:
             fault = dataclasses.replace(fault, ran=self.ran)
         return dataclasses.replace(fault, iteration=iteration)
 
-    def fault_of(self, iteration: int, error: BaseException) -> FaultRecord:
-        return self._noted(self._record_of(iteration, Interruption.BASE_EXCEPTION, "", error))
+    def fault_of(self, error: BaseException) -> FaultRecord:
+        kind = Interruption.BASE_EXCEPTION
+        return self._noted(self._record_of(self.place.iteration, kind, "", error))
 
     def own_fault(self, error: BaseException, where: str = "") -> FaultRecord:
         iteration, kind = self.state.iteration, Interruption.EXCEPTION
@@ -122,7 +133,7 @@ class RankFaults:
 
     def note_decision(self, decision: Decision) -> None:
         """Writes the decision to the event log, if this is one of the ranks that do."""
-        if self.page.member not in decision.witnesses:
+        if self.place.member not in decision.witnesses:
             return
         view, cause = decision.view, decision.cause
         self.emitter.emit(
@@ -164,7 +175,7 @@ class RankFaults:
         if cause is None:
             log.info("restart of iteration %d: the job changes its size", self.state.iteration)
             return
-        own = reports and cause.member == self.page.member and bool(cause.traceback)
+        own = reports and cause.member == self.place.member and bool(cause.traceback)
         again = own and signature_of(cause) == self._shown
         trace = f"\n{cause.traceback.rstrip()}" if own and not again else ""
         if own:
@@ -191,11 +202,9 @@ class RankFaults:
             fault,
         )
 
-    async def hang_report(
-        self, membership: MembershipProtocol, iteration: int
-    ) -> FaultRecord | None:
+    async def hang_report(self, membership: MembershipProtocol) -> FaultRecord | None:
         """This rank's hang report, if it made no progress before a soft timeout; else `None`."""
-        sample, hung = self.sample, Interruption.SOFT_TIMEOUT
+        sample, hung, iteration = self.sample, Interruption.SOFT_TIMEOUT, self.place.iteration
         own = self.page.reported_soft == iteration
         if sample is None:
             return None

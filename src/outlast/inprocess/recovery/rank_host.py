@@ -42,7 +42,6 @@ from outlast.inprocess.interruption.release import ModesAtStart, Releaser
 from outlast.inprocess.monitor.shared_page import Activity
 from outlast.inprocess.rank_assignment import ShiftRanks
 from outlast.inprocess.recovery.host_protocol import (
-    AssignedRank,
     Interrupted,
     Raised,
     RecoveryState,
@@ -101,13 +100,12 @@ class RankHost(RankFaults):
         self.saves = False  # in this iteration, the ranks only save what they keep
         self.refusal: RestartAbort | None = None  # why this iteration is not to be
 
-    def at(self, state: RecoveryState, iteration: int, member: int) -> None:
-        self.page.iteration, self.page.member = iteration, member
-        self.page.enter(Activity.WAITING, self.clock.now())
-        self.emitter.place(iteration=iteration, member=member)
+    def at(self, state: RecoveryState) -> None:
+        self.page.publish(self.place, self.clock.now())
         self.foreign_handlers.hold()
         self.note_kept(self.foreign_handlers.kept)
-        log.debug("rank %d: iteration %d: %s", self.state.rank, iteration, state.value)
+        place = self.place
+        log.debug("rank %d: iteration %d: %s", place.rank, place.iteration, state.value)
         if state is RecoveryState.JOIN and not self.joining:
             self.joining = True
             self.emitter.emit(ev.Joined(preferred_rank=self.preferred_rank))
@@ -122,13 +120,13 @@ class RankHost(RankFaults):
     def keeps(self) -> bool:
         return self.running.rescue is not None
 
-    async def assign(self, link: Link, record: ViewRecord, member: int) -> AssignedRank:
+    async def assign(self, link: Link, record: ViewRecord) -> None:
+        member = self.place.member
         assignment, rank_filter = self.settings.rank_assignment, self.settings.rank_filter
         self.saves, self.refusal, self.ran = record.saves, None, 0.0
         if record.saves:
             assignment, rank_filter = ShiftRanks(), None
         await exchange_values(link, self, record, member, self.state, assignment)
-        self.emitter.place(iteration=record.iteration)
         start = self.clock.now()
         # The iteration has no store of its own before its ranks are known.
         before = self.state.copy(
@@ -147,8 +145,8 @@ class RankHost(RankFaults):
             self.emitter.emit(ev.Admitted(rank=state.rank))
         state.store = LazyStore(self.iteration_store.connect)
         self.state = state
-        self.page.rank, self.page.world_size = state.rank, state.world_size
-        self.emitter.place(rank=state.rank)
+        self.place.rank, self.place.world_size = state.rank, state.world_size
+        self.place.active = state.active
         if not state.active:
             go_into_reserve()
         self.emitter.emit(
@@ -164,7 +162,6 @@ class RankHost(RankFaults):
             *(record.iteration, state.rank, state.world_size),
             *(state.active_world_size, state.initial_rank),
         )
-        return AssignedRank(state.rank, state.world_size, state.active)
 
     def serve(self) -> str | None:
         if self.state.rank != 0:
@@ -173,7 +170,7 @@ class RankHost(RankFaults):
         self.page.store_port = self.iteration_store.endpoint[1]
         return where
 
-    async def initialize(self, iteration: int, store: str) -> FaultRecord | None:
+    async def initialize(self, store: str) -> FaultRecord | None:
         if self.refusal is not None:
             raise self.refusal
         self.iteration_store.where = store
@@ -182,21 +179,21 @@ class RankHost(RankFaults):
         self.page.pings = self.page.step = self.page.waits = self.pings = 0
         self.page.soft_limit = self.page.long_limit = 0.0
         loop.begin()
-        self.watch = self.monitor_thread.watch_iteration(self._over(iteration))
+        self.watch = self.monitor_thread.watch_iteration(self._over)
         self.stores.replace()
         publish_rank(
             self.state.rank,
             self.state.active_world_size,
-            (*self._position, iteration),
+            (*self._position, self.place.iteration),
             self.iteration_store.endpoint,
         )
         if self.saves:
             return None
         where = "initialize: "
         try:
-            if iteration > 0:
+            if self.place.iteration > 0:
                 with self._user_code():
-                    self._notify_recovering(iteration)
+                    self._notify_recovering()
             if self.settings.initialize is not None:
                 with self._user_code(), self.emitter.span(ev.InitializeDone):
                     self.state = self._kept(self.settings.initialize(self.state))
@@ -208,8 +205,8 @@ class RankHost(RankFaults):
             return self.own_fault(e, where)
         return None
 
-    async def call(self, iteration: int) -> Returned | Raised | Interrupted:
-        watch, page = self._present_watch(), self.page
+    async def call(self) -> Returned | Raised | Interrupted:
+        watch, page, iteration = self._present_watch(), self.page, self.place.iteration
         self.state.status = Status.ACTIVE
         self.emitter.emit(ev.Entered())
         log.debug("rank %d: iteration %d: calling the function", self.state.rank, iteration)
@@ -246,21 +243,21 @@ class RankHost(RankFaults):
         self.emitter.emit(ev.LeftFunction(outcome=how, pings=page.pings))
         return outcome
 
-    async def wait_over(self, link: Link, iteration: int, timeout: float | None) -> bytes:
+    async def wait_over(self, link: Link, timeout: float | None) -> bytes:
         if not self.state.active:
             self.emitter.emit(ev.Entered(active=False))
         watch = self._present_watch()
         watch.left.set()
         return watch.wait(timeout)
 
-    async def settle(self, iteration: int) -> None:
+    async def settle(self) -> None:
         watch, self.watch = self.watch, None
         count_restart()
         self.state.status = Status.ABORTING
         if watch is None:
             # The iteration ended while this rank was still at the barrier before it. The abort runs
             # all the same: on every rank once for each restart, whichever rank was faster.
-            watch = self.monitor_thread.watch_iteration(self._over(iteration), left=True)
+            watch = self.monitor_thread.watch_iteration(self._over, left=True)
         watch.left.set()
         with self._user_code():  # the abort, in the monitor thread: the hard timeout applies
             watch.wait(None)
@@ -270,10 +267,10 @@ class RankHost(RankFaults):
         train_ex = None if error is None or is_consequence(error) else error
         if error is not None:
             release_frames(error)
-        log.debug("rank %d: iteration %d: finalize", self.state.rank, iteration)
+        log.debug("rank %d: iteration %d: finalize", self.state.rank, self.place.iteration)
         check_device_context(self.state.rank)
         with self._user_code(Activity.LEAVING), self.emitter.span(ev.FinalizeDone):
-            self._notify_recovering(iteration)
+            self._notify_recovering()
             self.releaser.release()
             self.stores.watch()
             if self.settings.finalize is not None:
@@ -352,12 +349,13 @@ class RankHost(RankFaults):
         with self.foreign_handlers.released():
             return self.function(call)
 
-    def _notify_recovering(self, iteration: int) -> None:
+    def _notify_recovering(self) -> None:
         for observer in observers():
-            observer.recovering(iteration, self.state.rank)
+            observer.recovering(self.place.iteration, self.state.rank)
 
-    def _over(self, iteration: int) -> str:
-        return f"{self.prefix}over/{iteration}"
+    @property
+    def _over(self) -> str:
+        return f"{self.prefix}over/{self.place.iteration}"
 
     def _present_watch(self) -> IterationWatch:
         if self.watch is None:

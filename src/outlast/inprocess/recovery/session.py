@@ -26,7 +26,7 @@ from outlast.coordination.stores.store import KeyTimeout
 from outlast.coordination.training_step import observed_steps
 from outlast.coordination.waits import observed_by
 from outlast.errors import StoreError
-from outlast.events.emitter import Emitter, JsonlSink, NullSink, Sink
+from outlast.events.emitter import Emitter, JsonlSink, NullSink, Place, Sink
 from outlast.events.fault_record import FaultRecord
 from outlast.events.restart_causes import describe_restarts
 from outlast.events.types import Completed, Lost
@@ -110,8 +110,8 @@ class _Session:
         self.endpoint = settings.store_factory.endpoint(**self.store_kwargs)
         address = launch.host_address or address_towards(self.endpoint)
         sink = self._default_sink() if sink is None else sink
-        self.emitter = Emitter(sink, clock=MonotonicClock())
-        self.emitter.place(rank=launch.rank)
+        self.place = Place(rank=launch.rank, world_size=launch.world_size)
+        self.emitter = Emitter(sink, place=self.place, clock=MonotonicClock())
         self.ready = f"{self.prefix}served" if self._job_serves_store() else ""
         self.page = SharedPage()
         self.interrupter = Interrupter()
@@ -192,7 +192,7 @@ class _Session:
 
             monitor.watch(
                 host.monitor_thread.native_id,
-                lambda cause: report(host.fault(self.page.iteration, cause)),
+                lambda cause: report(host.fault(cause)),
                 lambda error: report(host.leaving_fault(error)),
             )
             stack.callback(monitor.stop_heartbeat)
@@ -237,7 +237,7 @@ class _Session:
             with contextlib.suppress(StoreError):
                 host.notice.completed()
         with contextlib.suppress(StoreError):
-            run(machine.membership.say_goodbye(machine.member, machine.iteration))
+            run(machine.membership.say_goodbye(self.place.member, self.place.iteration))
             if self.ready and not host.monitor.serves:
                 self._await_end_of_store(store)
         if not host.joining:
@@ -332,7 +332,7 @@ class _Session:
 
     def _reached(self, step: int, completed: bool) -> None:
         self.page.step, self.page.pinged = max(self.page.step, step), self.emitter.clock.now()
-        iteration, is_told = self.page.iteration, self.progressed_in == self.page.iteration
+        iteration, is_told = self.place.iteration, self.progressed_in == self.place.iteration
         further = step > self.machine.decision.history.step
         if further and not is_told and self.launch.agent and self.host.state.rank == 0:
             self.progressed_in = iteration

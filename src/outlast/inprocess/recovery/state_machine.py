@@ -63,7 +63,6 @@ from outlast.errors import (
 )
 from outlast.events.fault_record import FaultRecord
 from outlast.inprocess.recovery.host_protocol import (
-    AssignedRank,
     GrowPolicy,
     Host,
     Raised,
@@ -85,10 +84,9 @@ class Machine:
     def __init__(self, host: Host, link: Link, world_size: int) -> None:
         self.host, self.link = host, link
         self.membership = MembershipProtocol(link, world_size, host.rules)
-        self.member = -1
-        self.iteration = 0
+        self.place = host.place
+        self.place.iteration = 0
         self.decision = Decision(ViewRecord(0, tuple(range(world_size))))
-        self.assigned = AssignedRank(host.preferred_rank, world_size)
         self.store = ""  # the address of the iteration's own store
         self.value: Any = None
         self.given_up: tuple[RestartAbort, FaultRecord] | None = None  # this member ends the job
@@ -101,7 +99,7 @@ class Machine:
         state = RecoveryState.ENTER
         try:
             while state is not RecoveryState.DONE:
-                self.host.at(state, self.iteration, self.member)
+                self.host.at(state)
                 try:
                     state = await getattr(self, f"_{state.value}")()
                 except RestartAbort as error:
@@ -116,7 +114,7 @@ class Machine:
             if end is not error:
                 raise end from end.__cause__
             raise
-        self.host.at(RecoveryState.DONE, self.iteration, self.member)
+        self.host.at(RecoveryState.DONE)
         return self.value
 
     async def _give_up(self, error: RestartAbort, state: RecoveryState) -> RecoveryState:
@@ -124,7 +122,7 @@ class Machine:
         in_iteration = (RecoveryState.INITIALIZE, RecoveryState.RUN, RecoveryState.SETTLE)
         if state not in in_iteration or self.record.saves or not self.host.keeps:
             raise error
-        fault = self.host.fault_of(self.iteration, error)
+        fault = self.host.fault_of(error)
         self.given_up = error, dataclasses.replace(fault, ends_job=True)
         await self.membership.report_fault(self.given_up[1])
         settled = state is RecoveryState.SETTLE
@@ -134,7 +132,7 @@ class Machine:
         rank, token = self.host.preferred_rank, self.host.token
         member = await self.membership.register(rank, token)
         if member is not None:
-            self.member = member
+            self.place.member = member
             self.membership.follow(self.decision)
             return RecoveryState.ASSIGN
         if self.host.grow is GrowPolicy.NEVER:
@@ -142,17 +140,17 @@ class Machine:
                 f"rank {rank} was taken before, and the job takes in no new processes (grow "
                 f"policy: {self.host.grow.value})"
             )
-        self.member = await self.membership.ask_to_join(rank, token)
-        self.iteration = await self.membership.current()
+        self.place.member = await self.membership.ask_to_join(rank, token)
+        self.place.iteration = await self.membership.current()
         return RecoveryState.JOIN
 
     async def _join(self) -> RecoveryState:
         """Waits, as a joiner, for the next decision. Like each process that adds a fact, it looks
         whether the decision can be made, so it is admitted even if all others are dead.
         """
-        k = self.iteration
+        k = self.place.iteration
         decision = await self.membership.decision(k)
-        if decision is not None and (decision.ends or self.member in decision.view.expected):
+        if decision is not None and (decision.ends or self.place.member in decision.view.expected):
             self._follow(decision)
             return RecoveryState.ASSIGN
         view = None if decision is None else decision.view
@@ -162,16 +160,16 @@ class Machine:
         return RecoveryState.DONE if how == COMPLETED else RecoveryState.DECIDE
 
     async def _start(self) -> RecoveryState:
-        k = self.iteration
+        k = self.place.iteration
         with self.host.timing("start"):
             arrived = await pass_barrier(
                 self.link,
                 self.host,
                 f"start/{k}",
                 self.record,
-                self.member,
-                rank=self.assigned.rank,
-                world_size=self.assigned.world_size,
+                self.place.member,
+                rank=self.place.rank,
+                world_size=self.place.world_size,
                 store=self.host.serve(),
             )
         self.membership.started(k, arrived)
@@ -182,21 +180,21 @@ class Machine:
         return RecoveryState.SETTLE
 
     async def _initialize(self) -> RecoveryState:
-        fault = await self.host.initialize(self.iteration, self.store)
+        fault = await self.host.initialize(self.store)
         if fault is None:
             return RecoveryState.RUN
         await self.membership.report_fault(fault)
         return RecoveryState.SETTLE
 
     async def _run(self) -> RecoveryState:
-        if self.assigned.rank == 0:
-            await self.link.put("current", str(self.iteration).encode())
-        if not self.assigned.active:
+        if self.place.rank == 0:
+            await self.link.put("current", str(self.place.iteration).encode())
+        if not self.place.active:
             return RecoveryState.COMPLETE
-        outcome = await self.host.call(self.iteration)
+        outcome = await self.host.call()
         match outcome:
             case Returned() if self.record.saves:
-                await self.membership.end(self.iteration, RESTART)
+                await self.membership.end(self.place.iteration, RESTART)
             case Returned(value):
                 self.value = value
                 return RecoveryState.COMPLETE
@@ -205,20 +203,20 @@ class Machine:
         return RecoveryState.SETTLE
 
     async def _complete(self) -> RecoveryState:
-        k, active = self.iteration, self.assigned.active
-        members, limits = self.assigned.world_size, self.host.limits
+        k, active = self.place.iteration, self.place.active
+        members, limits = self.place.world_size, self.host.limits
         await self.membership.finish(k, members)
         how, waited = b"", 0.0
         while not how:
             try:
-                how = await self.host.wait_over(self.link, k, limits.completion if active else None)
+                how = await self.host.wait_over(self.link, limits.completion if active else None)
             except KeyTimeout:
                 waited += limits.completion
                 idle = await self.membership.count_idle(k, 0, members)
                 if not idle and waited < limits.computing:
                     continue  # one of them is at work: an evaluation on rank 0, for example
                 cause = f"the other ranks did not return within {waited} s"
-                fault = self.host.fault(k, cause)
+                fault = self.host.fault(cause)
                 await self.membership.report_fault(fault)
                 return RecoveryState.SETTLE
         if how == COMPLETED:
@@ -227,26 +225,25 @@ class Machine:
         return RecoveryState.SETTLE
 
     async def _settle(self) -> RecoveryState:
-        k = self.iteration
-        await self.host.settle(k)
-        report = await self.host.hang_report(self.membership, k)
+        await self.host.settle()
+        report = await self.host.hang_report(self.membership)
         if report is not None:
             await self.membership.report_fault(report)
         return RecoveryState.DECIDE
 
     async def _decide(self) -> RecoveryState:
-        decision = await leave_iteration(self.membership, self.host, self.record, self.member)
+        decision = await leave_iteration(self.membership, self.host, self.record, self.place.member)
         self._follow(decision)
-        self.iteration = decision.view.iteration
-        if self.member in decision.view.expected:
+        self.place.iteration = decision.view.iteration
+        if self.place.member in decision.view.expected:
             return RecoveryState.PAUSE if decision.history.pause else RecoveryState.ASSIGN
-        await leave_if_lost(self.membership, self.member)
+        await leave_if_lost(self.membership, self.place.member)
         return RecoveryState.JOIN
 
     def _follow(self, decision: Decision) -> None:
         before, self.decision = self.record.slots(), decision
         self.membership.follow(decision)
-        self.host.decided(decision, reports=decision.reporter == self.member)
+        self.host.decided(decision, reports=decision.reporter == self.place.member)
         if decision.view.saves:
             return
         if self.given_up is not None and decision.ends:
@@ -265,7 +262,7 @@ class Machine:
 
     async def _pause(self) -> RecoveryState:
         """Waits before the iteration, unless a member leaves, a process joins or the job stops."""
-        key = resume_key(self.iteration)
+        key = resume_key(self.place.iteration)
         # Members wait for each other at the barrier that follows the pause.
         pause = min(self.decision.history.pause, self.host.limits.barrier / 2)
         try:
@@ -276,19 +273,19 @@ class Machine:
         return RecoveryState.ASSIGN
 
     async def _assign(self) -> RecoveryState:
-        self.assigned = await self.host.assign(self.link, self.record, self.member)
+        await self.host.assign(self.link, self.record)
         return RecoveryState.START
 
     async def _leave(self, error: BaseException) -> None:
         self.host.leaves_with(error)
-        if self.member < 0:
+        if self.place.member < 0:
             return
         unrecoverable = isinstance(error, UnrecoverableFault)
         if isinstance(error, SystemExit) and not unrecoverable:
             stop = await self.membership.stop_request()
             if self.record.ends_job or (stop is not None and stop.done):  # then it is no fault
-                lost = LostRecord(self.member, "the job was told to stop")
-                await self.membership.report_lost(lost, self.iteration)
+                lost = LostRecord(self.place.member, "the job was told to stop")
+                await self.membership.report_lost(lost, self.place.iteration)
                 return
         cause, ender = self.decision.last_cause, self.decision.ended_by
         if cause is not None and ender is not None and cause.cause == ender.reason:
@@ -297,15 +294,17 @@ class Machine:
             error.__cause__ = RankFault(
                 cause.cause, rank=cause.rank, host=cause.host, remote_traceback=cause.traceback
             )
-        lost = LostRecord(self.member, str(error), ends_job=True)
+        lost = LostRecord(self.place.member, str(error), ends_job=True)
         fault: FaultRecord | None = None
         if not unrecoverable:  # its fault is on record
             discarded = isinstance(error, RankDiscarded)
             known = self.given_up
-            own = known[1] if known else self.host.fault_of(self.iteration, error)
-            lost = LostRecord(self.member, own.cause, discarded, isinstance(error, RestartAbort))
+            own = known[1] if known else self.host.fault_of(error)
+            lost = LostRecord(
+                self.place.member, own.cause, discarded, isinstance(error, RestartAbort)
+            )
             fault = None if discarded or known else own
-        await self.membership.report_lost(lost, self.iteration, fault)
+        await self.membership.report_lost(lost, self.place.iteration, fault)
 
     def _same_view(self, arrived: dict[int, dict[str, Any]]) -> bool:
         """Checks R1: ranks dense from 0, world sizes equal. A gap is a member that was lost before
@@ -318,4 +317,4 @@ class Machine:
                 f"the rank assignment gave ranks {ranks} and world sizes {sorted(sizes)}: "
                 "it must give every rank once, and one world size, on all members"
             )
-        return ranks == list(range(self.assigned.world_size))
+        return ranks == list(range(self.place.world_size))
