@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -19,12 +20,12 @@ from outlast.events.fault_record import FaultRecord
 from outlast.inprocess.recovery.host_protocol import (
     GrowPolicy,
     Interrupted,
-    Limits,
     Raised,
     RecoveryState,
     Returned,
 )
 from outlast.inprocess.recovery.state_machine import Machine
+from outlast.inprocess.timeouts import Timeouts
 
 __all__ = ["CountedStore", "Member", "connected"]
 
@@ -77,7 +78,9 @@ class Member(MinimalHost):
         self.token, self.place = f"token {rank}", Place()
         self.preferred_rank = rank
         self.grow = GrowPolicy.AT_ONCE
-        self.limits = Limits(PATIENCE_S, PATIENCE_S, backstop=60.0)
+        self.durations = dataclasses.replace(
+            Timeouts().in_seconds(), barrier=PATIENCE_S, completion=PATIENCE_S, backstop=60.0
+        )
         self.size, self.restarts = size, restarts
         self.entered: dict[int, float] = {}
         self.failed: dict[int, float] = {}

@@ -16,12 +16,12 @@ from outlast.events.fault_record import FaultRecord
 from outlast.inprocess.recovery.host_protocol import (
     GrowPolicy,
     Interrupted,
-    Limits,
     Raised,
     RecoveryState,
     Returned,
 )
 from outlast.inprocess.recovery.state_machine import Machine
+from outlast.inprocess.timeouts import Timeouts
 from simulation.fault_budget import Budget, Schedule
 from simulation.minimal_host import MinimalHost
 
@@ -70,7 +70,7 @@ class SimulatedMember(MinimalHost):
         self.name, self.token, self.host_id = name, name, ""
         self.preferred_rank, self.clock, self.grow = rank, clock, schedule.grow
         self.schedule, self.budget, self.invariants = schedule, budget, invariants
-        self.limits = Limits(120.0, 120.0, await_seconds=HOLD_S)
+        self.durations = dataclasses.replace(Timeouts().in_seconds(), hold=HOLD_S)
         self.rules = rules_of(schedule)
         self.place = Place()
         self.machine = _Machine(self, Link(), schedule.members)

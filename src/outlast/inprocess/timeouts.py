@@ -154,8 +154,45 @@ class Timeouts:
         soft = self.soft_timeout
         return soft.initial if isinstance(soft, Adaptive) else soft
 
-    @property
-    def least_soft(self) -> Duration:
-        """The soft timeout; if it is adaptive, its lower bound."""
+    def in_seconds(self) -> Durations:
+        """The same for all parts of a rank, in seconds."""
         soft = self.soft_timeout
-        return soft.floor if isinstance(soft, Adaptive) else soft
+        return Durations(
+            soft=seconds(self.soft),
+            least_soft=seconds(soft.floor if isinstance(soft, Adaptive) else soft),
+            hard=seconds(self.hard_timeout),
+            ping=seconds(self.ping_timeout),
+            heartbeat=seconds(self.heartbeat_timeout),
+            barrier=seconds(self.barrier_timeout),
+            completion=seconds(self.completion_timeout),
+            grace=seconds(self.termination_grace_time),
+            backstop=max(1.0, seconds(self.monitor_thread_interval)),
+            monitor_interval=seconds(self.monitor_process_interval),
+            progress_interval=seconds(self.progress_watchdog_interval),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Durations:
+    """`Timeouts` in seconds: what the state machine, the monitor process and the threads of a rank
+    go by. The monitor process applies some of them as its rank's activity requires
+    (`monitor.timeouts.limits_in_force`).
+    """
+
+    soft: float  # of an adaptive one, the upper bound
+    least_soft: float  # of an adaptive one, the lower bound
+    hard: float
+    ping: float
+    heartbeat: float  # a member without a heartbeat for this long counts as lost
+    barrier: float  # for the barriers between iterations, and to reach the store
+    completion: float  # from the return of this rank to the return of all
+    grace: float  # between SIGTERM and SIGKILL
+    backstop: float  # a waiting member checks by itself this often (the pause doubles)
+    monitor_interval: float  # between two heartbeats
+    progress_interval: float  # between two timestamps of progress
+    hold: float = 0.0  # a restart is held for replacements for this long at most
+
+    @property
+    def computing(self) -> float:
+        """`completion` while one of the other ranks is at work."""
+        return max(self.completion, self.ping)

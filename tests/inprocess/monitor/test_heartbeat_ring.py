@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from outlast.coordination.decision import ViewRecord
 from outlast.coordination.ops import Link, Op, perform_on, run
 from outlast.coordination.stores.store import HOST_KEYS, MemoryStore
 from outlast.inprocess.monitor.heartbeat_ring import HeartbeatRing
+from outlast.inprocess.timeouts import Timeouts
 
 TIMEOUT_S = 10.0
 
@@ -49,8 +51,9 @@ def rings(
     made = []
     for member in range(4):
         page: Any = SimpleNamespace(member=member, iteration=0)
+        durations = dataclasses.replace(Timeouts().in_seconds(), heartbeat=TIMEOUT_S)
         plan: Any = SimpleNamespace(
-            page=page, prefix="call/", interval=1.0, heartbeat=TIMEOUT_S, host_ring=per_host
+            page=page, prefix="call/", durations=durations, host_ring=per_host
         )
         server: Any = servers[member // 2]
         reports: Any = SimpleNamespace(unresponsive=reported.append)

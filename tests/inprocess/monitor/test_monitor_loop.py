@@ -18,6 +18,7 @@ from outlast.inprocess.monitor.loop import MonitorLoop
 from outlast.inprocess.monitor.reports import MonitorPlan
 from outlast.inprocess.monitor.shared_page import Activity, SharedPage
 from outlast.inprocess.store import FileStore
+from outlast.inprocess.timeouts import Timeouts
 
 
 class BusyStore(FileStore):
@@ -44,13 +45,16 @@ def plan(page: SharedPage, file: Path) -> MonitorPlan:
         rank=0,
         world_size=1,
         token="token",
-        interval=0.01,
-        heartbeat=30.0,
-        soft=0.0,
-        hard=0.0,
-        ping=0.0,
-        grace=1.0,
-        patience=60.0,
+        durations=dataclasses.replace(
+            Timeouts().in_seconds(),
+            monitor_interval=0.01,
+            heartbeat=30.0,
+            soft=0.0,
+            hard=0.0,
+            ping=0.0,
+            grace=1.0,
+            barrier=60.0,
+        ),
         logfile=None,
         events_dir="",
     )
@@ -97,8 +101,10 @@ def test_a_pause_of_all_processes_does_not_count_as_silence(
 
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        limits = dataclasses.replace(plan(page, tmp_path / "store"), soft=60.0, hard=90.0)
-        loop = MonitorLoop(limits, os.getppid(), theirs, None)
+        own = plan(page, tmp_path / "store")
+        durations = dataclasses.replace(own.durations, soft=60.0, hard=90.0)
+        own = dataclasses.replace(own, durations=durations)
+        loop = MonitorLoop(own, os.getppid(), theirs, None)
         loop._poll = SimpleNamespace(poll=paused)  # type: ignore[assignment]
         loop._wait()
         limit = 90.0 if activity is Activity.WAITING else 60.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import signal
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from fake_clock import FakeClock
 from outlast.inprocess.monitor import timeouts
 from outlast.inprocess.monitor.shared_page import Activity, Blocked, SharedPage
 from outlast.inprocess.monitor.timeouts import ProgressTimeouts
+from outlast.inprocess.timeouts import Timeouts as WrapperTimeouts
 
 HARD_S = 90.0
 
@@ -28,7 +30,8 @@ class Timeouts(ProgressTimeouts):
             soft_timeout=self._report,
             native_frames=lambda said: said and self.sent.append(said),
         )
-        plan = SimpleNamespace(page=page, soft=60.0, hard=hard, ping=600.0, grace=1.0, interval=1.0)
+        durations = dataclasses.replace(WrapperTimeouts().in_seconds(), hard=hard, grace=1.0)
+        plan = SimpleNamespace(page=page, durations=durations)
         self.all_idle, self.computes = True, False
         self.waiting, self.went_on = False, 0
         idle_ranks = SimpleNamespace(wait=self._wait, go_on=self._go_on)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Coroutine
 from contextlib import nullcontext
@@ -17,8 +18,8 @@ from outlast.coordination.ops import Link, Op, drive, perform_on
 from outlast.coordination.records import LostRecord
 from outlast.coordination.stores.store import KeyTimeout, MemoryStore
 from outlast.errors import RankLostError
-from outlast.inprocess.recovery.host_protocol import Limits
 from outlast.inprocess.recovery.waits import leave_iteration
+from outlast.inprocess.timeouts import Timeouts
 
 
 class Held:
@@ -51,7 +52,7 @@ class Held:
 
     def leave(self) -> Decision:
         host: Any = SimpleNamespace(
-            limits=Limits(barrier=1.0, completion=1.0, await_seconds=60.0),
+            durations=dataclasses.replace(Timeouts().in_seconds(), barrier=1.0, hold=60.0),
             clock=self.clock,
             timing=lambda name: nullcontext(),
             progress=lambda: {"step": 0, "pings": 0, "least": 2},

@@ -16,6 +16,7 @@ from fake_clock import FakeClock
 from outlast.inprocess.monitor.shared_page import Activity, SharedPage
 from outlast.inprocess.monitor.timeouts import FrozenNotice
 from outlast.inprocess.recovery.monitor_supervisor import ProgressNotice
+from outlast.inprocess.timeouts import Timeouts
 
 
 class Rig:
@@ -86,7 +87,7 @@ def test_the_monitor_process_speaks_for_a_stopped_process(page: SharedPage, bega
     )
     assert process.stdout is not None
     process.stdout.readline()
-    plan: Any = SimpleNamespace(page=page, soft=60.0, hard=90.0, ping=600.0)
+    plan: Any = SimpleNamespace(page=page, durations=Timeouts().in_seconds())
     notice = FrozenNotice(plan, process.pid, clock, "node1")
     page.activity, page.rank, page.progress = Activity.FUNCTION, 1, clock.now()
     page.heartbeat = clock.now() if began else 0.0
@@ -112,7 +113,7 @@ def test_a_stopped_process_is_ended_after_the_timeout_in_force(
         process = subprocess.Popen(
             [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stderr=file
         )
-    plan: Any = SimpleNamespace(page=page, soft=60.0, hard=90.0, ping=600.0)
+    plan: Any = SimpleNamespace(page=page, durations=Timeouts().in_seconds())
     page.activity, page.rank, page.heartbeat = Activity.FUNCTION, 1, clock.now()
     page.soft_limit = 2.0  # learned from the pings
     clock.advance(11)
@@ -132,7 +133,7 @@ def test_a_file_at_a_position_of_the_processs_own_is_left_alone(
             process = subprocess.Popen(
                 [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stderr=file
             )
-        plan: Any = SimpleNamespace(page=page, soft=60.0, hard=90.0, ping=600.0)
+        plan: Any = SimpleNamespace(page=page, durations=Timeouts().in_seconds())
         notice = FrozenNotice(plan, process.pid, clock, "node1")
         page.activity, page.rank, page.heartbeat = Activity.FUNCTION, 1, clock.now()
         clock.advance(11)

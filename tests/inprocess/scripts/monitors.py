@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import select
 import sys
@@ -16,6 +17,7 @@ from outlast.inprocess.monitor.reports import MonitorPlan
 from outlast.inprocess.monitor.shared_page import Activity, SharedPage
 from outlast.inprocess.monitor.start import MonitorHandle, start_monitor
 from outlast.inprocess.store import TCPStore
+from outlast.inprocess.timeouts import Timeouts
 
 NET_S = 60.0
 
@@ -32,13 +34,16 @@ def _start(page: SharedPage, port: int, serve: bool) -> MonitorHandle:
         rank=0,
         world_size=1,
         token="token",
-        interval=0.05,
-        heartbeat=NET_S,
-        soft=NET_S,
-        hard=NET_S,
-        ping=600.0,
-        grace=1.0,
-        patience=NET_S,
+        durations=dataclasses.replace(
+            Timeouts().in_seconds(),
+            monitor_interval=0.05,
+            heartbeat=NET_S,
+            soft=NET_S,
+            hard=NET_S,
+            ping=600.0,
+            grace=1.0,
+            barrier=NET_S,
+        ),
         logfile=None,
         events_dir="",
     )

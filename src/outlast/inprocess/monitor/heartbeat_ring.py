@@ -34,7 +34,7 @@ class HeartbeatRing:
         now = self._clock.now()
         if now < self.next_beat:
             return
-        self.next_beat = now + self._plan.interval
+        self.next_beat = now + self._plan.durations.monitor_interval
         if self._page.member < 0 or not self._store.available:
             return
         if self._count_up(self._page.member, 1) is not None:
@@ -71,10 +71,10 @@ class HeartbeatRing:
             return
         now = self._clock.now()
         # If the store was slow (it may just have lost its leader), so were the others' heartbeats.
-        slow = now - began > self._plan.interval
+        slow = now - began > self._plan.durations.monitor_interval
         if count != self._count or slow:
             self._count, self._changed_at = count, now
-        elif now - self._changed_at >= self._plan.heartbeat:
+        elif now - self._changed_at >= self._plan.durations.heartbeat:
             lost = self._store.lost_members() or frozenset()
             if self.watched not in lost:
                 self._reports.unresponsive(self.watched)

@@ -57,8 +57,8 @@ class MonitorLoop:
         emitter = Emitter(_sink(plan))
         self._reports = FaultReports(plan, main, emitter, self._store)
         self._frozen = FrozenNotice(plan, main, self._clock, emitter.host)
-        # The other ranks wait for `patience`, at most, for one that is told to leave.
-        spare_s = (plan.patience - plan.hard - plan.grace) / 2
+        # The other ranks wait for the barrier timeout, at most, for one that is told to leave.
+        spare_s = (plan.durations.barrier - plan.durations.hard - plan.durations.grace) / 2
         self._frames = NativeFrames(main, self._clock, self._poll, spare_s)
         self._timeouts = ProgressTimeouts(
             plan,
@@ -66,7 +66,13 @@ class MonitorLoop:
             self._clock,
             self._reports,
             self._pidfd,
-            IdleRanks(self._page, self._store, self._clock, 3 * plan.interval, plan.soft),
+            IdleRanks(
+                self._page,
+                self._store,
+                self._clock,
+                confirm=3 * plan.durations.monitor_interval,
+                again=plan.durations.soft,
+            ),
             CpuTime(main, self._clock),
             self._frames,
         )
@@ -149,7 +155,7 @@ class MonitorLoop:
 
     def _pause(self) -> float:
         due = min(self._ring.next_beat, self._timeouts.next_check())
-        return max(0.001, min(due - self._clock.now(), self._plan.interval))
+        return max(0.001, min(due - self._clock.now(), self._plan.durations.monitor_interval))
 
     def _watch_threads(self) -> None:
         for tid in (self._page.thread_1, self._page.thread_2):
@@ -173,11 +179,11 @@ class MonitorLoop:
         C++, where no interrupt reaches them; so a server must answer there. `dying` is the pidfd of
         a main process of which one thread has ended: the port becomes free when all have.
         """
-        port, deadline = self._page.store_port, self._clock.now() + self._plan.patience
+        port, deadline = self._page.store_port, self._clock.now() + self._plan.durations.barrier
         if not port or not self._store.available:
             return
         if dying is not None:
-            readable(dying, timeout=self._plan.patience)
+            readable(dying, timeout=self._plan.durations.barrier)
         try:
             server = TCPStore.serve(host_name=self._plan.address, port=port)
         except (StoreError, RuntimeError) as e:
@@ -190,7 +196,7 @@ class MonitorLoop:
         """Keeps a store reachable for the other ranks until a key appears, or all members are lost:
         heartbeats continue, so that it does not wait for members whose hosts have died.
         """
-        while not self._store.appeared(key, self._plan.interval):
+        while not self._store.appeared(key, self._plan.durations.monitor_interval):
             if not self._store.available or self._clock.now() >= deadline:
                 return
             current = self._store.perform(self._store.membership.current())

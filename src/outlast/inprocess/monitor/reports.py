@@ -24,13 +24,14 @@ from outlast.events.types import Fault, Lost
 from outlast.inprocess.attribution import Interruption
 from outlast.inprocess.monitor.shared_page import SharedPage
 from outlast.inprocess.store import Connection, StoreMixin, connect
+from outlast.inprocess.timeouts import Durations
 
 T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
 class MonitorPlan:
-    """The configuration of one monitor process, fixed before the fork. Durations are in seconds."""
+    """The configuration of one monitor process, fixed before the fork."""
 
     page: SharedPage
     factory: type[StoreMixin]  # of the store, as the next two
@@ -42,13 +43,7 @@ class MonitorPlan:
     rank: int  # the values with which the main process registers
     world_size: int
     token: str
-    interval: float  # between two heartbeats
-    heartbeat: float  # a member without a heartbeat for this long counts as lost
-    soft: float
-    hard: float
-    ping: float
-    grace: float  # between SIGTERM and SIGKILL
-    patience: float  # to reach the store
+    durations: Durations
     logfile: str | None  # gets the output of the monitor process; `None` discards it
     events_dir: str
     address: str = ""  # of this host, on which an iteration's store is served
@@ -101,10 +96,10 @@ class StoreAccess:
     def connect(self, give_up: Callable[[], bool]) -> None:
         plan = self._plan
         place = plan.factory, plan.kwargs, plan.endpoint
-        deadline = time.monotonic() + plan.patience
+        deadline = time.monotonic() + plan.durations.barrier
         while self._connection is None:
             try:
-                self._connection = connect(*place, plan.patience, plan.ready, give_up)
+                self._connection = connect(*place, plan.durations.barrier, plan.ready, give_up)
                 self.link.perform = perform_on(self._connection)
             except (StoreError, RankTimeout) as e:
                 write_line(e)
@@ -238,8 +233,8 @@ class FaultReports:
             host="(unknown: no heartbeat)",
             pid=-1,
             interruption=Interruption.UNRESPONSIVE.value,
-            cause=f"no heartbeat for {self._plan.heartbeat:.3f} s (heartbeat timeout)",
-            idle=self._plan.heartbeat,
+            cause=f"no heartbeat for {self._plan.durations.heartbeat:.3f} s (heartbeat timeout)",
+            idle=self._plan.durations.heartbeat,
         )
         self._emit_lost(fault)
         lost = LostRecord(member, fault.cause)

@@ -83,16 +83,16 @@ def start_monitor(plan: MonitorPlan) -> MonitorHandle:
     names host and port if it cannot.
     """
     if plan.serve and plan.endpoint is not None:
-        _await_earlier_servers(plan.endpoint, plan.patience)
+        _await_earlier_servers(plan.endpoint, plan.durations.barrier)
     ours, theirs = socket.socketpair()
     main = os.getpid()
     pid = fork_detached(lambda: _run_child(plan, main, theirs), new_session=True)
     theirs.close()
-    ours.settimeout(plan.patience)
+    ours.settimeout(plan.durations.barrier)
     try:
         reply = json.loads(ours.recv(65536) or b'{"error": "the monitor process ended"}')
     except TimeoutError:
-        reply = {"error": f"the monitor process was not up within {plan.patience} s"}
+        reply = {"error": f"the monitor process was not up within {plan.durations.barrier} s"}
     ours.settimeout(None)
     if "error" in reply:
         ours.close()

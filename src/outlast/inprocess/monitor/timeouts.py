@@ -31,6 +31,7 @@ from outlast.clock import Clock
 from outlast.inprocess.monitor.native_frames import NativeFrames
 from outlast.inprocess.monitor.reports import FaultReports, MonitorPlan, StoreAccess, write_for
 from outlast.inprocess.monitor.shared_page import NOTICE_AFTER_S, Activity, Blocked, SharedPage
+from outlast.inprocess.timeouts import Durations
 from outlast.system.processes import is_stopped, send_signal
 
 # The hard timeout under an adaptive soft timeout: this many soft timeouts, and at least this long.
@@ -54,20 +55,22 @@ class Limits(NamedTuple):
     ping: float  # between two pings, whatever the rank does, until the soft timeout
 
 
-def timeouts_in_force(plan: MonitorPlan, page: SharedPage, activity: int) -> Limits:
+def limits_in_force(durations: Durations, page: SharedPage, activity: int) -> Limits:
     """The limits of the activity that was read from the page."""
+    soft, hard, ping = durations.soft, durations.hard, durations.ping
     if activity != Activity.FUNCTION:
-        return Limits(plan.hard, plan.hard, math.inf)
-    if page.long_limit:
-        soft = page.long_limit if page.long_limit > 0 else plan.soft
-        ping = soft if page.long_limit > 0 else max(soft, plan.ping)
-        return Limits(soft, max(plan.hard, soft + plan.hard - plan.soft), ping)
+        return Limits(hard, hard, math.inf)
+    phase = page.long_limit
+    if phase > 0:
+        return Limits(phase, max(hard, phase + hard - soft), phase)
+    if phase:
+        return Limits(soft, hard, max(soft, ping))
     if not page.soft_limit:
-        return Limits(plan.soft, plan.hard, plan.ping)
+        return Limits(soft, hard, ping)
     # The hard timeout follows a learned soft timeout, because a rank that holds the GIL can only
     # be terminated. Terminating a process costs more than an interrupt, so it gets more time.
-    soft = page.soft_limit
-    return Limits(soft, min(plan.hard, max(_HARD_PER_SOFT * soft, _HARD_AT_LEAST_S)), soft)
+    learned = page.soft_limit
+    return Limits(learned, min(hard, max(_HARD_PER_SOFT * learned, _HARD_AT_LEAST_S)), learned)
 
 
 class IdleRanks:
@@ -183,12 +186,12 @@ class ProgressTimeouts:
         cpu: CpuTime,
         frames: NativeFrames,
     ) -> None:
-        self._plan, self._page, self._clock = plan, plan.page, clock
+        self._durations, self._page, self._clock = plan.durations, plan.page, clock
         self._main, self._reports, self._pidfd = main, reports, pidfd
         self._idle_ranks, self._cpu, self._frames = idle_ranks, cpu, frames
         self._terminating = False
         self._kill_at: float | None = None
-        self._silent = max(plan.hard, _SILENT_AT_LEAST_S)
+        self._silent = max(self._durations.hard, _SILENT_AT_LEAST_S)
         self._continued = 0.0
         self._stopped_at = math.inf
 
@@ -203,14 +206,15 @@ class ProgressTimeouts:
             return self._frames.until if self._kill_at is None else self._kill_at
         if activity not in _TIMED:
             return self._silent_at()
-        soft, hard, ping = timeouts_in_force(self._plan, page, activity)
+        soft, hard, ping = limits_in_force(self._durations, page, activity)
         if page.reported_soft == page.iteration:
             soft, ping = hard, ping + hard - soft
         due = max(page.progress, self._continued) + soft
         if activity == Activity.FUNCTION and page.pings:
             due = min(due, max(page.pinged, self._continued) + ping)
         now = self._clock.now()
-        return due if due > now else now + self._plan.interval  # it is not a hang so far
+        # What is due already is not a hang so far.
+        return due if due > now else now + self._durations.monitor_interval
 
     def check(self) -> None:
         """Reports a soft timeout, and terminates the main process at the hard one.
@@ -235,10 +239,10 @@ class ProgressTimeouts:
             if late >= 0:
                 self._terminate(self._silent + late, now, "no Python code has run")
             return
-        soft, hard, ping = timeouts_in_force(self._plan, page, activity)
+        soft, hard, ping = limits_in_force(self._durations, page, activity)
         stopped = self._stopped(now, soft) if in_function and page.long_limit else 0.0
         if stopped:
-            self._hung(stopped, self._plan.soft, self._plan.hard)
+            self._hung(stopped, self._durations.soft, self._durations.hard)
             return
         if activity == Activity.LEAVING:
             idle = now - max(page.progress, self._continued)
@@ -247,7 +251,7 @@ class ProgressTimeouts:
             return
         idle = now - max(page.progress, self._continued, self._computed(now, soft))
         waited = self._waited(now) if in_function and page.long_limit else 0.0
-        if idle < soft and waited < self._plan.soft:
+        if idle < soft and waited < self._durations.soft:
             self._idle_ranks.go_on()
         unpinged = idle
         if page.pings and in_function:
@@ -262,8 +266,8 @@ class ProgressTimeouts:
             self._hung(idle, soft, hard)  # it waits for no other rank
         elif idle >= soft and page.blocked != Blocked.NO and self._idle_ranks.wait():
             self._hung(idle, soft, math.inf)  # it waits, and no rank makes progress
-        elif waited >= self._plan.soft and self._idle_ranks.wait():
-            self._hung(waited, self._plan.soft, math.inf)  # as the last one
+        elif waited >= self._durations.soft and self._idle_ranks.wait():
+            self._hung(waited, self._durations.soft, math.inf)  # as the last one
 
     def _waited(self, now: float) -> float:
         """For how long the rank has only waited for others, in a long phase."""
@@ -279,12 +283,12 @@ class ProgressTimeouts:
 
     def _stopped(self, now: float, soft: float) -> float:
         """How long the process is stopped in a long phase, if too long; else 0. Call regularly."""
-        if self._plan.soft >= soft or not is_stopped(self._main):
+        if self._durations.soft >= soft or not is_stopped(self._main):
             self._stopped_at = math.inf
             return 0.0
         self._stopped_at = min(self._stopped_at, now)
         stopped = now - max(self._stopped_at, self._continued)
-        return stopped if stopped >= self._plan.soft else 0.0
+        return stopped if stopped >= self._durations.soft else 0.0
 
     def _hung(self, idle: float, soft: float, hard: float, what: str = "progress") -> None:
         page = self._page
@@ -342,7 +346,7 @@ class ProgressTimeouts:
         if not self._frames.is_over():
             return
         self._reports.native_frames(self._frames.said)
-        self._kill_at = now + self._plan.grace
+        self._kill_at = now + self._durations.grace
         self._signal(signal.SIGTERM)
         self._signal(signal.SIGCONT)
 
@@ -355,7 +359,7 @@ class FrozenNotice:
     """One line for a main process that cannot write it itself: it is stopped or holds the GIL."""
 
     def __init__(self, plan: MonitorPlan, main: int, clock: Clock, host: str) -> None:
-        self._plan, self._page, self._main = plan, plan.page, main
+        self._durations, self._page, self._main = plan.durations, plan.page, main
         self._clock, self._host = clock, host
         self._told = 0.0  # the timestamp after which the line was written
 
@@ -372,8 +376,8 @@ class FrozenNotice:
         if long and not stopped:
             return
         self._told = heartbeat
-        limits = timeouts_in_force(self._plan, page, Activity.FUNCTION)
-        hard = self._plan.hard if long else limits.hard
+        limits = limits_in_force(self._durations, page, Activity.FUNCTION)
+        hard = self._durations.hard if long else limits.hard
         why = "is stopped (SIGSTOP);" if stopped else "holds the GIL in C code; unless it computes,"
         write_for(
             self._main,

@@ -13,6 +13,7 @@ from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link
 from outlast.events.emitter import Place
 from outlast.events.fault_record import FaultRecord
+from outlast.inprocess.timeouts import Durations
 
 
 class RecoveryState(enum.Enum):
@@ -37,17 +38,6 @@ class GrowPolicy(enum.Enum):
     AT_ONCE = "at once"
     AT_NEXT_RESTART = "at the next restart"
     NEVER = "never"
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """The timeouts of the state machine, in seconds."""
-
-    barrier: float  # for the barriers between iterations
-    completion: float  # from the return of this rank to the return of all
-    computing: float = 600.0  # the same while one of the others is at work
-    backstop: float = 1.0  # a waiting member checks by itself this often (the pause doubles)
-    await_seconds: float = 0.0  # a restart is held for replacements for this long at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +67,7 @@ class Host(Protocol):
     token: str  # of this process; it names its host (`records.process_token`)
     preferred_rank: int
     grow: GrowPolicy
-    limits: Limits
+    durations: Durations
     rules: Rules
 
     @property

@@ -14,8 +14,7 @@ from outlast.inprocess.monitor.heartbeat_thread import HeartbeatThread
 from outlast.inprocess.monitor.reports import MonitorPlan
 from outlast.inprocess.monitor.shared_page import NOTICE_AFTER_S, Activity, SharedPage
 from outlast.inprocess.monitor.start import start_monitor
-from outlast.inprocess.timeouts import Timeouts
-from outlast.system.arguments import seconds
+from outlast.inprocess.timeouts import Durations
 
 log = logging.getLogger("outlast.inprocess")
 
@@ -80,12 +79,12 @@ class MonitorSupervisor:
         self,
         plan: Callable[[bool], MonitorPlan],
         serves: bool,
-        timeouts: Timeouts,
+        durations: Durations,
         page: SharedPage,
         interrupter: Interrupter,
         emitter: Emitter,
     ) -> None:
-        self._plan, self.serves, self._timeouts = plan, serves, timeouts
+        self._plan, self.serves, self._durations = plan, serves, durations
         self._page, self._interrupter, self._emitter = page, interrupter, emitter
         self._heartbeat: HeartbeatThread | None = None
         self._lost = False
@@ -115,7 +114,7 @@ class MonitorSupervisor:
 
     def _start_heartbeat(self) -> None:
         page, interrupter, clock = self._page, self._interrupter, self._emitter.clock
-        host, soft = self._emitter.host, seconds(self._timeouts.soft)
+        host, soft = self._emitter.host, self._durations.soft
         notice = ProgressNotice(page, interrupter, clock, host, soft)
 
         def every_interval() -> None:
@@ -131,7 +130,7 @@ class MonitorSupervisor:
             self._lost = True
             self._report_loss(f"its monitor process {self.pid} ended")
 
-        interval = seconds(self._timeouts.progress_watchdog_interval)
+        interval = self._durations.progress_interval
         self._heartbeat = HeartbeatThread(
             *(page, clock, interval, self._handle.socket),
             *(lost, interrupter.blocked_in, every_interval, look),
@@ -162,4 +161,4 @@ class MonitorSupervisor:
         """Dismisses the monitor; unless `completed`, other ranks may still need its store."""
         self._page.activity = Activity.DONE
         stays = (self.serves and not completed) or self._page.store_port
-        self._handle.dismiss(0.0 if stays else seconds(self._timeouts.barrier_timeout))
+        self._handle.dismiss(0.0 if stays else self._durations.barrier)

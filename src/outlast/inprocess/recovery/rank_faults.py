@@ -35,8 +35,7 @@ from outlast.inprocess.recovery.host_protocol import Interrupted, Raised, Return
 from outlast.inprocess.recovery.launcher_notice import LauncherNotice
 from outlast.inprocess.running_call import RunningCall
 from outlast.inprocess.state import State
-from outlast.inprocess.timeouts import Timeouts
-from outlast.system.arguments import seconds
+from outlast.inprocess.timeouts import Durations
 from outlast.system.error_text import chain, first_line, release_frames, signal_name
 from outlast.system.frames import user_place, user_traceback
 from outlast.system.notices import notice
@@ -51,14 +50,14 @@ class RankFaults:
 
     notice: LauncherNotice  # set by the session
 
-    def __init__(self, running: RunningCall, emitter: Emitter, timeouts: Timeouts) -> None:
+    def __init__(self, running: RunningCall, emitter: Emitter, durations: Durations) -> None:
         self.running, self.page = running, running.page
         self.emitter, self.place = emitter, emitter.place
         self.sample: StackSample | None = None  # when the last iteration ended
         self.pings = 0  # in the function, in this iteration
-        self._ping_timeout = seconds(timeouts.ping_timeout)
+        self.durations = durations
         # Half of the shortest timeout that any rank can have: how long a hung one made no progress.
-        self._least_hang = min(seconds(timeouts.least_soft), self._ping_timeout) / 2
+        self._least_hang = min(durations.least_soft, durations.ping) / 2
         self.reported_cause = False  # this rank has shown the user why the job ends
         self.torch_log = QuietTorchLog()  # silent while connections are expected to fail
         self._shown = ""
@@ -225,7 +224,7 @@ class RankFaults:
             # This rank's soft timeout had not expired. The timed-out ranks wait for a rank that has
             # hung about as long as they have waited: a rank that has been idle for less than half
             # of that time is making progress. Under a limit between pings, only pings are progress.
-            if self.page.soft_limit or min(reported) >= self._ping_timeout:
+            if self.page.soft_limit or min(reported) >= self.durations.ping:
                 idle = sample.unpinged
             idle = max(idle, loop.wait.seconds) if woken else idle
             if (sample.declared and not woken) or idle < min(reported) / 2:

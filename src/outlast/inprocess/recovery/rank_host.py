@@ -82,7 +82,7 @@ class RankHost(RankFaults):
         prefix: str,
         address: str,
     ) -> None:
-        super().__init__(running, emitter, settings.timeouts)
+        super().__init__(running, emitter, settings.durations(launch))
         self.settings, self.function, self.prefix = settings, function, prefix
         self._position = launch.attempt, number
         self.atomic_section = atomic_section
@@ -91,7 +91,6 @@ class RankHost(RankFaults):
         self.token, self.pid = process_token(launch.host_id, secrets.token_hex(8)), os.getpid()
         self.preferred_rank = launch.rank
         self.grow, self.rules = settings.grow_policy, settings.rules(launch)
-        self.limits = settings.limits(launch)
         self.cause: FaultRecord | None = None
         self.releaser, self.modes = Releaser(), ModesAtStart()
         self.foreign_handlers = ForeignHandlers()

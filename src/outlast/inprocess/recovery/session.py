@@ -46,7 +46,6 @@ from outlast.inprocess.recovery.state_machine import Machine
 from outlast.inprocess.running_call import RunningCall
 from outlast.inprocess.state import LazyStore, State
 from outlast.inprocess.store import Connection, PrefixStore, TCPStore, connect, open_store
-from outlast.system.arguments import seconds
 from outlast.system.departure import Departure, tell_end_of_script
 from outlast.system.error_text import describe
 from outlast.system.fast_exit import exit_fast, freeze_imports
@@ -151,8 +150,12 @@ class _Session:
             stack.enter_context(apart_from_bars())
             serves = bool(self.ready) and launch.rank == 0 and not launch.replacement
             host.monitor = MonitorSupervisor(
-                *(self._monitor_plan, serves, self.settings.timeouts),
-                *(self.page, self.interrupter, self.emitter),
+                self._monitor_plan,
+                serves,
+                host.durations,
+                self.page,
+                self.interrupter,
+                self.emitter,
             )
             monitor = host.monitor
             stack.callback(lambda: monitor.dismiss(completed=self.completed))
@@ -164,7 +167,7 @@ class _Session:
             stack.enter_context(host.releaser.keeping_destroyed())
             self.endpoint = monitor.endpoint
             factory, kwargs = self.settings.store_factory, self.store_kwargs
-            patience = seconds(self.settings.timeouts.barrier_timeout)
+            patience = host.durations.barrier
             store = connect(factory, kwargs, self.endpoint, patience, self.ready)
             stack.callback(store.close)
             self.interrupter.install()
@@ -258,7 +261,7 @@ class _Session:
         store of its own on the same port, and must not connect to this one.
         """
         with contextlib.suppress(KeyTimeout):
-            store.wait_for(f"{self.prefix}never", seconds(self.settings.timeouts.barrier_timeout))
+            store.wait_for(f"{self.prefix}never", self.host.durations.barrier)
 
     def _check_that_the_store_is_new(self) -> None:
         """Checks that no earlier run left its records. A file outlives its run: without this check,
@@ -297,7 +300,6 @@ class _Session:
         return not (by_launcher and host == (self.launch.host or host))
 
     def _monitor_plan(self, serves: bool) -> MonitorPlan:
-        t = self.settings.timeouts
         return MonitorPlan(
             page=self.page,
             factory=self.settings.store_factory,
@@ -310,13 +312,7 @@ class _Session:
             world_size=self.launch.world_size,
             token=self.host.token,
             rules=self.host.rules,
-            interval=seconds(t.monitor_process_interval),
-            heartbeat=seconds(t.heartbeat_timeout),
-            soft=seconds(t.soft),
-            hard=seconds(t.hard_timeout),
-            ping=seconds(t.ping_timeout),
-            grace=seconds(t.termination_grace_time),
-            patience=seconds(t.barrier_timeout),
+            durations=self.host.durations,
             logfile=self.settings.monitor_process_logfile,
             events_dir=self.launch.events_dir,
             address=self.host.iteration_store.address,

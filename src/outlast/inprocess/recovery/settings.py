@@ -19,10 +19,10 @@ from outlast.inprocess.health_check import HealthCheck
 from outlast.inprocess.initialize import Initialize, RetryController
 from outlast.inprocess.rank_assignment import AwaitReplacements, RankAssignment
 from outlast.inprocess.rank_filter import RankFilter
-from outlast.inprocess.recovery.host_protocol import GrowPolicy, Limits
+from outlast.inprocess.recovery.host_protocol import GrowPolicy
 from outlast.inprocess.recovery.next_ranks import assignment_parts
 from outlast.inprocess.store import FileStore, PrefixStore, StoreMixin, TCPStore
-from outlast.inprocess.timeouts import Timeouts
+from outlast.inprocess.timeouts import Durations, Timeouts
 from outlast.system.arguments import as_timedelta, check_options, options_of, seconds
 
 # `outlast run` says when a rank will not be replaced. This limit is for a replacement that hangs
@@ -133,12 +133,5 @@ class Settings:
             hosts=bool(launch.host_id),
         )
 
-    def limits(self, launch: Launch) -> Limits:
-        t = self.timeouts
-        return Limits(
-            barrier=seconds(t.barrier_timeout),
-            completion=seconds(t.completion_timeout),
-            computing=max(seconds(t.completion_timeout), seconds(t.ping_timeout)),
-            backstop=max(1.0, seconds(t.monitor_thread_interval)),
-            await_seconds=self.hold(launch)[1],
-        )
+    def durations(self, launch: Launch) -> Durations:
+        return dataclasses.replace(self.timeouts.in_seconds(), hold=self.hold(launch)[1])

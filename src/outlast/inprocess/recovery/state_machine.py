@@ -204,16 +204,16 @@ class Machine:
 
     async def _complete(self) -> RecoveryState:
         k, active = self.place.iteration, self.place.active
-        members, limits = self.place.world_size, self.host.limits
+        members, durations = self.place.world_size, self.host.durations
         await self.membership.finish(k, members)
         how, waited = b"", 0.0
         while not how:
             try:
-                how = await self.host.wait_over(self.link, limits.completion if active else None)
+                how = await self.host.wait_over(self.link, durations.completion if active else None)
             except KeyTimeout:
-                waited += limits.completion
+                waited += durations.completion
                 idle = await self.membership.count_idle(k, 0, members)
-                if not idle and waited < limits.computing:
+                if not idle and waited < durations.computing:
                     continue  # one of them is at work: an evaluation on rank 0, for example
                 cause = f"the other ranks did not return within {waited} s"
                 fault = self.host.fault(cause)
@@ -264,7 +264,7 @@ class Machine:
         """Waits before the iteration, unless a member leaves, a process joins or the job stops."""
         key = resume_key(self.place.iteration)
         # Members wait for each other at the barrier that follows the pause.
-        pause = min(self.decision.history.pause, self.host.limits.barrier / 2)
+        pause = min(self.decision.history.pause, self.host.durations.barrier / 2)
         try:
             await self.link.wait_for(key, pause)
         except KeyTimeout:

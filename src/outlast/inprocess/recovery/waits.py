@@ -55,7 +55,7 @@ async def wait_for_end_of_iteration(
     membership: MembershipProtocol, host: Host, iteration: int
 ) -> bytes:
     """Waits, as a joiner, until the iteration has ended; returns how."""
-    pause = host.limits.backstop
+    pause = host.durations.backstop
     while True:
         try:
             return await membership.link.wait_for(f"over/{iteration}", pause)
@@ -75,14 +75,14 @@ async def leave_iteration(
     follows. A joiner is not in the view, and only waits. A `RankTimeout` if a member has not left
     within the barrier timeout; a `RankLostError` if the others count this member as lost.
     """
-    limits, now, iteration = host.limits, host.clock.now, view.iteration
+    durations, now, iteration = host.durations, host.clock.now, view.iteration
     record: Decision | Held | None = None
     with host.timing("term"):
         limit = math.inf
         if member in view.expected:
             left = iteration, member, view.expected, host.progress()
             record = await membership.leave(*left, keeps=host.keeps)
-            limit = limits.barrier
+            limit = durations.barrier
         if record is None:
             record = await _next_record(membership, host, iteration, 0, None, now() + limit)
     if record is None:
@@ -94,7 +94,7 @@ async def leave_iteration(
         if member in record.lost:
             await leave_if_lost(membership, member)
         number += 1
-        limit = limits.barrier / 2 if record.links else limits.await_seconds
+        limit = durations.barrier / 2 if record.links else durations.hold
         deadline = began.setdefault(record.links, now()) + limit
         # One member checks, that with the lowest ID. If it is lost, another note follows.
         checks = member == min(view.expected - record.lost, default=member)
@@ -122,8 +122,8 @@ async def _next_record(
     """
     now, key = host.clock.now, decision_key(iteration + 1, number)
     began, spoke = now(), False
-    pause = host.limits.backstop if checks else math.inf
-    deadline += 0.0 if checks else host.limits.backstop
+    pause = host.durations.backstop if checks else math.inf
+    deadline += 0.0 if checks else host.durations.backstop
     speaks_at = began + _SPEAK_AFTER_S if checks and held and not held.links else math.inf
     try:
         while True:
@@ -156,8 +156,8 @@ async def pass_barrier(
 ) -> dict[int, dict[str, Any]]:
     """Waits at a barrier of the view; returns all members' records, or raises `RankTimeout`."""
     done = await barrier.arrive(link, name, member, view.expected, **record)
-    limits, now = host.limits, host.clock.now
-    deadline, pause = now() + limits.barrier, limits.backstop
+    durations, now = host.durations, host.clock.now
+    deadline, pause = now() + durations.barrier, durations.backstop
     while done is None:
         try:
             wait_s = max(0.0, min(pause, deadline - now()))
@@ -184,5 +184,5 @@ def _describe(host: Host, name: str, view: ViewRecord, missing: frozenset[int], 
     own = slots.index(member) if member in slots else host.preferred_rank
     return (
         f"rank {own}: barrier {name} was not passed within barrier_timeout="
-        f"{host.limits.barrier} s: ranks {ranks} did not arrive"
+        f"{host.durations.barrier} s: ranks {ranks} did not arrive"
     )
