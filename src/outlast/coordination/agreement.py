@@ -230,7 +230,7 @@ class Agreement:
     def _begin(self, *, concludes: bool = False) -> Round:
         self._concludes = concludes
         self._guard = None
-        # In this order: an interrupt in between fails this very step.
+        # In this order: an interrupt in between fails this very step, see `_leave`.
         self._step = self._ledger.round(self._steps)
         self._steps += 1
         return self._step
@@ -322,6 +322,8 @@ class Agreement:
         """This rank leaves by an exception; all ranks count the step in which they learn of it."""
         if self.world_size == 1:
             return
+        if self._step is not None:
+            self._steps = self._step.index + 1  # the interrupt may have come before it was counted
         # A store that is out of reach is out of reach for the others too.
         with contextlib.suppress(StoreError):
             if self._step is None or not self._fail_step(self._step, error):
