@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 import uuid
 from collections import defaultdict
@@ -19,6 +18,7 @@ from outlast.async_checkpoint import Checkpointer
 from outlast.chaos.fired_faults import MarkerDirectory
 from outlast.errors import CheckpointError
 from procs import LINGER_S, MARKER, marked
+from zygote import shared
 
 SCRIPT = Path(__file__).parent / "scripts" / "trains.py"
 
@@ -66,19 +66,12 @@ def run(
         "OMP_NUM_THREADS": "1",
         MARKER: job_id,
     }
-    done = subprocess.run(
-        command,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-    )
+    done = shared().run(command, environment, timeout=300, workers=True)
+    output = done.stdout + done.stderr
     left = marked(job_id)
     psutil.wait_procs(left, timeout=LINGER_S)
-    assert marked(job_id) == [], done.stdout
-    lines = [json.loads(line[line.index("{") :]) for line in _json_lines(done.stdout)]
+    assert marked(job_id) == [], output
+    lines = [json.loads(line[line.index("{") :]) for line in _json_lines(output)]
     losses: dict[tuple[int, int], set[str]] = defaultdict(set)
     for line in lines:
         if "step" in line:
@@ -86,7 +79,7 @@ def run(
     valid, damaged = _checkpoints(folder / "checkpoints")
     return Outcome(
         done.returncode,
-        done.stdout,
+        output,
         dict(losses),
         {line["weights"] for line in lines if "weights" in line},
         max((line["iteration"] for line in lines if "step" in line), default=-1),

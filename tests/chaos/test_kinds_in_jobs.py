@@ -16,7 +16,7 @@ STEPS = 24
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, zygote: object) -> Outcome:
     found = run(tmp_path_factory.mktemp("undisturbed") / "job", steps=STEPS)
     assert found.code == 0, found.output
     assert found.damaged == []

@@ -92,12 +92,15 @@ class Run:
         self.err = ""
         self._taken: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
-        # Without standby processes, unless a test asks for some: each imports torch for seconds.
+        # What takes long to import is there already, unless a test asks for standby processes.
+        own_standbys = any(o.startswith("--standby") and o != "--standby=0" for o in options)
+        imports = re.search(r"^\s*(from|import) (torch|outlast)\b", script, re.MULTILINE)
         command = [sys.executable, "-m", "outlast.launch", "run", "--standby=0"]
         self.process = zygote.shared().start(
             [*command, *options, "script" if module else str(self.script), *args],
             env={**os.environ, "TMPDIR": str(self.temporary), **(env or {}), MARKER: self.id},
             cwd=tmp_path,
+            workers=bool(imports) and not own_standbys,
         )
         for name, stream in (("out", self.process.stdout), ("err", self.process.stderr)):
             assert stream is not None

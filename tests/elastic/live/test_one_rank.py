@@ -7,10 +7,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from zygote import shared
+
+pytestmark = pytest.mark.usefixtures("zygote")
 
 SCRIPT = """
 import sys
@@ -44,8 +49,10 @@ main()
 def ended(script: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    command = [sys.executable, "-c", script, *arguments]
-    return subprocess.run(command, env=env, capture_output=True, text=True, check=False, **options)
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+        file.write(script)
+        file.flush()
+        return shared().run([sys.executable, file.name, *arguments], env, **options)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import pytest
 
 from inprocess.job_output import errors, events, full, views
 from procs import Job
+from zygote import Zygote
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -21,9 +22,11 @@ TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
         pytest.param("lost", ("one_hangs", "python", "pings"), id="hang"),
     ],
 )
-def test_a_fault_recovers_in_place(tmp_path: Path, script: str, args: tuple[str, ...]) -> None:
-    path = str(SCRIPTS / f"{script}.py")
-    with Job(tmp_path, "-m", nprocs=1, args=(*TORCHRUN, path, *args)) as job:
+def test_a_fault_recovers_in_place(
+    tmp_path: Path, zygote: Zygote, script: str, args: tuple[str, ...]
+) -> None:
+    command = (*TORCHRUN, str(SCRIPTS / f"{script}.py"), *args)
+    with Job(tmp_path, "-m", nprocs=1, args=command, spawn=zygote.launch) as job:
         job.start_all()
         assert job.wait_all() == {0: 0}, errors(job)
         assert views(job) == {0: full(2), 1: full(2)}
