@@ -213,12 +213,13 @@ class Agent:
         times = death_log.failure_times(
             [(code, written and written - offset) for _, code, written in ended], now
         )
-        # Of workers that failed at the same time, a killed one is the likelier cause.
-        by_time = [
-            (when, code >= 0, worker, code)
-            for when, (worker, code, _) in zip(times, ended, strict=True)
-        ]
-        for when, _, worker, code in sorted(by_time, key=lambda each: each[:2]):
+
+        def order(one: tuple[float, tuple[Worker, int, float | None]]) -> tuple[float, bool]:
+            """By time; of those at the same time, a killed one is the likelier cause."""
+            when, (_, code, _) = one
+            return when, code >= 0
+
+        for when, (worker, code, _) in sorted(zip(times, ended, strict=True), key=order):
             if code != 0:
                 self._on_failure(worker, code, when)
             elif self._phase is Phase.RUNNING:

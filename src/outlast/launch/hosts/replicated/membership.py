@@ -365,8 +365,10 @@ class Membership:
         """Two groups of one run have met, see `founding`. The older one goes on: it has kept the
         quorum of all before it. Of two that were founded at the same time, the larger one.
         """
+        # Compared in this order; the id decides for both in the same way.
         mine = (-self._generation, len(self.chain.plan.hosts), self.group)
-        if self._follower.caught_up and mine < (-other.generation, other.hosts, other.group):
+        theirs = (-other.generation, other.hosts, other.group)
+        if self._follower.caught_up and mine < theirs:
             where = f", led by {other.leader.name}" if other.leader is not None else ""
             which = "is older" if other.generation < self._generation else "goes on"
             self._end(f"there is another group with this run id{where}, which {which}")
