@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from outlast.system.waiting import readable
+from outlast.system.processes import readable
 from procs import default_signals
 
 # A parent with a helper, which writes a letter for each one that it reads.

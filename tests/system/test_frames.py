@@ -18,7 +18,7 @@ from outlast.system.frames import (
     user_place_of,
     user_traceback,
 )
-from outlast.system.waiting import readable
+from outlast.system.processes import readable
 
 
 def raised(function: object) -> Exception:

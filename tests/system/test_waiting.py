@@ -9,7 +9,8 @@ import weakref
 
 import pytest
 
-from outlast.system.waiting import ThreadedWait, readable
+from outlast.system.parallel import ThreadedWait
+from outlast.system.processes import readable
 
 
 def test_only_the_readable_descriptors_are_returned() -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from outlast.coordination.call_ledger import Round, Verdict
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.coordination.waits import waits
-from outlast.system.waiting import ThreadedWait
+from outlast.system.parallel import ThreadedWait
 
 log = logging.getLogger("outlast.coordination")
 

@@ -1,14 +1,14 @@
 """Processes, descriptors, files and arguments: nothing here is specific to training.
 
-* `processes`: watch, signal and reap other processes; lower this one's priority.
+* `processes`: watch, signal and reap other processes; wait for descriptors; lower the own priority.
 * `background_process`: start another program beside this one, and end it.
 * `fast_exit`: end a process without a search for garbage.
 * `fork`: run a function in a forked child, apart from its parent.
 * `channel`: messages and descriptors between two processes of a host.
 * `shared_memory`: memory that two processes of a host share.
 * `sockets`: the sockets of this process.
-* `waiting`: wait for descriptors; wait in a thread, so that the wait can be interrupted.
-* `parallel`: start a thread; one piece of work in several threads.
+* `parallel`: start a thread; one piece of work in several threads; a wait in a thread, which can be
+  interrupted.
 * `files`: fsync, and the lock of a file.
 * `error_text`: an exception, an exit code or a signal as text; what tracebacks keep alive.
 * `frames`: what another thread executes; the user's part of a stack or traceback.

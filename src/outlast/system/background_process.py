@@ -30,10 +30,10 @@ from outlast.system.processes import (
     UNKNOWN_EXIT,
     end_with_parent,
     lower_priority,
+    readable,
     reap,
     send_signal,
 )
-from outlast.system.waiting import readable
 
 
 class BackgroundProcess:

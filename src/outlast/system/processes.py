@@ -1,4 +1,5 @@
-"""Other processes: open, watch, signal and reap them by pidfd; lower this one's priority.
+"""Other processes: open, watch, signal and reap them by pidfd, and wait for these and for other
+descriptors; lower this one's priority.
 
 `is_dying` and `open_thread` detect a dying process before it has ended. The pidfd of a process
 becomes readable only when all of the process is gone, which includes giving its memory back to the
@@ -17,13 +18,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 from pathlib import Path
 
 import psutil
 
 from outlast.system.parallel import start_thread
-from outlast.system.waiting import readable
 
 UNKNOWN_EXIT = 255
 # For a process whose real exit code is lost: this program ignores SIGCHLD, or another part of it
@@ -33,6 +34,15 @@ _PIDFD_OPEN = 434
 _PIDFD_THREAD = os.O_EXCL
 _PR_SET_CHILD_SUBREAPER = 36
 _PF_EXITING = 0x4
+
+
+def readable(*descriptors: int, timeout: float | None = None) -> list[int]:
+    """Waits up to `timeout` seconds; returns the descriptors that are readable, or closed."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    found = poll.poll(None if timeout is None else max(timeout, 0.0) * 1000)
+    return [descriptor for descriptor, _ in found]
 
 
 def open_process(pid: int) -> int | None:

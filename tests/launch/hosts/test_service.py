@@ -20,7 +20,7 @@ from outlast.launch.hosts.replicated.group import ReplicatedGroup
 from outlast.launch.hosts.replicated.membership import Membership
 from outlast.launch.hosts.replicated.service import HostService
 from outlast.system.lease_page import LeasePage
-from outlast.system.waiting import readable
+from outlast.system.processes import readable
 from procs import free_port
 
 NET_S = 60.0

@@ -17,8 +17,7 @@ from outlast.async_checkpoint.calls.runners import Ended, Outcome, Runner
 from outlast.coordination.call_ledger import CallFailure, CallLedger, Verdict
 from outlast.coordination.waits import set_working, waits
 from outlast.errors import AsyncCallError, OutlastError, StoreError
-from outlast.system.parallel import start_thread
-from outlast.system.waiting import ThreadedWait
+from outlast.system.parallel import ThreadedWait, start_thread
 
 log = logging.getLogger("outlast.async_checkpoint")
 

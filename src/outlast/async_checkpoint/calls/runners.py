@@ -31,9 +31,8 @@ from outlast.system.background_process import BackgroundProcess, start_process
 from outlast.system.error_text import describe, exit_text, traceback_text
 from outlast.system.fork import flush_streams, fork_detached
 from outlast.system.parallel import start_thread
-from outlast.system.processes import end_with_parent, lower_priority, reap, send_signal
+from outlast.system.processes import end_with_parent, lower_priority, readable, reap, send_signal
 from outlast.system.sockets import replace_tcp_sockets
-from outlast.system.waiting import readable
 
 importing_main = False
 """Whether the parent's program is being imported in this process, a worker."""

@@ -47,7 +47,7 @@ from outlast.errors import (
 )
 from outlast.events.hung_ranks import EQUAL_STEPS
 from outlast.system.error_text import describe, drop_tracebacks
-from outlast.system.waiting import ThreadedWait
+from outlast.system.parallel import ThreadedWait
 
 ABORTED = "aborted: it was dropped for all ranks"
 """The cause of the failure of a save that a rank dropped (`Saves.abort`)."""

@@ -32,8 +32,8 @@ from outlast.system.background_process import BackgroundProcess, start_process
 from outlast.system.channel import pack, unpack
 from outlast.system.error_text import exit_text
 from outlast.system.parallel import start_thread
+from outlast.system.processes import readable
 from outlast.system.shared_memory import SharedMemory
-from outlast.system.waiting import readable
 
 log = logging.getLogger("outlast.checkpoint")
 

@@ -24,10 +24,9 @@ from typing import Any, TypedDict, cast
 
 from outlast.system.channel import Channel, pack, unpack
 from outlast.system.files import FileLocked, lock_file, private_folder
-from outlast.system.processes import is_dying
+from outlast.system.processes import is_dying, readable
 from outlast.system.shared_memory import PAGE_BYTES, SharedMemory
 from outlast.system.sockets import process_at, unix_address
-from outlast.system.waiting import readable
 
 log = logging.getLogger("outlast.checkpoint")
 

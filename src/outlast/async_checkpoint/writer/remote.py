@@ -29,9 +29,8 @@ from outlast.system.background_process import settle
 from outlast.system.channel import Channel, pack, unpack
 from outlast.system.error_text import describe, traceback_text
 from outlast.system.parallel import start_thread
-from outlast.system.processes import open_process
+from outlast.system.processes import open_process, readable
 from outlast.system.shared_memory import SharedMemory
-from outlast.system.waiting import readable
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.errors import StoreError
-from outlast.system.waiting import readable
+from outlast.system.processes import readable
 
 T = TypeVar("T")
 

@@ -26,8 +26,7 @@ from outlast.inprocess.monitor.reports import FaultReports, MonitorPlan, StoreAc
 from outlast.inprocess.monitor.shared_page import Activity
 from outlast.inprocess.monitor.timeouts import CpuTime, FrozenNotice, IdleRanks, ProgressTimeouts
 from outlast.inprocess.store import TCPStore
-from outlast.system.processes import is_dying, open_parent, open_thread
-from outlast.system.waiting import readable
+from outlast.system.processes import is_dying, open_parent, open_thread, readable
 
 # A wait that ends so much too late: this process was stopped, or the machine is overloaded.
 _STOPPED_S = 2.0

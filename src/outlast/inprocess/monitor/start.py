@@ -30,8 +30,7 @@ from outlast.inprocess.monitor.loop import MonitorLoop
 from outlast.inprocess.monitor.reports import MonitorPlan, write_line
 from outlast.system.error_text import first_line
 from outlast.system.fork import fork_detached
-from outlast.system.processes import open_process
-from outlast.system.waiting import readable
+from outlast.system.processes import open_process, readable
 
 # Monitor processes that outlived a call of this process, because other ranks need the store that
 # they serve, and the port of that store. Not by descriptor: nothing is held open between calls.

@@ -35,8 +35,8 @@ from outlast.errors import HostUnfit
 from outlast.launch import environment
 from outlast.launch.config.health_spec import HealthSpec, Neighbor
 from outlast.system.error_text import exit_text
+from outlast.system.processes import readable
 from outlast.system.units import duration_text, size_text
-from outlast.system.waiting import readable
 
 SHM = "/dev/shm"
 _BLOCK_BYTES = 1 << 20

@@ -21,7 +21,7 @@ from outlast.launch.hosts.plan import End, JobPlan
 from outlast.launch.hosts.replicated import founding
 from outlast.launch.hosts.replicated.group import ReplicatedGroup
 from outlast.system.lease_page import LeasePage
-from outlast.system.waiting import readable
+from outlast.system.processes import readable
 
 
 class Commands:

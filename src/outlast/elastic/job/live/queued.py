@@ -26,7 +26,7 @@ import torch
 
 from outlast.inprocess.abort import collectives_begun
 from outlast.system import devices
-from outlast.system.waiting import ThreadedWait
+from outlast.system.parallel import ThreadedWait
 
 _DRAIN_S = 30.0  # of the kernels of one step; the device of a dead process may never end them
 

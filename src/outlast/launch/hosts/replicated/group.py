@@ -18,7 +18,7 @@ from outlast.launch.hosts.replicated.record import Record, open_record
 from outlast.launch.hosts.replicated.service import HostService
 from outlast.launch.hosts.server.combining import Upstream
 from outlast.launch.hosts.server.loop_store import LoopStore, wait_for_call
-from outlast.system.waiting import readable
+from outlast.system.processes import readable
 
 _LOOK_S = 1.0
 """Between two attempts to resolve the names of endpoints."""
