@@ -132,6 +132,16 @@ class SharedPage:
         self.progress = now
         self.activity = activity
 
+    def begin_iteration(self) -> None:
+        """Nothing of the iteration before counts in the next one."""
+        self.pings = self.step = self.waits = 0
+        self.soft_limit = self.long_limit = 0.0
+
+    def enter_user_code(self, activity: Activity, now: float) -> None:
+        """Begins an activity around the function, in which no pings have come yet."""
+        self.pings = 0
+        self.enter(activity, now)
+
     def note_progress(self, now: float) -> float:
         """Python code was executed; returns how long it was not."""
         pause = now - self.progress

@@ -34,7 +34,6 @@ from outlast.inprocess.monitor.shared_page import Activity
 from outlast.inprocess.recovery.host_protocol import Interrupted, Raised, Returned
 from outlast.inprocess.recovery.launcher_notice import LauncherNotice
 from outlast.inprocess.running_call import RunningCall
-from outlast.inprocess.state import State
 from outlast.inprocess.timeouts import Durations
 from outlast.system.error_text import chain, first_line, release_frames, signal_name
 from outlast.system.frames import user_place, user_traceback
@@ -66,20 +65,11 @@ class RankFaults:
         self._overtaken: FaultRecord | None = None
         self.ran = 0.0  # of a fault after the function
 
-    @property
-    def state(self) -> State:
-        """The rank as policies and the function know it: the running call has it."""
-        return self.running.state
-
-    @state.setter
-    def state(self, state: State) -> None:
-        self.running.state = state
-
     def fault(self, cause: str) -> FaultRecord:
         return self._noted(self._fault(self.place.iteration, Interruption.EXCEPTION, cause))
 
     def _fault(self, iteration: int, interruption: Interruption, cause: str) -> FaultRecord:
-        place = self.page, self.state.rank, self.emitter.host, os.getpid()
+        place = self.page, self.place.rank, self.emitter.host, os.getpid()
         fault = fault_here(*place, interruption, cause)
         if self.page.activity != Activity.FUNCTION:
             fault = dataclasses.replace(fault, ran=self.ran)
@@ -90,7 +80,7 @@ class RankFaults:
         return self._noted(self._record_of(self.place.iteration, kind, "", error))
 
     def own_fault(self, error: BaseException, where: str = "") -> FaultRecord:
-        iteration, kind = self.state.iteration, Interruption.EXCEPTION
+        iteration, kind = self.running.state.iteration, Interruption.EXCEPTION
         return self._noted(self._record_of(iteration, kind, where, error))
 
     def overtaken_fault(
@@ -100,7 +90,7 @@ class RankFaults:
         error = overtaken(interrupt, handled)
         if error is None:
             return None
-        record = self._record_of(self.state.iteration, Interruption.EXCEPTION, "", error)
+        record = self._record_of(self.running.state.iteration, Interruption.EXCEPTION, "", error)
         told = self._leaving
         if told and (told.iteration, told.cause) == (record.iteration, record.cause):
             return None
@@ -150,7 +140,9 @@ class RankFaults:
 
     def show(self, decision: Decision, reports: bool) -> None:
         if decision.view.saves:
-            log.info("iteration %d: the job ends once its state is saved", self.state.iteration)
+            log.info(
+                "iteration %d: the job ends once its state is saved", self.running.state.iteration
+            )
         elif decision.history.cause is not None:
             self._show_end(decision.history.cause, decision.history.stop, reports)
         elif decision.ended_by is None and decision.view.stop is not None and decision.ends:
@@ -172,7 +164,9 @@ class RankFaults:
     def _show_restart(self, cause: FaultRecord | None, reports: bool) -> None:
         """With the traceback of this rank's own fault, unless an equal one was just shown."""
         if cause is None:
-            log.info("restart of iteration %d: the job changes its size", self.state.iteration)
+            log.info(
+                "restart of iteration %d: the job changes its size", self.running.state.iteration
+            )
             return
         own = reports and cause.member == self.place.member and bool(cause.traceback)
         again = own and signature_of(cause) == self._shown

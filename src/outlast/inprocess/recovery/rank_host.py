@@ -2,7 +2,7 @@
 
 `RankHost` is driven by `recovery/state_machine.py`, in the function's thread. It enters and leaves
 the function, classifies how the function ended, and runs finalize and the health check. The abort
-runs in the monitor thread (`interruption/monitor_thread.py`).
+runs in the monitor thread (`interruption/monitor_thread.py`), which then interrupts the function.
 """
 
 from __future__ import annotations
@@ -109,106 +109,27 @@ class RankHost(RankFaults):
             self.joining = True
             self.emitter.emit(ev.Joined(preferred_rank=self.preferred_rank))
 
+    def timing(self, name: str) -> AbstractContextManager[object]:
+        log.debug("rank %d: waiting at the barrier %s", self.place.rank, name)
+        return self.emitter.span(ev.BarrierPassed, name=name)
+
     def progress(self) -> dict[str, int]:
         knows = self.running.least_is_known or self.settings.await_replacements is not None
         least = self.running.least if knows else -1
-        active = self.state.active_world_size
+        active = self.running.state.active_world_size
         return {"step": self.page.step, "pings": self.pings, "least": least, "active": active}
 
     @property
     def keeps(self) -> bool:
         return self.running.rescue is not None
 
-    async def assign(self, link: Link, record: ViewRecord) -> None:
-        member = self.place.member
-        assignment, rank_filter = self.settings.rank_assignment, self.settings.rank_filter
-        self.saves, self.refusal, self.ran = record.saves, None, 0.0
-        if record.saves:
-            assignment, rank_filter = ShiftRanks(), None
-        await exchange_values(link, self, record, member, self.state, assignment)
-        start = self.clock.now()
-        # The iteration has no store of its own before its ranks are known.
-        before = self.state.copy(
-            iteration=record.iteration, status=Status.INITIALIZED, store=self.policy_store
-        )
-        try:
-            state = state_in_view(record, member, before, assignment, rank_filter)
-            self.running.assigned(record, state, self.cause)
-        except RestartAbort as e:
-            if not self.keeps:
-                raise
-            # `initialize` raises it: the others are waiting at the barrier before that.
-            self.refusal, state = e, state_in_view(record, member, before, ShiftRanks())
-        if self.joining:
-            state.initial_rank, self.joining = state.rank, False
-            self.emitter.emit(ev.Admitted(rank=state.rank))
-        state.store = LazyStore(self.iteration_store.connect)
-        self.state = state
-        self.place.rank, self.place.world_size = state.rank, state.world_size
-        self.place.active = state.active
-        if not state.active:
-            go_into_reserve()
-        self.emitter.emit(
-            ev.Assigned(
-                world_size=state.world_size,
-                active_world_size=state.active_world_size,
-                active=state.active,
-                seconds=self.clock.now() - start,
-            )
-        )
-        log.debug(
-            "iteration %d: assigned rank %d of %d, %d active (initial rank %d)",
-            *(record.iteration, state.rank, state.world_size),
-            *(state.active_world_size, state.initial_rank),
-        )
-
-    def serve(self) -> str | None:
-        if self.state.rank != 0:
-            return None
-        where = self.iteration_store.serve()
-        self.page.store_port = self.iteration_store.endpoint[1]
-        return where
-
-    async def initialize(self, store: str) -> FaultRecord | None:
-        if self.refusal is not None:
-            raise self.refusal
-        self.iteration_store.where = store
-        self.monitor.replace_if_lost()
-        self.atomic_section.reset()
-        self.page.pings = self.page.step = self.page.waits = self.pings = 0
-        self.page.soft_limit = self.page.long_limit = 0.0
-        loop.begin()
-        self.watch = self.monitor_thread.watch_iteration(self._over)
-        self.stores.replace()
-        publish_rank(
-            self.state.rank,
-            self.state.active_world_size,
-            (*self._position, self.place.iteration),
-            self.iteration_store.endpoint,
-        )
-        if self.saves:
-            return None
-        where = "initialize: "
-        try:
-            if self.place.iteration > 0:
-                with self._user_code():
-                    self._notify_recovering()
-            if self.settings.initialize is not None:
-                with self._user_code(), self.emitter.span(ev.InitializeDone):
-                    self.state = self._kept(self.settings.initialize(self.state))
-            # A failure here does not exclude the rank: the check after the restart decides that.
-            where = "health_check: "
-            self._check_health(None)
-        except Exception as e:  # noqa: BLE001 - any exception is a fault of this rank
-            self.error = e
-            return self.own_fault(e, where)
-        return None
+    # -- from the function through a fault to the function again, in this order -------------------
 
     async def call(self) -> Returned | Raised | Interrupted:
         watch, page, iteration = self._present_watch(), self.page, self.place.iteration
-        self.state.status = Status.ACTIVE
+        self.running.state.status = Status.ACTIVE
         self.emitter.emit(ev.Entered())
-        log.debug("rank %d: iteration %d: calling the function", self.state.rank, iteration)
+        log.debug("rank %d: iteration %d: calling the function", self.place.rank, iteration)
         page.enter(Activity.FUNCTION, self.clock.now())
         value, handled = None, sys.exc_info()[1]
         error: BaseException | None = RankShouldRestart(
@@ -238,101 +159,14 @@ class RankHost(RankFaults):
         outcome = self.classify(value, error, handled, watch.ending.is_set())
         error = handled = None  # their tracebacks refer to this frame
         how = type(outcome).__name__.lower()
-        log.debug("rank %d: iteration %d: the function %s", self.state.rank, iteration, how)
+        log.debug("rank %d: iteration %d: the function %s", self.place.rank, iteration, how)
         self.emitter.emit(ev.LeftFunction(outcome=how, pings=page.pings))
         return outcome
-
-    async def wait_over(self, link: Link, timeout: float | None) -> bytes:
-        if not self.state.active:
-            self.emitter.emit(ev.Entered(active=False))
-        watch = self._present_watch()
-        watch.left.set()
-        return watch.wait(timeout)
-
-    async def settle(self) -> None:
-        watch, self.watch = self.watch, None
-        count_restart()
-        self.state.status = Status.ABORTING
-        if watch is None:
-            # The iteration ended while this rank was still at the barrier before it. The abort runs
-            # all the same: on every rank once for each restart, whichever rank was faster.
-            watch = self.monitor_thread.watch_iteration(self._over, left=True)
-        watch.left.set()
-        with self._user_code():  # the abort, in the monitor thread: the hard timeout applies
-            watch.wait(None)
-        self.sample = watch.sample
-        self.state.status = Status.ABORTED
-        error, self.error = self.error, None
-        train_ex = None if error is None or is_consequence(error) else error
-        if error is not None:
-            release_frames(error)
-        log.debug("rank %d: iteration %d: finalize", self.state.rank, self.place.iteration)
-        check_device_context(self.state.rank)
-        with self._user_code(Activity.LEAVING), self.emitter.span(ev.FinalizeDone):
-            self._notify_recovering()
-            self.releaser.release()
-            self.stores.watch()
-            if self.settings.finalize is not None:
-                result: Any = self.settings.finalize(self.state, train_ex)
-                self.state = self._kept(result)
-                if isinstance(result, tuple) and len(result) == 2:
-                    train_ex = result[1]
-        try:
-            self._check_health(train_ex)
-        except HealthCheckError:
-            raise
-        except Exception as e:
-            raise HealthCheckError(
-                f"rank {self.state.rank} on {self.emitter.host}: {first_line(e, with_type=True)}"
-            ) from e
-        self.monitor.replace_if_lost()
-
-    def run_abort(self, again: bool) -> None:
-        if again:
-            for part in self.settings.abort_parts:
-                part.again(self.state.copy())
-            self.stores.end_wait()
-            return
-        self.torch_log.begin()
-        self.releaser.hold()
-        if self.settings.abort is not None:
-            run_all(self.settings.abort, self.state.copy())
-
-    def decided(self, decision: Decision, *, reports: bool) -> None:
-        # Only now, when every rank has left: a torch client that finds no server retries forever,
-        # in C++, where no interrupt reaches it.
-        self.iteration_store.close()
-        self.page.store_port = 0
-        self.torch_log.end()  # every operation that the abort ended has returned
-        self.cause = decision.cause
-        came_back = self.rules.repeated is not None and decision.history.came_back
-        self.running.fault_came_back = came_back
-        self.note_decision(decision)
-        self.show(decision, reports)
-
-    def run_at_end(self, hook: Completion | Terminate | None) -> None:
-        """Runs a hook at the end of the call, whose failure does not change the outcome."""
-        if hook is None:
-            return
-        try:
-            with self._user_code():
-                hook(self.state.copy())
-        except Exception:
-            log.exception("rank %d: %s raised an exception", self.state.rank, type(hook).__name__)
-
-    def release(self) -> None:
-        """Ends the call: breaks the cycle with the session, which would keep all resources."""
-        self.watch = None
-        del self.monitor_thread, self.monitor
-
-    def timing(self, name: str) -> AbstractContextManager[object]:
-        log.debug("rank %d: waiting at the barrier %s", self.state.rank, name)
-        return self.emitter.span(ev.BarrierPassed, name=name)
 
     def _function(self) -> Any:
         soft = self.settings.timeouts.soft_timeout
         call = CallWrapper(
-            self.state,
+            self.running.state,
             self.page,
             self.atomic_section,
             self.clock,
@@ -348,9 +182,192 @@ class RankHost(RankFaults):
         with self.foreign_handlers.released():
             return self.function(call)
 
+    def run_abort(self, again: bool) -> None:
+        if again:
+            for part in self.settings.abort_parts:
+                part.again(self.running.state.copy())
+            self.stores.end_wait()
+            return
+        self.torch_log.begin()
+        self.releaser.hold()
+        if self.settings.abort is not None:
+            run_all(self.settings.abort, self.running.state.copy())
+
+    async def settle(self) -> None:
+        watch, self.watch = self.watch, None
+        count_restart()
+        self.running.state.status = Status.ABORTING
+        if watch is None:
+            # The iteration ended while this rank was still at the barrier before it. The abort runs
+            # all the same: on every rank once for each restart, whichever rank was faster.
+            watch = self.monitor_thread.watch_iteration(self._over, left=True)
+        watch.left.set()
+        with self._user_code():  # the abort, in the monitor thread: the hard timeout applies
+            watch.wait(None)
+        self.sample = watch.sample
+        self.running.state.status = Status.ABORTED
+        error, self.error = self.error, None
+        train_ex = None if error is None or is_consequence(error) else error
+        if error is not None:
+            release_frames(error)
+        log.debug("rank %d: iteration %d: finalize", self.place.rank, self.place.iteration)
+        check_device_context(self.place.rank)
+        with self._user_code(Activity.LEAVING), self.emitter.span(ev.FinalizeDone):
+            self._notify_recovering()
+            self.releaser.release()
+            self.stores.watch()
+            if self.settings.finalize is not None:
+                result: Any = self.settings.finalize(self.running.state, train_ex)
+                self.running.state = self._kept(result)
+                if isinstance(result, tuple) and len(result) == 2:
+                    train_ex = result[1]
+        try:
+            self._check_health(train_ex)
+        except HealthCheckError:
+            raise
+        except Exception as e:
+            raise HealthCheckError(
+                f"rank {self.place.rank} on {self.emitter.host}: {first_line(e, with_type=True)}"
+            ) from e
+        self.monitor.replace_if_lost()
+
+    def _check_health(self, train_ex: BaseException | None) -> None:
+        check = self.settings.health_check
+        if check is None:
+            return
+        log.debug("rank %d: health check after %r", self.place.rank, train_ex)
+        activity = (
+            Activity.LEAVING if self.running.state.status is Status.ABORTED else Activity.USER
+        )
+        with self._user_code(activity), self.emitter.span(ev.HealthCheckDone):
+            self.running.state = self._kept(check(self.running.state, train_ex))
+
+    def decided(self, decision: Decision, *, reports: bool) -> None:
+        # Only now, when every rank has left: a torch client that finds no server retries forever,
+        # in C++, where no interrupt reaches it.
+        self.iteration_store.close()
+        self.page.store_port = 0
+        self.torch_log.end()  # every operation that the abort ended has returned
+        self.cause = decision.cause
+        came_back = self.rules.repeated is not None and decision.history.came_back
+        self.running.fault_came_back = came_back
+        self.note_decision(decision)
+        self.show(decision, reports)
+
+    async def assign(self, link: Link, record: ViewRecord) -> None:
+        member = self.place.member
+        assignment, rank_filter = self.settings.rank_assignment, self.settings.rank_filter
+        self.saves, self.refusal, self.ran = record.saves, None, 0.0
+        if record.saves:
+            assignment, rank_filter = ShiftRanks(), None
+        await exchange_values(link, self, record, member, self.running.state, assignment)
+        start = self.clock.now()
+        # The iteration has no store of its own before its ranks are known.
+        before = self.running.state.copy(
+            iteration=record.iteration, status=Status.INITIALIZED, store=self.policy_store
+        )
+        try:
+            state = state_in_view(record, member, before, assignment, rank_filter)
+            self.running.assigned(record, state, self.cause)
+        except RestartAbort as e:
+            if not self.keeps:
+                raise
+            # `initialize` raises it: the others are waiting at the barrier before that.
+            self.refusal, state = e, state_in_view(record, member, before, ShiftRanks())
+        if self.joining:
+            state.initial_rank, self.joining = state.rank, False
+            self.emitter.emit(ev.Admitted(rank=state.rank))
+        state.store = LazyStore(self.iteration_store.connect)
+        self.running.state = state
+        self.place.rank, self.place.world_size = state.rank, state.world_size
+        self.place.active = state.active
+        if not self.place.active:
+            go_into_reserve()
+        self.emitter.emit(
+            ev.Assigned(
+                world_size=state.world_size,
+                active_world_size=state.active_world_size,
+                active=self.place.active,
+                seconds=self.clock.now() - start,
+            )
+        )
+        log.debug(
+            "iteration %d: assigned rank %d of %d, %d active (initial rank %d)",
+            *(record.iteration, state.rank, state.world_size),
+            *(state.active_world_size, state.initial_rank),
+        )
+
+    def serve(self) -> str | None:
+        if self.place.rank != 0:
+            return None
+        where = self.iteration_store.serve()
+        self.page.store_port = self.iteration_store.endpoint[1]
+        return where
+
+    async def initialize(self, store: str) -> FaultRecord | None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.iteration_store.where = store
+        self.monitor.replace_if_lost()
+        self.atomic_section.reset()
+        self.page.begin_iteration()
+        self.pings = 0
+        loop.begin()
+        self.watch = self.monitor_thread.watch_iteration(self._over)
+        self.stores.replace()
+        publish_rank(
+            self.place.rank,
+            self.running.state.active_world_size,
+            (*self._position, self.place.iteration),
+            self.iteration_store.endpoint,
+        )
+        if self.saves:
+            return None
+        where = "initialize: "
+        try:
+            if self.place.iteration > 0:
+                with self._user_code():
+                    self._notify_recovering()
+            if self.settings.initialize is not None:
+                with self._user_code(), self.emitter.span(ev.InitializeDone):
+                    self.running.state = self._kept(self.settings.initialize(self.running.state))
+            # A failure here does not exclude the rank: the check after the restart decides that.
+            where = "health_check: "
+            self._check_health(None)
+        except Exception as e:  # noqa: BLE001 - any exception is a fault of this rank
+            self.error = e
+            return self.own_fault(e, where)
+        return None
+
+    # -- the end of an iteration without a fault, and of the call ----------------------------------
+
+    async def wait_over(self, link: Link, timeout: float | None) -> bytes:
+        if not self.place.active:
+            self.emitter.emit(ev.Entered(active=False))
+        watch = self._present_watch()
+        watch.left.set()
+        return watch.wait(timeout)
+
+    def run_at_end(self, hook: Completion | Terminate | None) -> None:
+        """Runs a hook at the end of the call, whose failure does not change the outcome."""
+        if hook is None:
+            return
+        try:
+            with self._user_code():
+                hook(self.running.state.copy())
+        except Exception:
+            log.exception("rank %d: %s raised an exception", self.place.rank, type(hook).__name__)
+
+    def release(self) -> None:
+        """Ends the call: breaks the cycle with the session, which would keep all resources."""
+        self.watch = None
+        del self.monitor_thread, self.monitor
+
+    # -- parts of these ----------------------------------------------------------------------------
+
     def _notify_recovering(self) -> None:
         for observer in observers():
-            observer.recovering(self.place.iteration, self.state.rank)
+            observer.recovering(self.place.iteration, self.place.rank)
 
     @property
     def _over(self) -> str:
@@ -364,24 +381,14 @@ class RankHost(RankFaults):
     def _kept(self, result: Any) -> State:
         """The state that a policy returned, alone or with `train_ex`; all else is no change."""
         state = result[0] if isinstance(result, tuple) and len(result) == 2 else result
-        return state if isinstance(state, State) else self.state
-
-    def _check_health(self, train_ex: BaseException | None) -> None:
-        check = self.settings.health_check
-        if check is None:
-            return
-        log.debug("rank %d: health check after %r", self.state.rank, train_ex)
-        activity = Activity.LEAVING if self.state.status is Status.ABORTED else Activity.USER
-        with self._user_code(activity), self.emitter.span(ev.HealthCheckDone):
-            self.state = self._kept(check(self.state, train_ex))
+        return state if isinstance(state, State) else self.running.state
 
     @contextmanager
     def _user_code(self, activity: Activity = Activity.USER) -> Iterator[None]:
         """Marks user code around the function: the hard timeout applies to it. `LEAVING` after a
         fault: an endless loop would let all others, which wait at a barrier, time out.
         """
-        self.page.pings = 0
-        self.page.enter(activity, self.clock.now())
+        self.page.enter_user_code(activity, self.clock.now())
         try:
             yield
         finally:

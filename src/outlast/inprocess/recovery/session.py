@@ -216,7 +216,7 @@ class _Session:
         try:
             value = run(machine.run())
         except BaseException as e:
-            log.debug("rank %d: leaving the call: %r", host.state.rank, e)
+            log.debug("rank %d: leaving the call: %r", self.place.rank, e)
             self.emitter.emit(Lost(reason=describe(e)))
             # The monitor thread still waits for the others, or interrupts until this is set: also
             # if the store is lost.
@@ -231,7 +231,7 @@ class _Session:
             self._check_that_the_store_is_new()
         self.completed = True
         self.page.store_port = 0
-        log.debug("rank %d: the call is complete on all ranks", host.state.rank)
+        log.debug("rank %d: the call is complete on all ranks", self.place.rank)
         # The process that serves the store may end as soon as all have said goodbye. From here on,
         # no error may prevent returning the value.
         if not host.joining:
@@ -248,7 +248,7 @@ class _Session:
         return value
 
     def _tell_restarts(self, how: str) -> None:
-        if self.host.state.rank != 0 or self.launch.agent:  # the launcher tells it itself
+        if self.place.rank != 0 or self.launch.agent:  # the launcher tells it itself
             return
         with contextlib.suppress(StoreError):  # lost with its server
             counts = run(self.machine.membership.restart_counts())
@@ -330,7 +330,7 @@ class _Session:
         self.page.step, self.page.pinged = max(self.page.step, step), self.emitter.clock.now()
         iteration, is_told = self.place.iteration, self.progressed_in == self.place.iteration
         further = step > self.machine.decision.history.step
-        if further and not is_told and self.launch.agent and self.host.state.rank == 0:
+        if further and not is_told and self.launch.agent and self.place.rank == 0:
             self.progressed_in = iteration
             with contextlib.suppress(StoreError):  # the monitor thread says that it is lost
                 run(self.machine.membership.note_progress(iteration))

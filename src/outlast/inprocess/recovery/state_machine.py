@@ -23,7 +23,9 @@
     DONE
 
 There is one method per state; it makes the transition, and returns the next state
-(`RecoveryState`).
+(`RecoveryState`). The methods stand in the order of a fault: RUN, SETTLE, DECIDE, PAUSE, ASSIGN,
+START, INITIALIZE, and RUN again. Those of the real host stand in the same order, so the two files
+side by side are the journey of an exception; each calls down only.
 
 SETTLE consists of: abort done, torch.distributed released, finalize, health check. DECIDE records
 that this member has left the iteration; the last member to do so, or whoever records the loss of
@@ -117,16 +119,7 @@ class Machine:
         self.host.at(RecoveryState.DONE)
         return self.value
 
-    async def _give_up(self, error: RestartAbort, state: RecoveryState) -> RecoveryState:
-        """This member ends the job. What it keeps is saved first: see the module."""
-        in_iteration = (RecoveryState.INITIALIZE, RecoveryState.RUN, RecoveryState.SETTLE)
-        if state not in in_iteration or self.record.saves or not self.host.keeps:
-            raise error
-        fault = self.host.fault_of(error)
-        self.given_up = error, dataclasses.replace(fault, ends_job=True)
-        await self.membership.report_fault(self.given_up[1])
-        settled = state is RecoveryState.SETTLE
-        return RecoveryState.DECIDE if settled else RecoveryState.SETTLE
+    # -- the way in -------------------------------------------------------------------------------
 
     async def _enter(self) -> RecoveryState:
         rank, token = self.host.preferred_rank, self.host.token
@@ -159,32 +152,7 @@ class Machine:
         how = await wait_for_end_of_iteration(self.membership, self.host, k)
         return RecoveryState.DONE if how == COMPLETED else RecoveryState.DECIDE
 
-    async def _start(self) -> RecoveryState:
-        k = self.place.iteration
-        with self.host.timing("start"):
-            arrived = await pass_barrier(
-                self.link,
-                self.host,
-                f"start/{k}",
-                self.record,
-                self.place.member,
-                rank=self.place.rank,
-                world_size=self.place.world_size,
-                store=self.host.serve(),
-            )
-        self.membership.started(k, arrived)
-        if self._same_view(arrived):
-            self.store = next(each["store"] for each in arrived.values() if each["rank"] == 0)
-            return RecoveryState.INITIALIZE
-        await self.membership.end(k, RESTART)
-        return RecoveryState.SETTLE
-
-    async def _initialize(self) -> RecoveryState:
-        fault = await self.host.initialize(self.store)
-        if fault is None:
-            return RecoveryState.RUN
-        await self.membership.report_fault(fault)
-        return RecoveryState.SETTLE
+    # -- an iteration: from the function through a fault to the function again -------------------
 
     async def _run(self) -> RecoveryState:
         if self.place.rank == 0:
@@ -200,28 +168,6 @@ class Machine:
                 return RecoveryState.COMPLETE
             case Raised(fault):
                 await self.membership.report_fault(fault)
-        return RecoveryState.SETTLE
-
-    async def _complete(self) -> RecoveryState:
-        k, active = self.place.iteration, self.place.active
-        members, durations = self.place.world_size, self.host.durations
-        await self.membership.finish(k, members)
-        how, waited = b"", 0.0
-        while not how:
-            try:
-                how = await self.host.wait_over(self.link, durations.completion if active else None)
-            except KeyTimeout:
-                waited += durations.completion
-                idle = await self.membership.count_idle(k, 0, members)
-                if not idle and waited < durations.computing:
-                    continue  # one of them is at work: an evaluation on rank 0, for example
-                cause = f"the other ranks did not return within {waited} s"
-                fault = self.host.fault(cause)
-                await self.membership.report_fault(fault)
-                return RecoveryState.SETTLE
-        if how == COMPLETED:
-            return RecoveryState.DONE
-        self.value = None
         return RecoveryState.SETTLE
 
     async def _settle(self) -> RecoveryState:
@@ -276,6 +222,81 @@ class Machine:
         await self.host.assign(self.link, self.record)
         return RecoveryState.START
 
+    async def _start(self) -> RecoveryState:
+        k = self.place.iteration
+        with self.host.timing("start"):
+            arrived = await pass_barrier(
+                self.link,
+                self.host,
+                f"start/{k}",
+                self.record,
+                self.place.member,
+                rank=self.place.rank,
+                world_size=self.place.world_size,
+                store=self.host.serve(),
+            )
+        self.membership.started(k, arrived)
+        if self._same_view(arrived):
+            self.store = next(each["store"] for each in arrived.values() if each["rank"] == 0)
+            return RecoveryState.INITIALIZE
+        await self.membership.end(k, RESTART)
+        return RecoveryState.SETTLE
+
+    def _same_view(self, arrived: dict[int, dict[str, Any]]) -> bool:
+        """Checks R1: ranks dense from 0, world sizes equal. A gap is a member that was lost before
+        it arrived. Two members with the same rank can only result from a wrong rank assignment.
+        """
+        ranks = sorted(each["rank"] for each in arrived.values())
+        sizes = {each["world_size"] for each in arrived.values()}
+        if len(set(ranks)) != len(ranks) or len(sizes) > 1:
+            raise InternalError(
+                f"the rank assignment gave ranks {ranks} and world sizes {sorted(sizes)}: "
+                "it must give every rank once, and one world size, on all members"
+            )
+        return ranks == list(range(self.place.world_size))
+
+    async def _initialize(self) -> RecoveryState:
+        fault = await self.host.initialize(self.store)
+        if fault is None:
+            return RecoveryState.RUN
+        await self.membership.report_fault(fault)
+        return RecoveryState.SETTLE
+
+    # -- the way out ------------------------------------------------------------------------------
+
+    async def _complete(self) -> RecoveryState:
+        k, active = self.place.iteration, self.place.active
+        members, durations = self.place.world_size, self.host.durations
+        await self.membership.finish(k, members)
+        how, waited = b"", 0.0
+        while not how:
+            try:
+                how = await self.host.wait_over(self.link, durations.completion if active else None)
+            except KeyTimeout:
+                waited += durations.completion
+                idle = await self.membership.count_idle(k, 0, members)
+                if not idle and waited < durations.computing:
+                    continue  # one of them is at work: an evaluation on rank 0, for example
+                cause = f"the other ranks did not return within {waited} s"
+                fault = self.host.fault(cause)
+                await self.membership.report_fault(fault)
+                return RecoveryState.SETTLE
+        if how == COMPLETED:
+            return RecoveryState.DONE
+        self.value = None
+        return RecoveryState.SETTLE
+
+    async def _give_up(self, error: RestartAbort, state: RecoveryState) -> RecoveryState:
+        """This member ends the job. What it keeps is saved first: see the module."""
+        in_iteration = (RecoveryState.INITIALIZE, RecoveryState.RUN, RecoveryState.SETTLE)
+        if state not in in_iteration or self.record.saves or not self.host.keeps:
+            raise error
+        fault = self.host.fault_of(error)
+        self.given_up = error, dataclasses.replace(fault, ends_job=True)
+        await self.membership.report_fault(self.given_up[1])
+        settled = state is RecoveryState.SETTLE
+        return RecoveryState.DECIDE if settled else RecoveryState.SETTLE
+
     async def _leave(self, error: BaseException) -> None:
         self.host.leaves_with(error)
         if self.place.member < 0:
@@ -305,16 +326,3 @@ class Machine:
             )
             fault = None if discarded or known else own
         await self.membership.report_lost(lost, self.place.iteration, fault)
-
-    def _same_view(self, arrived: dict[int, dict[str, Any]]) -> bool:
-        """Checks R1: ranks dense from 0, world sizes equal. A gap is a member that was lost before
-        it arrived. Two members with the same rank can only result from a wrong rank assignment.
-        """
-        ranks = sorted(each["rank"] for each in arrived.values())
-        sizes = {each["world_size"] for each in arrived.values()}
-        if len(set(ranks)) != len(ranks) or len(sizes) > 1:
-            raise InternalError(
-                f"the rank assignment gave ranks {ranks} and world sizes {sorted(sizes)}: "
-                "it must give every rank once, and one world size, on all members"
-            )
-        return ranks == list(range(self.place.world_size))
