@@ -125,7 +125,7 @@ class Checkpointer:
             group, ledger = None, CallLedger(MemoryStore(), "checkpoint", 0, 1)
         else:
             ledger = connect_ledger("checkpoint", group)
-        self.ledger = ledger  # children of it are for what belongs to this checkpointer
+        self.ledger = ledger  # also for what a `Job` has to agree on
         self.rank, self.world_size = ledger.rank, ledger.world_size
         if not_hooked and self.rank == 0:
             log.warning(
@@ -153,9 +153,10 @@ class Checkpointer:
                 self.restorer.open(f"process {os.getpid()} on {socket.gethostname()}, job {job}")
                 if not alone:
                     keep_events_beside(events_folder(), self._url, warn=self.rank == 0)
-                self.restorer.copies = arrange_copies(
-                    self.session, self.ranks, ledger, self.emitter, replica_bandwidth
-                )
+                if replicas:
+                    self.restorer.copies = arrange_copies(
+                        self.session, self.ranks, ledger, self.emitter, replica_bandwidth
+                    )
             except BaseException:
                 if not taken_over:  # no other checkpointer knows of it
                     self.session.close(0.0)

@@ -119,14 +119,14 @@ class LiveRun:
         """The newest committed save, by the clock of this host if it has one; and the time since it
         began, in seconds.
         """
-        ages = {
-            host: max(0.0, (self.now(host) or 0.0) - event.time + event.seconds)
-            for host, event in self.state.newest_saves.items()
-        }
-        if not ages:
-            return None
-        host = self.own_host if self.own_host in ages else min(ages, key=ages.__getitem__)
-        return self.state.newest_saves[host], ages[host]
+        saves = self.state.newest_saves
+        found: tuple[CheckpointCommitted, float] | None = None
+        for host in [self.own_host] if self.own_host in saves else saves:
+            event, now = saves[host], self.now(host)
+            age_s = 0.0 if now is None else max(0.0, now - event.time + event.seconds)
+            if found is None or age_s < found[1]:
+                found = event, age_s
+        return found
 
     def origin(self, host: str) -> float:
         """The time of a host's first event, from which the report counts."""

@@ -11,7 +11,7 @@ import pytest
 
 from outlast.elastic.job.live.choice import Choice, Offer, choose
 from outlast.elastic.job.live.frozen import Held
-from outlast.elastic.job.live.own_state import Record, Slots, read
+from outlast.elastic.job.live.own_state import Record, Slots, State, read
 from outlast.elastic.job.live.transfer import rounds
 
 
@@ -165,7 +165,9 @@ def test_the_last_phase_that_all_ranks_have_is_used(
         assert isinstance(found, Choice), found
         assert (found.step, found.phase) == (5, phase)
         assert sorted(found.sources) == [1 - r if swapped else r for r in receives]
-        assert all(each is not None and each.has(5, phase, each.branch) for _, each in found.own)
+        assert all(
+            each is not None and each.has(State(5, phase, each.branch)) for _, each in found.own
+        )
 
 
 def test_a_rank_that_was_killed_has_the_phases_of_its_records() -> None:

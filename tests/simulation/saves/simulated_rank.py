@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from outlast.async_checkpoint.beside import Beside
 from outlast.async_checkpoint.save.round import ABORTED, SaveRound
 from outlast.async_checkpoint.save.save import Save
 from outlast.coordination.call_ledger import DIFFERENT_ORDER, CallLedger
@@ -86,21 +87,33 @@ class SimulatedSave(Save):
 
     def __init__(self, store: Any, ledger: CallLedger, number: int, call: Call) -> None:
         self.catalog = _Catalog(store, number, call)
-        shared: Any = SimpleNamespace(
-            ledger=ledger,
-            structures=self.catalog,
-            timeout_s=LIMIT_S,
-            aborted=threading.Event(),
-            job="job",
-            session=SimpleNamespace(
-                copies=None, storage=SimpleNamespace(names_for=lambda step, save_id: ("", ""))
-            ),
+        session: Any = SimpleNamespace(
+            copies=None,
+            storage=SimpleNamespace(names_for=lambda step, save_id: ("", "")),
+            memo=SimpleNamespace(ranks=(ledger.rank, ledger.rank, ledger.world_size)),
         )
-        super().__init__(shared, number, call.step, None, (), 0.0)
+        structures: Any = self.catalog
+        snapshotter: Any = None
+        super().__init__(
+            session,
+            structures,
+            snapshotter,
+            threading.Event(),
+            _round(store, ledger.rank, ledger.world_size, number, call),
+            id=f"job{number}",
+            index=number,
+            step=call.step,
+            metric=None,
+            finite=(),
+            place="",
+            began=0.0,
+        )
         self._store, self._call = store, call
         self.version = 0  # of this rank's structure
 
-    def snapshot(self, state_dict: Mapping[str, Any], earlier: Sequence[Save]) -> None:
+    def snapshot(
+        self, state_dict: Mapping[str, Any], beside: Beside, earlier: Sequence[Save]
+    ) -> None:
         """As `Structures.agree`: the version of a structure is the number of its save."""
         self.version = state_dict["version"]
         if self._call.kind == "cannot":
@@ -183,7 +196,7 @@ def _outcome(store: Any, ledger: CallLedger, number: int, call: Call, state: dic
         return "done"
     save = SimulatedSave(store, ledger, number, call)
     try:
-        save.snapshot(state, ())
+        save.snapshot(state, Beside(), ())
     except CheckpointError as e:
         save.refuse(e)
         return str(e)

@@ -37,7 +37,7 @@ from outlast.async_checkpoint.writer.client import ProcessFailed
 from outlast.async_checkpoint.writer.handover import SnapshotDescription
 from outlast.async_checkpoint.writer.main import Writer
 from outlast.async_checkpoint.writer.write_files import Dropped
-from outlast.coordination.call_ledger import CallFailure, CallLedger
+from outlast.coordination.call_ledger import CallFailure
 from outlast.coordination.waits import waits
 from outlast.errors import CheckpointError, CheckpointTimeout, OutlastError, StoreError
 from outlast.system.error_text import describe, drop_tracebacks
@@ -45,92 +45,74 @@ from outlast.system.error_text import describe, drop_tracebacks
 _DROPPED = "dropped for all ranks by rank 0, while it was being committed"
 
 
-@dataclasses.dataclass
-class Shared:
-    """What all saves of a checkpointer share. The ids of its saves begin with `job`. `beside` is
-    called for each save, on the training thread. `aborted`: all saves are being dropped; set by
-    another thread, once.
-    """
-
-    session: FolderSession
-    ledger: CallLedger
-    structures: Structures
-    snapshotter: Snapshotter
-    job: str
-    aborted: threading.Event
-    beside: Callable[[], Beside] = Beside
-
-    @property
-    def timeout_s(self) -> float:
-        """How long each wait may take."""
-        return self.session.writer.timeout_s
-
-
+@dataclasses.dataclass(eq=False)
 class Save:
-    """See the module.
+    """See the module. All saves of a checkpointer have the same `session`, `structures`,
+    `snapshotter` and `aborted`, which any thread sets, once, when all of them are dropped.
 
     Attributes:
+        id: names its folder; no other save has it.
         index: of the save in its checkpointer, the same on all ranks.
-        name: in messages; differs between ranks that save different steps.
-        place: where the training is, in words; differs between ranks that are not at the same one.
+        metric: of the checkpoint, for `Retention(best=...)`.
         finite: the names of tensors whose values must be finite.
+        place: where the training is, in words; differs between ranks that are not at the same one.
+        name: in messages; differs between ranks that save different steps.
         taken: the snapshot, if there is one.
         began, blocked_s: when `Checkpointer.save` was called, and how long training waited.
     """
 
-    def __init__(
-        self,
-        shared: Shared,
-        index: int,
-        step: int,
-        metric: float | None,
-        finite: Collection[str],
-        began: float,
-        place: str = "",
-    ) -> None:
-        self.index, self.step, self.metric, self.finite = index, step, metric, finite
-        self.name = f"save of step {step}"
-        self.id = f"{shared.job}{index:08x}"
-        self.working, self.final = shared.session.storage.names_for(step, self.id)
-        self.place = place
-        self.round = SaveRound(
-            shared.ledger, index, self.name, shared.structures.divide, shared.timeout_s, place
-        )
-        self.handle = SaveHandle(step)
+    session: FolderSession
+    structures: Structures
+    snapshotter: Snapshotter
+    aborted: threading.Event
+    round: SaveRound
+    id: str
+    index: int
+    step: int
+    metric: float | None
+    finite: Collection[str]
+    place: str
+    began: float
+
+    def __post_init__(self) -> None:
+        self.name = self.round.name
+        self.working, self.final = self.session.storage.names_for(self.step, self.id)
+        self.handle = SaveHandle(self.step)
         self.taken: Snapshot | None = None
+        self.blocked_s = 0.0
+        _, self._rank, self._world_size = self.session.memo.ranks
         self._beside = Beside()
-        self.began, self.blocked_s = began, 0.0
-        self._shared = shared
-        self._rank = shared.ledger.rank
         self._structure = ""  # the digest of what is saved
         self._catalog: Catalog | None = None  # of a rank alone
 
     # --------------------------------------------------------------- on the training thread
 
-    def snapshot(self, state_dict: Mapping[str, Any], earlier: Sequence[Save]) -> None:
+    def snapshot(
+        self, state_dict: Mapping[str, Any], beside: Beside, earlier: Sequence[Save]
+    ) -> None:
         """Takes the snapshot of `state_dict` as it is now; `earlier` saves are in progress."""
-        shared, session, structures = self._shared, self._shared.session, self._shared.structures
-        self._beside = shared.beside()
+        session, structures, timeout_s = self.session, self.structures, self._timeout_s
+        self._beside = beside
         signature, leaves = signature_and_leaves(state_dict)
         structure = structures.known(signature)
         if structure is None:
             # On rank 0, none of them may use the catalog while it changes.
-            waits_for = earlier if self._rank == 0 and shared.ledger.world_size > 1 else ()
-            if not all(save.handle._await_end(shared.timeout_s) for save in waits_for):
+            waits_for = earlier if self._rank == 0 and self._world_size > 1 else ()
+            if not all(save.handle._await_end(timeout_s) for save in waits_for):
                 raise self._not_begun(earlier)
             structure = structures.agree(state_dict, signature, self.round)
         self._structure = structure.digest
-        if shared.ledger.world_size == 1:
+        if self._world_size == 1:
             self._catalog = structures.catalog  # the next save may replace it
         try:
-            buffer = session.pool.take(structure, shared.timeout_s)
+            buffer = session.pool.take(structure, timeout_s)
         except NoFreeBuffer:
             raise self._not_begun(earlier) from None
         try:
             values, places = structure.pickle_values(state_dict)
             description = self._describe(structure, values, places)
             notify("saving")
-            self.taken = shared.snapshotter.take(description, values, buffer, structure, leaves)
+            self.taken = self.snapshotter.take(description, values, buffer, structure, leaves)
             self.handle._seal = self.taken.seal
         except BaseException:
             session.pool.give_back(buffer)
@@ -142,20 +124,19 @@ class Save:
 
     def adopt(self, save_id: str, sync: Callable[[], object]) -> None:
         """Takes the snapshot of a save that was cut off: see `left_saves.py`."""
-        shared = self._shared
-        structure = shared.structures.present
-        buffer = None if structure is None else shared.session.pool.take_left(save_id, structure)
+        pool, structure = self.session.pool, self.structures.present
+        buffer = None if structure is None else pool.take_left(save_id, structure)
         if structure is None:
             raise CheckpointError("the ranks have not agreed on what they save now")
         if buffer is None or buffer.snapshot is None:
-            held = [b for b in shared.session.pool.all_buffers if b.snapshot is not None]
+            held = [b for b in pool.all_buffers if b.snapshot is not None]
             left = [b for b in held if b.snapshot and b.snapshot["save_id"] == save_id]
             raise CheckpointError(f"its snapshot {_why_unusable(left, structure)}")
         self._structure, self._beside = structure.digest, Beside(sync)
-        if shared.ledger.world_size == 1:
-            self._catalog = shared.structures.catalog
+        if self._world_size == 1:
+            self._catalog = self.structures.catalog
         self.taken = Snapshot(
-            buffer.snapshot, buffer.values, buffer, shared.session.writer, is_sealed=True
+            buffer.snapshot, buffer.values, buffer, self.session.writer, is_sealed=True
         )
 
     def seal(self) -> None:
@@ -165,7 +146,7 @@ class Save:
 
     def refuse(self, error: BaseException) -> None:
         """Fails a save that cannot go on, so that the other ranks do not wait for this one."""
-        session = self._shared.session
+        session = self.session
         if self.taken is not None:
             session.pool.give_back(self.taken.buffer, self.taken.turn)
         elif session.copies is not None:
@@ -176,17 +157,16 @@ class Save:
 
     def _not_begun(self, earlier: Sequence[Save]) -> CheckpointTimeout:
         """The error of a save that cannot begin, because earlier ones use all buffers."""
-        shared, steps = self._shared, ", ".join(str(save.step) for save in earlier)
+        steps, url = ", ".join(str(save.step) for save in earlier), self.session.url
         return CheckpointTimeout(
-            f"the {self.name} could not begin: rank {self._rank} waited {shared.timeout_s:g} s for "
-            f"a free snapshot buffer while step {steps} was being written to {shared.session.url} "
+            f"the {self.name} could not begin: rank {self._rank} waited {self._timeout_s:g} s for "
+            f"a free snapshot buffer while step {steps} was being written to {url} "
             "(the disk may not respond)"
         )
 
     def _describe(
         self, structure: Structure, values: bytes, places: list[list[int]]
     ) -> SnapshotDescription:
-        session, world_size = self._shared.session, self._shared.ledger.world_size
         return {
             "step": self.step,
             "number": self.index,
@@ -194,22 +174,21 @@ class Save:
             "metric": None if self.metric is None else float(self.metric),
             "place": self.place,
             "structure": structure.digest,
-            "folder_id": session.identity,
+            "folder_id": self.session.identity,
             "rank": self._rank,
-            "world_size": world_size,
+            "world_size": self._world_size,
             "working": self.working,
             "final": self.final,
             "layout": structure.files,
             "values": values_file(self._rank) if values else "",
             "places": places,
-            "socket": str(session.own_socket),
+            "socket": str(self.session.own_socket),
         }
 
     # ------------------------------------------------------------- on the thread of the saves
 
     def complete(self) -> tuple[int, Manifest | None]:
         """Writes and commits; the size, and on rank 0 the manifest if old checkpoints may go."""
-        shared = self._shared
         late = False
         outcome: str | CallFailure
         try:
@@ -219,11 +198,11 @@ class Save:
             raise
         except Exception as e:  # noqa: BLE001 - every rank must know of any error
             late = isinstance(e, CheckpointTimeout)
-            if self.taken is not None and e is self.taken.error and not shared.aborted.is_set():
+            if self.taken is not None and e is self.taken.error and not self.aborted.is_set():
                 # torch's join() writes to the parameters, for one.
                 self.round.await_announcements()
             # Whatever it is, an abort has caused it, if there is one: that kills the writer.
-            outcome = self.round.failure(ABORTED if shared.aborted.is_set() else e)
+            outcome = self.round.failure(ABORTED if self.aborted.is_set() else e)
             drop_tracebacks(e)  # it may stay in the snapshot: see `SaveRound.own_error`
         failure = self.round.report(outcome)
         if failure is None:
@@ -238,12 +217,12 @@ class Save:
 
     def write(self) -> str:
         """Makes this rank's files durable; returns its record, for the manifest."""
-        snapshot, writer = self._snapshot, self._shared.session.writer
+        snapshot, writer = self._snapshot, self.session.writer
         description = snapshot.description
         try:
             with writer.exclusive:  # no `begin_save` of another checkpointer in between
                 writer.begin_save()
-                if self._shared.aborted.is_set():
+                if self.aborted.is_set():
                     raise Dropped
                 files = writer.request(
                     Writer.write_snapshot,
@@ -304,11 +283,11 @@ class Save:
         committed, and the result for the other ranks: the `size_bytes` of the checkpoint, or why it
         is not committed (`error`, `dropped`), or may not be (`unknown`).
         """
-        session = self._shared.session
+        session = self.session
         manifest: Manifest | None = None
         records: list[bytes] = []
         try:
-            catalog = self._catalog or self._shared.structures.catalog
+            catalog = self._catalog or self.structures.catalog
             records = self.round.records()
             manifest, metadata = catalog.manifest(records, self.step, self.id, self.metric)
             content = encode(manifest)
@@ -331,7 +310,7 @@ class Save:
             try:
                 committed = manifest is not None and self._is_committed(e)
             except (OutlastError, OSError, Dropped) as unknown:
-                if self._shared.aborted.is_set() and not self._is_visible():
+                if self.aborted.is_set() and not self._is_visible():
                     return None, {"dropped": _DROPPED}  # its writer has ended, and renames nothing
                 # Nothing is removed: what is visible now may be gone after a power failure, and
                 # then the checkpoint that it replaced counts again.
@@ -339,7 +318,7 @@ class Save:
                 return None, {"unknown": f"rank 0: {why}{also}"}
             if manifest is None or not committed:
                 self._remove_files()
-                if self._shared.aborted.is_set():
+                if self.aborted.is_set():
                     return None, {"dropped": _DROPPED}
                 return None, {"error": f"rank 0 could not commit it: {why}"}
         return manifest, {"size_bytes": manifest.size_bytes, "differing": differing(records)}
@@ -350,21 +329,25 @@ class Save:
         """
         if isinstance(error, CheckpointTimeout):
             raise error
-        return self._shared.session.writer.request(
+        return self.session.writer.request(
             Writer.settle_commit, working=self.working, final=self.final, save_id=self.id
         )
 
     def _is_visible(self) -> bool:
         """Whether a restore may load the save, after its writer has ended."""
         try:
-            return saved_by(self._shared.session.storage, self.final) == self.id
+            return saved_by(self.session.storage, self.final) == self.id
         except (CheckpointError, OSError):
             return True
 
     def _remove_files(self) -> None:
         """Removes the files of a save that failed. If that fails too, the next job does it."""
         with contextlib.suppress(ProcessFailed, Dropped):
-            self._shared.session.writer.request(Writer.remove_folders, folders=[self.working])
+            self.session.writer.request(Writer.remove_folders, folders=[self.working])
+
+    @property
+    def _timeout_s(self) -> float:
+        return self.session.writer.timeout_s
 
     @property
     def _snapshot(self) -> Snapshot:

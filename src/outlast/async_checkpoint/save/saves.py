@@ -17,13 +17,14 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from outlast.async_checkpoint.beside import Beside
 from outlast.async_checkpoint.handle import SaveHandle
 from outlast.async_checkpoint.policies import FailurePolicy, Retention
 from outlast.async_checkpoint.save.folder_session import FolderSession
 from outlast.async_checkpoint.save.left_saves import LeftSave
 from outlast.async_checkpoint.save.outcomes import SaveOutcomes
 from outlast.async_checkpoint.save.round import ABORTED, SaveRound, is_due_to_restart
-from outlast.async_checkpoint.save.save import Save, Shared
+from outlast.async_checkpoint.save.save import Save
 from outlast.async_checkpoint.save.structures import Structures
 from outlast.async_checkpoint.snapshot.snapshot import Snapshotter
 from outlast.async_checkpoint.state_dict import signature_and_leaves
@@ -44,7 +45,9 @@ _CONCLUDE_S = 10.0  # for rank 0, after an abort that came too late to drop a sa
 
 
 class Saves:
-    """One rank's saves."""
+    """One rank's saves. The ids of the saves begin with `job`. `beside` is called for each save, on
+    the training thread.
+    """
 
     def __init__(
         self,
@@ -57,12 +60,12 @@ class Saves:
         keep: Retention,
         policy: FailurePolicy | None,
     ) -> None:
-        structures = Structures(session.memo, ledger.rank, ledger.world_size)
-        snapshotter = Snapshotter(session.writer, optimizers)
-        aborted = threading.Event()
-        self.shared = Shared(session, ledger, structures, snapshotter, job, aborted)
-        self.outcomes = SaveOutcomes(session, keep, policy, emitter, aborted)
-        self._clock = emitter.clock
+        self._session, self._ledger, self._job, self._clock = session, ledger, job, emitter.clock
+        self._structures = Structures(session.memo, ledger.rank, ledger.world_size)
+        self._snapshotter = Snapshotter(session.writer, optimizers)
+        self._aborted = threading.Event()
+        self.beside: Callable[[], Beside] = Beside
+        self.outcomes = SaveOutcomes(session, keep, policy, emitter, self._aborted)
         self._count = 0  # of saves so far, including those without a snapshot
         self._queue: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
         self._pending: list[Save] = []
@@ -89,12 +92,12 @@ class Saves:
         began = self._clock.now()
         self.seal_all()
         earlier = self.pending
-        save = Save(self.shared, self._next_index(), step, metric, finite, began, place)
+        save = self._new(step, metric, finite, place, began)
         try:
             # On other ranks the earlier save may have ended: this one counts, and fails on all.
             if any(each.step == step for each in earlier):
                 raise ValueError(f"step {step} is being saved already: wait for its handle")
-            save.snapshot(state_dict, earlier)
+            save.snapshot(state_dict, self.beside(), earlier)
             save.blocked_s = self._clock.now() - began
             self.outcomes.watch(save.handle)
             self._enqueue(save)
@@ -117,7 +120,7 @@ class Saves:
         """Completes saves that were cut off, after a restore and `prepare`, on all ranks; `sync` as
         in `Beside`. Returns their handles, `None` if a rank has lost its snapshot.
         """
-        for each in left if self.shared.ledger.rank == 0 else ():
+        for each in left if self._ledger.rank == 0 else ():
             if each.is_whole:
                 notice(log, "completing the save of step %d, which a fault had cut off", each.step)
         return [self._resume(each, sync, finite) if each.is_whole else None for each in left]
@@ -126,8 +129,7 @@ class Saves:
         self, left: LeftSave, sync: Callable[[], object], finite: Collection[str]
     ) -> SaveHandle:
         """If it cannot be completed, its handle has the error, and no later save raises it."""
-        began, index = self._clock.now(), self._next_index()
-        save = Save(self.shared, index, left.step, left.metric, finite, began, left.place)
+        save = self._new(left.step, left.metric, finite, left.place, self._clock.now())
         try:
             save.adopt(left.save_id, sync)
         except CheckpointError as e:
@@ -144,12 +146,10 @@ class Saves:
         """
         if self._count:
             return
-        shared = self.shared
-        name, divide = "preparation of saves", shared.structures.divide
-        agreement = SaveRound(shared.ledger, self._next_index(), name, divide, shared.timeout_s)
+        agreement = self._round(self._next_index(), "preparation of saves")
         try:
             signature = signature_and_leaves(state_dict)[0]
-            structure = shared.structures.agree(state_dict, signature, agreement)
+            structure = self._structures.agree(state_dict, signature, agreement)
             agreement.forget()
         except BaseException as e:
             if not isinstance(e, OF_ALL_RANKS):
@@ -160,12 +160,35 @@ class Saves:
             # The first save raises the same error.
             log.debug("saves were not prepared: %s", e)
         else:
-            shared.session.pool.preallocate(structure)
+            self._session.pool.preallocate(structure)
 
     def seal_all(self) -> None:
         """Seals every snapshot; on the training thread, which writes to no tensor meanwhile."""
         for save in self.pending:
             save.seal()
+
+    def _new(
+        self, step: int, metric: float | None, finite: Collection[str], place: str, began: float
+    ) -> Save:
+        index = self._next_index()
+        return Save(
+            self._session,
+            self._structures,
+            self._snapshotter,
+            self._aborted,
+            self._round(index, f"save of step {step}", place),
+            id=f"{self._job}{index:08x}",
+            index=index,
+            step=step,
+            metric=metric,
+            finite=finite,
+            place=place,
+            began=began,
+        )
+
+    def _round(self, index: int, name: str, place: str = "") -> SaveRound:
+        timeout_s = self._session.writer.timeout_s
+        return SaveRound(self._ledger, index, name, self._structures.divide, timeout_s, place)
 
     def _next_index(self) -> int:
         self._count += 1
@@ -186,7 +209,7 @@ class Saves:
             while (save := self._queue.get()) is not None:
                 with works(self):
                     self._complete(save)
-            if not self.shared.aborted.is_set():
+            if not self._aborted.is_set():
                 with works(self):
                     self.outcomes.await_removals()
         finally:
@@ -201,11 +224,11 @@ class Saves:
         except Exception as e:  # noqa: BLE001 - a bug here must not look like a slow save
             error = save.round.own_error(e)
         with self._lock:
-            if error is not None and is_due_to_restart(error) and not self.shared.aborted.is_set():
+            if error is not None and is_due_to_restart(error) and not self._aborted.is_set():
                 self._cut_off(save)  # another rank was the first to drop it
             self._pending.remove(save)
             queued = len(self._pending)
-        taken, session = save.taken, self.shared.session
+        taken, session = save.taken, self._session
         assert taken is not None
         if error is None:
             taken.description["committed"] = True
@@ -233,7 +256,7 @@ class Saves:
         Can be called again, because an interrupt may have cut it short.
         """
         with self._lock:
-            self.shared.aborted.set()
+            self._aborted.set()
             pending = list(self._pending)
             for save in pending:
                 self._cut_off(save)
@@ -241,19 +264,19 @@ class Saves:
             if save.taken is not None:
                 save.taken.call_off()
         if pending:
-            self.shared.session.writer.tell(Writer.drop_saves)
+            self._session.writer.tell(Writer.drop_saves)
             start_thread("outlast-abort", self._claim_abort, pending)
         self._queue.put(None)
-        if self.shared.session.copies is not None:
-            self.shared.session.copies.abandon()
-        self.shared.snapshotter.abandon()
+        if self._session.copies is not None:
+            self._session.copies.abandon()
+        self._snapshotter.abandon()
 
     def _cut_off(self, save: Save) -> None:
         """The next checkpointer may complete it. Called with the lock, and not after `abort`: the
         next one may have looked by then.
         """
         if save.taken is not None:
-            self.shared.session.dropped[save.taken.save_id] = save.taken.description
+            self._session.dropped[save.taken.save_id] = save.taken.description
 
     def check_not_in_callback(self) -> None:
         """Raises `RuntimeError` on the thread of the saves, which cannot wait for its own end."""

@@ -10,6 +10,7 @@ then try again at once, and go on for the grace time.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import time
@@ -60,11 +61,15 @@ class Ending:
         fallback: Fallback | None,
     ) -> None:
         self._call, self._checkpointer, self._checks = call, checkpointer, checks
-        self._saves = saves
-        self._last_save = LastSave(saves, checkpointer, fallback, stop)
-        self._restoring, self._stop = restoring, stop
+        self._saves, self._restoring, self._stop = saves, restoring, stop
+        self._fallback = fallback
         self._timeout_s = checkpointer.session.writer.timeout_s or None
         self.released = False
+
+    @functools.cached_property
+    def _last_save(self) -> LastSave:
+        """One, whatever was tried before: it counts the attempts."""
+        return LastSave(self._saves, self._checkpointer, self._fallback, self._stop)
 
     def save_for_stop(self) -> None:
         """The last save of a job that was told to stop: as `complete`, within the grace time."""

@@ -155,7 +155,6 @@ class Job(JobProgress):
             max_skips=self._checks.max_skips,
         )
         self.module, self._skipped = self._training.module, self._training.skipped
-        self._ledger = self.checkpointer.ledger.child("job")
         self._parameters = SameParameters(self._training, self.checkpointer)
         # What restores it, and what saves it.
         second = None if fallback is None else Fallback(fallback, self.checkpointer, self._group)
@@ -163,7 +162,7 @@ class Job(JobProgress):
         self._restoring = Restoring(
             self._training,
             self.checkpointer,
-            self._ledger,
+            self.checkpointer.ledger,
             self._group,
             self._call if live else None,
             required=live is True,
@@ -226,18 +225,19 @@ class Job(JobProgress):
         if trusted.skip is not None:
             self._skipped.leave_out(trusted.skip, self.checkpointer.emitter, self.rank)
         if found is None:
-            check_equal_models(self.module, self._ledger, self._group)
+            check_equal_models(self.module, self.checkpointer.ledger, self._group)
             with long_phase(self.checkpointer.session.writer.timeout_s or None):
                 self._saves.save().wait()
+        # From now on, a fault finds this state in memory.
         self._restoring.begin()
         self.module.zero_grad()  # a backward pass that a fault interrupted may have left gradients
         save_is_due = found is not None and self._saves.restored()
         trusted.finish(self._saves.save)
-        clean = self._training.counters.clean_step
-        self._start_checks(clean)
+        self._start_checks(self._training.counters.clean_step)
         if self._restoring.from_survivors:
             timeout_s = self.checkpointer.session.writer.timeout_s
             self._checks.compare_now(timeout_s, required=True)  # before DDP copies a flip
+        # What follows each step begins after this one: saves, stops, functions, epochs.
         self._saves.schedule.start(self.steps)
         self._step_events.begin(self.steps)
         self._stop.begin(self.steps, self._end.save_for_stop)
@@ -302,15 +302,16 @@ class Job(JobProgress):
         self._check_restored()
         self._end.check_step()
         self._training.stepped(samples)
+        steps = self.steps
         self._parameters.compare_lengths()
         self._end.counted(sys._getframe(1))
         self._skipped.check_known()
-        self._step_events.completed(self.steps)
-        self._training.counters.clean_step = self._checks.clean_step(self.steps)
+        self._step_events.completed(steps)
+        self._training.counters.clean_step = self._checks.clean_step(steps)
         # From here on, a fault loses nothing of this step.
         self._restoring.completed()
-        report_step(self.steps, completed=True)
-        self._checks.completed(self.steps, loss)
+        report_step(steps, completed=True)
+        self._checks.completed(steps, loss)
         # Here, or where the loop over `batches` comes back: the stop, or the save.
         self._end.stepped()
 
@@ -385,11 +386,12 @@ class Job(JobProgress):
     def _check_restored(self) -> None:
         if self._may_save:
             return
-        check_nothing_to_restore(self.checkpointer, self._ledger, self._path, self.steps)
+        check_nothing_to_restore(self.checkpointer, self._path, self.steps)
         self._parameters.check()
         self._start_checks()
         self._may_save = True
 
     def _start_checks(self, clean: int | None = None) -> None:
         go_back = partial(self._skipped.go_back, self.checkpointer)
-        self._checks.start(self.module, self.checkpointer, self._ledger, self.steps, go_back, clean)
+        ledger = self.checkpointer.ledger
+        self._checks.start(self.module, self.checkpointer, ledger, self.steps, go_back, clean)

@@ -98,15 +98,13 @@ class Part:
         rank that did not exist then, and `trusted` if this process or its predecessor on this host
         has noted it.
         """
-        return self.saver()(shared, own)
-
-    def saver(self) -> Saver:
-        """How a checkpoint is made of noted states, shared and own; the object may be gone."""
-        return type(self).saved
+        return self.saved(shared, own)
 
     @staticmethod
     def saved(shared: Any, own: Mapping[int, Any]) -> Any:
-        """The state for a checkpoint; `own` has what is known of the ranks, by rank."""
+        """The state for a checkpoint, made from noted ones; `own` has those of the ranks, by rank.
+        The function may outlive the object.
+        """
         return shared
 
 
@@ -309,6 +307,12 @@ class NamedParts(Part):
     def __init__(self, parts: Mapping[str, Part], kind: str = "state") -> None:
         self._parts, self._kind = parts, kind
         self.is_of_rank = any(part.is_of_rank for part in parts.values())
+        savers = {name: part.saved for name, part in parts.items()}
+
+        def saved(shared: Any, own: Mapping[int, Any]) -> dict[str, Any]:
+            return {n: save(shared[n], _of_part(own, n)) for n, save in savers.items()}
+
+        self.saved = saved  # type: ignore[method-assign]
 
     def save(self) -> dict[str, Any]:
         return {name: part.save() for name, part in self._parts.items()}
@@ -344,14 +348,6 @@ class NamedParts(Part):
             name: part.live(shared[name], _of_part(own, name), trusted)
             for name, part in self._parts.items()
         }
-
-    def saver(self) -> Saver:
-        savers = {name: part.saver() for name, part in self._parts.items()}
-
-        def saved(shared: Any, own: Mapping[int, Any]) -> dict[str, Any]:
-            return {n: save(shared[n], _of_part(own, n)) for n, save in savers.items()}
-
-        return saved
 
 
 def _of_part(own: Mapping[int, Mapping[str, Any]], name: str) -> dict[int, Any]:

@@ -24,7 +24,7 @@ from outlast.elastic.job.by_rank.equal_states import refusal
 from outlast.elastic.job.encoding import load_plain, load_state, unpacked
 from outlast.elastic.job.fallback import Fallback
 from outlast.elastic.job.live.choice import Choice, Offer, choose, next_branch
-from outlast.elastic.job.live.frozen import Frozen, Leaf, join, signature
+from outlast.elastic.job.live.frozen import Frozen, Leaf, join, of_state, signature
 from outlast.elastic.job.live.own_state import Record, read_all
 from outlast.elastic.job.live.recorder import NotSupported, Recorder
 from outlast.elastic.job.live.rescue import Kept, rescue
@@ -130,8 +130,15 @@ class Restoring:
             return
         branch = self._branch if self._choice is None else self._choice.branch
         training, phase = self._training, self._training.iteration.phase
-        place = self._rank, self._world_size, 0, phase, phase
-        restored = Record(branch, training.counters.steps, True, *place)
+        restored = Record(
+            branch,
+            training.counters.steps,
+            final=True,
+            rank=self._rank,
+            world_size=self._world_size,
+            phase=phase,
+            until=phase,
+        )
         self._recorder, missing = None, ""
         try:
             self._recorder = Recorder(
@@ -253,9 +260,8 @@ class Restoring:
         received_bytes = 0
         # Another error in the exchange is raised: other ranks wait in it for this one.
         exchange, before = Exchange(self._group, self._rank), self._before
-        state_of = choice.step, choice.phase, choice.branch
         frozen = () if isinstance(before, str) else before.all_frozen
-        self._offered = next((each for each in frozen if each.held.record.has(*state_of)), None)
+        self._offered = of_state(choice.state, frozen)
         try:
             here, trusted = self._own_state(choice, exchange)
             found = exchange.run(choice.sources, self._offered)

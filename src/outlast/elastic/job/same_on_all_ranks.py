@@ -73,13 +73,11 @@ def check_equal_models(module: nn.Module, ledger: CallLedger, group: Any) -> Non
     )
 
 
-def check_nothing_to_restore(
-    checkpointer: Checkpointer, ledger: CallLedger, path: str, steps: int
-) -> None:
+def check_nothing_to_restore(checkpointer: Checkpointer, path: str, steps: int) -> None:
     """A `ValueError` on all ranks if nothing was restored and a later step has a checkpoint."""
     newest = max((info.step for info in checkpointer.checkpoints()), default=0)
     # One rank's answer holds for all: a save may already have begun when another rank looks.
-    newest = int(ledger.agree("newest-unrestored", str(newest)))
+    newest = int(checkpointer.ledger.agree("newest-unrestored", str(newest)))
     if newest > steps:
         raise ValueError(
             f"{path} has checkpoints up to step {newest}, and this job is at step {steps}, because "
@@ -99,7 +97,7 @@ class SameParameters:
 
     def __init__(self, training: TrainingState, checked_by: Checkpointer) -> None:
         self._module, self._optimizers = training.module, training.optimizers
-        self._ranks, self._ledger = checked_by.ranks, checked_by.ledger.child("parameters")
+        self._ranks, self._ledger = checked_by.ranks, checked_by.ledger
         self._epochs = training.epochs
         self._checked = self._has_compared = checked_by.world_size == 1
 

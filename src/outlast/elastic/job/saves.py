@@ -39,7 +39,7 @@ class Saves:
         every: int | datetime.timedelta | None,
     ) -> None:
         self._training, self._finite, self._checkpointer = training, finite, checkpointer
-        self._ledger = checkpointer.ledger.child("saves")
+        self._ledger = checkpointer.ledger
         self.schedule = SaveSchedule(every, self._ledger)
         self._beside = partial(training.beside, self._ledger)
         self._handle: SaveHandle | None = None
@@ -103,7 +103,7 @@ class Saves:
 
     def save_to(self, checkpointer: Checkpointer) -> SaveHandle:
         """Saves the present state, also somewhere else."""
-        checkpointer.saves.shared.beside = self._beside
+        checkpointer.saves.beside = self._beside
         step, finite = self.step, self._finite()
         metric = self._metric[1] if self._metric is not None and self._metric[0] == step else None
         if self._training.consistent_ddp is not None:

@@ -10,21 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from outlast.elastic.job.live.frozen import Held
-from outlast.elastic.job.live.own_state import Record
+from outlast.elastic.job.live.own_state import Record, State
 from outlast.system.units import rank_names
 
 NOT_THE_SAME_STEPS = "the ranks have not made the same steps"
 """Why a rank has no state that it could save: a step of it is not one of all ranks."""
 
 T = TypeVar("T")
-
-
-class State(NamedTuple):
-    """A state that ranks may have: of two, the later one is greater."""
-
-    step: int
-    phase: int
-    branch: str
 
 
 class Own(NamedTuple):
@@ -49,12 +41,12 @@ class Offer:
 
     def at(self, state: State) -> Held | None:
         """What it holds of this state."""
-        return next((each for each in self.held if each.record.has(*state)), None)
+        return next((each for each in self.held if each.record.has(state)), None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The state to continue from, which `step`, `branch` and `phase` identify."""
+    """The state to continue from, and from whom."""
 
     step: int
     branch: str
@@ -62,14 +54,16 @@ class Choice:
     own: list[tuple[int, Record | None]]  # of each rank: who has its own state, and which, if any
     phase: int = 0
 
+    @property
+    def state(self) -> State:
+        return State(self.step, self.phase, self.branch)
+
 
 @dataclasses.dataclass(frozen=True)
 class StateToSave:
     """What the ranks that are left save before the job ends."""
 
-    step: int
-    phase: int
-    branch: str
+    state: State
     holders: list[int]  # who saves its tensors; the first one saves all else
     own: list[Own]  # those of single ranks
     lost: list[int]  # the ranks whose own states nobody has
@@ -102,7 +96,7 @@ def choose_to_save(offers: Sequence[Offer]) -> StateToSave | str:
     if isinstance(found, str) or not found.lost:
         return found
     # An earlier phase of the step may have the own states of all ranks.
-    earlier = (_savable(offers, each) for each in _states(offers) if each.step == found.step)
+    earlier = (_savable(offers, each) for each in _states(offers) if each.step == found.state.step)
     whole = (each for each in earlier if not isinstance(each, str) and not each.lost)
     return next(whole, found)
 
@@ -185,14 +179,14 @@ def _savable(offers: Sequence[Offer], state: State) -> StateToSave | str:
     if lost and not all(found.resizable for found in held.values()):
         return f"the position in the data, or in a file, of {rank_names(lost)}"
     known = [found for found in own if found is not None]
-    return StateToSave(*state, list(held), known, lost)
+    return StateToSave(state, list(held), known, lost)
 
 
 def _found(offers: Sequence[Offer], state: State) -> tuple[dict[int, Held], list[Own]]:
     """What the ranks have of a state: its tensors, and the own states of single ranks."""
     held = {r: found for r, offer in enumerate(offers) if (found := offer.at(state)) is not None}
     own = (Own(rank, each) for rank, offer in enumerate(offers) for each in offer.records)
-    return held, [found for found in own if found.record.has(*state)]
+    return held, [found for found in own if found.record.has(state)]
 
 
 def _usable(records: Sequence[Own], held: Mapping[int, Held], size: int) -> list[Own | None]:

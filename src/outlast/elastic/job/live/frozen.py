@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map, tree_map_only,
 
 from outlast.async_checkpoint.subclasses import SUBCLASS, inner, wraps
 from outlast.elastic.job.encoding import dump_header
-from outlast.elastic.job.live.own_state import Record
+from outlast.elastic.job.live.own_state import Record, State
 from outlast.elastic.job.live.writes import Marks, Snapshot
 from outlast.elastic.job.parts import Saver
 from outlast.elastic.tensors import Versions, local, shard_of
@@ -82,8 +82,16 @@ class Frozen:
         self.versions = Versions([*self.leaves, *self._wrapped])
         layout = _hash_of([(t.dtype, tuple(t.shape)) for t in self.leaves])
         stands_for = _same_shards(self._tensors)
-        noted = point.record, point.settled, point.passes
-        self.held = Held(*noted, signature, layout, stands_for, resizable, place)
+        self.held = Held(
+            point.record,
+            point.settled,
+            point.passes,
+            signature,
+            layout,
+            stands_for,
+            resizable,
+            place,
+        )
 
     def header(self) -> bytes:
         """All but the tensors' contents, for another rank."""
@@ -103,6 +111,11 @@ class Frozen:
         self._tensors.append(tensor)
         self.leaves.append(local(tensor))
         return Leaf(len(self.leaves) - 1, isinstance(tensor, DTensor))
+
+
+def of_state(state: State, frozen: Iterable[Frozen]) -> Frozen | None:
+    """The one of these that holds a state."""
+    return next((each for each in frozen if each.held.record.has(state)), None)
 
 
 def join(skeleton: Any, leaves: Sequence[torch.Tensor], target: Any) -> Any:

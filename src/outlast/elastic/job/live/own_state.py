@@ -34,6 +34,14 @@ _LEAST_BYTES = 64 << 10
 _SMALL_BYTES = 64 << 10  # of a buffer that is noted every time
 
 
+class State(NamedTuple):
+    """The name of a state, the same on all ranks: of two, the later one is greater."""
+
+    step: int
+    phase: int
+    branch: str
+
+
 @dataclasses.dataclass(frozen=True)
 class Record:
     """Describes the state of one rank after `step` on `branch`."""
@@ -47,9 +55,9 @@ class Record:
     phase: int = 0  # the first and the last phase of the step with this state
     until: int = 0
 
-    def has(self, step: int, phase: int, branch: str) -> bool:
-        of = self.step, self.branch
-        return of == (step, branch) and self.phase <= phase <= self.until
+    def has(self, state: State) -> bool:
+        is_of_step = self.step == state.step and self.branch == state.branch
+        return is_of_step and self.phase <= state.phase <= self.until
 
 
 class Buffers:

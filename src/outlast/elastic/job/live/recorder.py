@@ -132,8 +132,8 @@ class Recorder:
         settled = early is not None and _without_files(early) == _without_files((step, own))
         rows = own["parts"].get("files")
         self._training.files.completed(early and early[1]["parts"].get("files"), rows)
-        phases = 0, self._training.iteration.phase
-        record = Record(self._branch, step, True, self._rank, self._world_size, 0, *phases)
+        until = self._training.iteration.phase
+        record = Record(self._branch, step, True, self._rank, self._world_size, until=until)
         shared, values = self._shared_state(self._training)
         self._write(record, {**own, "states": values})
         marks, gradients = self._writes.marks(), self._gradients.note(self._stepped)
@@ -200,7 +200,7 @@ class Recorder:
             elif self._written(training):
                 self.why = f"its tensors were written to after step {step}"
             else:
-                savers = {name: part.saver() for name, part in training.parts.items()}
+                savers: dict[str, Saver] = {n: part.saved for n, part in training.parts.items()}
                 self._frozen = tuple(
                     self._build(training, each, savers)
                     for each in self.points
@@ -305,10 +305,10 @@ class Recorder:
             return
         step = self.point.record.step + 1
         own = self._own_state(self._training)
-        place = self._rank, self._world_size
         # A state that may lack rows is not used: no rank has as many passes.
         passes = -1 if self._training.files.may_follow else self._passes
-        self._write(Record(self._branch, step, False, *place, passes), own)
+        record = Record(self._branch, step, False, self._rank, self._world_size, passes)
+        self._write(record, own)
         self._early = (step, own)
 
     def _write(self, record: Record, own: dict[str, Any]) -> None:

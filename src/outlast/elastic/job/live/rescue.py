@@ -25,7 +25,7 @@ from outlast.coordination.call_ledger import CallFailure, connect_ledger
 from outlast.elastic.job.encoding import load_plain, unpacked
 from outlast.elastic.job.iteration import Iteration
 from outlast.elastic.job.live.choice import Offer, StateToSave, choose_to_save
-from outlast.elastic.job.live.frozen import Frozen
+from outlast.elastic.job.live.frozen import Frozen, of_state
 from outlast.elastic.job.live.own_state import Record, read_all
 from outlast.elastic.job.live.recorder import Recorder
 from outlast.elastic.job.live.transfer import Exchange
@@ -116,17 +116,17 @@ class _Rescue:
                 raise CheckpointError(found)
             choice, is_saved = msgspec.convert(found, tuple[StateToSave, bool])
             if is_saved:
-                return f"step {choice.step}, the newest one that the ranks have, is saved"
+                return f"step {choice.state.step}, the newest one that the ranks have, is saved"
             own = self._collect(choice)
-            of = choice.step, choice.phase, choice.branch
-            chosen = next((each for each in frozen if each.held.record.has(*of)), None)
+            chosen = of_state(choice.state, frozen)
             state = self._ranks.attempt(lambda: self._state(choice, chosen, own))
             if isinstance(state, CallFailure):
                 raise CheckpointError(f"rank {state.rank}: {state.cause}")
-        self._checkpointer.save(choice.step, state, finite=self._kept.finite).wait(_LIMIT_S)
+        step = choice.state.step
+        self._checkpointer.save(step, state, finite=self._kept.finite).wait(_LIMIT_S)
         lost = rank_names(choice.lost)
         lacks = f"; the random generators of {lost} are lost with it" if choice.lost else ""
-        return f"step {choice.step}, the newest one that the ranks had, is saved now{lacks}"
+        return f"step {step}, the newest one that the ranks had, is saved now{lacks}"
 
     def _offer(self) -> tuple[Sequence[Frozen], Offer]:
         recorder, memories = self._kept.recorder, self._checkpointer.session.memories
@@ -150,9 +150,9 @@ class _Rescue:
         if isinstance(choice, str):
             return choice
         newest = max((info.step for info in self._checkpointer.checkpoints()), default=-1)
-        if newest > choice.step:
-            return f"step {choice.step} is older than the checkpoint of step {newest}"
-        return [msgspec.to_builtins(choice), newest == choice.step]
+        if newest > choice.state.step:
+            return f"step {choice.state.step} is older than the checkpoint of step {newest}"
+        return [msgspec.to_builtins(choice), newest == choice.state.step]
 
     def _collect(self, choice: StateToSave) -> dict[int, bytes]:
         """The own states of all ranks, on the rank that saves them."""
@@ -187,7 +187,7 @@ class _Rescue:
             each = {r: o["parts"][name] for r, o in own.items() if name in o["parts"]}
             if saved := save(state.pop(name, None), each):
                 state[name] = saved
-        state["iteration"] = Iteration.at(choice.phase, state["iteration"])
+        state["iteration"] = Iteration.at(choice.state.phase, state["iteration"])
         values = [each["states"] for each in own.values() if each.get("states")]
         differing = {name for each in values for name in each if each[name] != values[0].get(name)}
         if differing:
