@@ -50,6 +50,15 @@ def test_one_rank_changes_what_it_saves_while_training_waits_for_it(
     assert valid_steps(tmp_path / "c") == [1, 2, 3]
 
 
+def test_after_a_restart_ranks_go_on_with_what_they_have_agreed_on(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    job = run(ranks, "goes_on", tmp_path)
+    for rank in range(2):
+        names = [line["names"] for line in job.lines(rank) if line["event"] == "agreed"]
+        assert names == [[], [], ["preparation of saves"]]
+
+
 def test_a_save_of_the_same_structure_has_one_round(ranks: Ranks, tmp_path: Path) -> None:
     job = run(ranks, "unchanged", tmp_path)
     # It is announced, and reported: on rank 0 a thread reads the announcements meanwhile.

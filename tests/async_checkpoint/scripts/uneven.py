@@ -191,6 +191,46 @@ def unchanged(path: str, plan: str) -> None:
 
 
 @scenario
+def goes_on(path: str, plan: str) -> None:
+    """After each abort the next checkpointer restores and saves. Before the last one, rank 1 has
+    forgotten what it saved, as a replacement has not saved anything. Prints the names of what the
+    ranks agreed on in each restore.
+    """
+    join_group()
+    own = {f"own{RANK}": torch.ones(10)}
+    saved = {**state_of(1), **own}
+    checkpointer, announce = Checkpointer(path), Round.announce
+    saves(checkpointer, 1, saved)
+    for step in (2, 3, 4):
+        checkpointer.abort()
+        if step == 4 and RANK == 1:
+            checkpointer.session.memo._agreed = None
+        checkpointer = Checkpointer(path)
+        found = {**blank(), **copy_of(own)}
+        with pytest.MonkeyPatch.context() as patch:
+            names: list[str] = []
+
+            def announced(self: Round, name: str, names: list[str] = names) -> None:
+                names.append(name)
+                announce(self, name)
+
+            patch.setattr(Round, "announce", announced)
+            assert checkpointer.restore(found) == step - 1
+        assert same(found, saved)
+        say("agreed", names=names)
+        # From the third one on, rank 1 has another structure than before.
+        more = {"more": torch.full((20,), 3.0)} if RANK == 1 and step > 2 else {}
+        saved = {**state_of(step), **own, **more}
+        saves(checkpointer, step, saved)
+        own = {**own, **more}
+    checkpointer.close()
+    with Checkpointer(path) as checkpointer:
+        for step in range(1, 5):
+            checkpointer.verify(step)
+    leave_group()
+
+
+@scenario
 def other_shapes(path: str, plan: str) -> None:
     join_group()
     with Checkpointer(path) as checkpointer:

@@ -256,6 +256,7 @@ class Restorer:
         snapshots = self._snapshots = self.snapshots(after)
         return {
             "after": after,
+            "share": self._session.memo.last_share(),
             "own": {save_id: [s["step"], s["number"]] for save_id, s in snapshots.items()},
             "committed": {i: s["final"] for i, s in snapshots.items() if s.get("committed")},
             "copies": [] if copies is None else [copies.listed(self.ranks.world_size)],
@@ -281,13 +282,14 @@ class Restorer:
         left = compared([part["left"] for part in parts], partial(self._has_saved, on_storage))
         found = [each for _, each in ranked if step is None or each[1] == step]
         is_all = all(part["after"] < 0 for part in parts)
-        return found, list(map(dataclasses.asdict, left)), is_all
+        goes_on = self._session.memo.all_go_on([part["share"] for part in parts])
+        return found, list(map(dataclasses.asdict, left)), is_all, goes_on
 
     def looked(self, answer: Any, step: int | None) -> int | None:
         """Notes what `sort` has found: a restore of `step` that follows tries that. Returns the
         step of the best candidate; it may turn out to be damaged.
         """
-        found, left, is_all = answer
+        found, left, is_all, self._session.memo.goes_on = answer
         self._left += msgspec.convert(left, list[LeftSave])
         self._looked = (step, [_Candidate(*each) for each in found]) if is_all else None
         return found[0][1] if found else None

@@ -142,9 +142,10 @@ class Saves:
 
     def prepare(self, state_dict: Mapping[str, Any]) -> None:
         """After a restore, before the first save: what is restored will be saved, so the ranks
-        agree on it now, and buffers are allocated in the background.
+        agree on it now, unless they have before the restart; and buffers are allocated in the
+        background.
         """
-        if self._count:
+        if self._count or self.shared.structures.go_on():
             return
         agreement = self._round(self._next_index(), "preparation of saves")
         try:

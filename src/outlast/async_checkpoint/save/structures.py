@@ -165,6 +165,8 @@ class StructureMemo:
 
     def __init__(self) -> None:
         self.ranks: tuple[int, ...] = ()
+        self.goes_on = False  # the ranks go on with what they have agreed on: see `all_go_on`
+        self._agreed: tuple[tuple[int, ...], Structures] | None = None
         self.structure: Last[Structure] = Last()
         self._items: Last[list[Item]] = Last()
         self._plans: Last[dict[int, list[Item]]] = Last()
@@ -193,6 +195,30 @@ class StructureMemo:
 
         return self._shared.of(dict(plans), make)
 
+    # A restart in place seldom changes what the ranks save. So before their first save, each says
+    # what it saved last, and rank 0 whether that is what it has divided: one message of a round
+    # that they take anyway. A rank whose state has changed since tells the others as in any save.
+
+    def agreed(self, structures: Structures) -> None:
+        """This rank knows its share in these structures."""
+        self._agreed = self.ranks, structures
+
+    @property
+    def before(self) -> Structures | None:
+        """The last structures that were agreed on, if the process has the same rank now."""
+        found = self._agreed
+        return found[1] if found is not None and found[0] == self.ranks else None
+
+    def last_share(self) -> str:
+        """The digest of what this rank saved last; empty if it has saved nothing."""
+        before = self.before
+        return "" if before is None or before.present is None else before.present.digest
+
+    def all_go_on(self, shares: Sequence[str]) -> bool:
+        """On rank 0: whether these `last_share`s of all ranks are what it has divided last."""
+        divided = {} if self.before is None else self.before.catalog.structures
+        return bool(divided) and shares == [s.digest for _, s in sorted(divided.items())]
+
 
 class Structures:
     """The structure of this rank's last state dict; on rank 0, the catalog of all ranks' shares.
@@ -209,7 +235,23 @@ class Structures:
 
     def known(self, signature: list[Any]) -> Structure | None:
         """What this rank saves of a state dict with this signature; `None` if it is new."""
-        return self.present if signature == self._signature else None
+        if signature != self._signature:
+            return None
+        self._signature = signature  # the newer one: see `Last.of`
+        return self.present
+
+    def go_on(self) -> bool:
+        """Takes what the ranks have agreed on before a restart, if all of them do."""
+        before = self._memo.before if self._memo.goes_on else None
+        if before is None:
+            return False
+        self.catalog, self._signature, self.present = (
+            before.catalog,
+            before._signature,
+            before.present,
+        )
+        self._memo.agreed(self)
+        return True
 
     def agree(
         self, state_dict: Mapping[str, Any], signature: list[Any], ranks: SaveRound
@@ -231,6 +273,7 @@ class Structures:
             )
         structure.number(state_dict)
         self._signature, self.present = signature, structure
+        self._memo.agreed(self)
         return structure
 
     def divide(self, parts: Sequence[bytes]) -> dict[str, Any]:

@@ -271,9 +271,11 @@ class Restoring:
                 raise TransferFailed(str(e)) from e
         except TransferFailed as e:
             log.warning("the state of the surviving ranks cannot be used: %s", e)
-        failed = first_rank(state is None, self._rank, self._group)
-        if state is None or failed is not None:
-            return f"the state of step {choice.step} could not be collected: see rank {failed}"
+        if choice.moves:
+            failed = first_rank(state is None, self._rank, self._group)
+            if failed is not None:
+                return f"the state of step {choice.step} could not be collected: see rank {failed}"
+        # Where each rank has its state, one that cannot use it has written to it meanwhile.
         self._load_on_all_ranks(state)
         self._training.iteration.phase = choice.phase
         source = "replica" if self._rank in choice.sources else "live"
@@ -353,10 +355,12 @@ class Restoring:
             self._training.roll_back(backup)
         return found
 
-    def _load_on_all_ranks(self, state: dict[str, Any]) -> None:
+    def _load_on_all_ranks(self, state: dict[str, Any] | None) -> None:
         """If one rank cannot, raises on all ranks: they would wait for it in a collective."""
         error: Exception | None = None
         try:
+            if state is None:
+                raise CheckpointError("the state of this rank cannot be used: its log says why")
             self._training.load_state_dict(state)
         except Exception as e:  # noqa: BLE001 - raised below, when the other ranks know of it
             error = e

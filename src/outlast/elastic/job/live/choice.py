@@ -58,6 +58,13 @@ class Choice:
     def state(self) -> State:
         return State(self.step, self.phase, self.branch)
 
+    @property
+    def moves(self) -> bool:
+        """Whether a rank receives anything from another one."""
+        holders = [holder for holder, record in self.own if record is not None]
+        own = [rank for rank, (_, record) in enumerate(self.own) if record is not None]
+        return bool(self.sources) or holders != own
+
 
 @dataclasses.dataclass(frozen=True)
 class StateToSave:
