@@ -9,6 +9,7 @@ ten seconds.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import time
 from dataclasses import dataclass
@@ -17,11 +18,39 @@ from pathlib import Path
 NAME = "outlast-progress"
 """The name of the page, in every process."""
 
-SIZE = 512
-# Indexes of 8-byte words: whole numbers first, then floating-point numbers.
-ITERATION, PINGS, STEP, FUNCTION_THREAD = 1, 4, 10, 11
-PROGRESS = 0
-FLOATS_AT = 256
+
+class Page(ctypes.Structure):
+    """The words of the page, of 8 bytes each: `outlast.inprocess.monitor.shared_page` writes them,
+    and says what they are. Each has a single writer, so a reader sees the old value or the new one,
+    never a mixture.
+    """
+
+    _fields_ = (
+        ("activity", ctypes.c_int64),
+        ("iteration", ctypes.c_int64),
+        ("member", ctypes.c_int64),
+        ("rank", ctypes.c_int64),
+        ("world_size", ctypes.c_int64),
+        ("step", ctypes.c_int64),
+        ("pings", ctypes.c_int64),
+        ("function_thread", ctypes.c_int64),
+        ("thread_1", ctypes.c_int64),
+        ("thread_2", ctypes.c_int64),
+        ("blocked", ctypes.c_int64),
+        ("waits", ctypes.c_int64),
+        ("works", ctypes.c_int64),
+        ("store_port", ctypes.c_int64),
+        ("killed_hard", ctypes.c_int64),
+        ("reported_soft", ctypes.c_int64),
+        ("progress", ctypes.c_double),
+        ("soft_limit", ctypes.c_double),
+        ("long_limit", ctypes.c_double),
+        ("heartbeat", ctypes.c_double),
+        ("pinged", ctypes.c_double),
+        ("worked", ctypes.c_double),
+        ("pause", ctypes.c_double),
+        ("pause_ended", ctypes.c_double),
+    )
 
 
 @dataclass(frozen=True)
@@ -45,7 +74,7 @@ def read_progress(pid: int) -> Progress | None:
     found = None
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
-            with contextlib.suppress(OSError, IndexError):  # closed meanwhile, or not filled yet
+            with contextlib.suppress(OSError, ValueError):  # closed meanwhile, or not filled yet
                 path = f"{folder}/{name}"
                 if os.readlink(path).startswith(f"/memfd:{NAME}"):
                     page = _read(path, pid)
@@ -56,11 +85,10 @@ def read_progress(pid: int) -> Progress | None:
 
 
 def _read(path: str, pid: int) -> Progress:
-    content = memoryview(Path(path).read_bytes()[:SIZE])
-    ints, floats = content[:FLOATS_AT].cast("q"), content[FLOATS_AT:].cast("d")
+    page = Page.from_buffer_copy(Path(path).read_bytes())
     cpu = 0.0
     with contextlib.suppress(OSError):  # a kernel without it
-        schedule = Path(f"/proc/{pid}/task/{ints[FUNCTION_THREAD]}/schedstat").read_text()
+        schedule = Path(f"/proc/{pid}/task/{page.function_thread}/schedstat").read_text()
         cpu = int(schedule.split()[0]) / 1e9
-    numbers = ints[ITERATION], ints[PINGS], ints[STEP]
-    return Progress(*numbers, floats[PROGRESS], time.monotonic(), cpu)
+    numbers = page.iteration, page.pings, page.step
+    return Progress(*numbers, page.progress, time.monotonic(), cpu)

@@ -15,6 +15,7 @@ from outlast.inprocess.monitor import timeouts
 from outlast.inprocess.monitor.shared_page import Activity, Blocked, SharedPage
 from outlast.inprocess.monitor.timeouts import ProgressTimeouts
 from outlast.inprocess.timeouts import Timeouts as WrapperTimeouts
+from outlast.metrics.progress_page import Page
 
 HARD_S = 90.0
 
@@ -290,7 +291,7 @@ def test_a_rank_told_to_leave_between_two_reads_gets_its_time_to_leave(
     timeouts = in_function(page, clock, Blocked.WAITS)
     timeouts.all_idle = False
     passes(timeouts, int(HARD_S) + 10)
-    word, seen = SharedPage.__dict__["activity"], 0
+    word, seen = Page.__dict__["activity"], 0
 
     def activity(page: SharedPage) -> int:
         nonlocal seen

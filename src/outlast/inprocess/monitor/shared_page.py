@@ -1,18 +1,31 @@
 """A page of memory that the main process and its monitor process share.
 
-Each field is an aligned 8-byte word with a single writer, so a reader sees the old value or the new
-one, never a mixture. The monitor process writes `killed_hard` and `reported_soft`; the main process
-writes all other fields. `outlast top` reads some of them (`outlast.metrics.progress_page`).
+The monitor process writes `killed_hard` and `reported_soft`; the main process writes all other
+fields. `outlast top` reads some of them, and has their layout (`outlast.metrics.progress_page`).
 """
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import mmap
 import os
+import weakref
 
 from outlast.events.emitter import Place
 from outlast.metrics import progress_page
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_ssize_t,
+)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 NOTICE_AFTER_S = 10.0
 """A rank that has made no progress for so long is named, in one line."""
@@ -52,72 +65,59 @@ class Blocked(enum.IntEnum):
     """In `torch.distributed`: as `WAITS`, and it computes nothing there."""
 
 
-class _Int:
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-    def __get__(self, page: SharedPage, owner: type[SharedPage]) -> int:
-        return int(page.ints[self.index])
-
-    def __set__(self, page: SharedPage, value: int) -> None:
-        page.ints[self.index] = int(value)
-
-
-class _Float:
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-    def __get__(self, page: SharedPage, owner: type[SharedPage]) -> float:
-        return float(page.floats[self.index])
-
-    def __set__(self, page: SharedPage, value: float) -> None:
-        page.floats[self.index] = value
-
-
-class SharedPage:
+class SharedPage(progress_page.Page):
     """Progress, rank and activity of the main process."""
 
-    activity = _Int(0)
-    iteration = _Int(progress_page.ITERATION)
-    member = _Int(2)
-    rank = _Int(3)
-    pings = _Int(progress_page.PINGS)
-    killed_hard = _Int(5)
-    thread_1 = _Int(7)  # IDs of two threads that live as long as the main process
-    thread_2 = _Int(8)
-    store_port = _Int(9)  # of the iteration's store if the main process serves it, else 0
-    reported_soft = _Int(6)  # the iteration in which the soft timeout was last reported
-    # The last training step of this iteration; 0 if none was reported.
-    step = _Int(progress_page.STEP)
-    function_thread = _Int(progress_page.FUNCTION_THREAD)  # the ID of the one that runs it
-    blocked = _Int(12)
-    world_size = _Int(13)
-    # What `coordination.waits` says; other threads than the function's write the second.
-    waits, works = _Int(14), _Int(15)
-    # The time of the last progress (monotonic): a ping, or Python code was executed. And the soft
-    # timeout in seconds; 0 means the soft timeout of the settings.
-    progress = _Float(progress_page.PROGRESS)
-    soft_limit = _Float(1)
-    # The limit of a declared long phase: 0 outside such a phase, -1 in one without a limit.
-    long_limit = _Float(2)
-    heartbeat = _Float(3)  # when the heartbeat thread last ran (monotonic); 0: there is none
-    pinged = _Float(4)  # the last ping or step, or else the entry into the function (monotonic)
-    worked = _Float(5)
-    # The longest time without progress that has ended since `pinged`, and when: `pause_since_ping`.
-    pause, pause_ended = _Float(6), _Float(7)
+    activity: int
+    iteration: int
+    member: int
+    rank: int
+    world_size: int
+    step: int  # the last training step of this iteration; 0 if none was reported
+    pings: int  # in this iteration
+    function_thread: int  # the ID of the one that runs the function
+    thread_1: int  # IDs of two threads that live as long as the main process
+    thread_2: int
+    blocked: int
+    waits: int  # what `coordination.waits` says; other threads than the function's write the second
+    works: int
+    store_port: int  # of the iteration's store if the main process serves it, else 0
+    killed_hard: int
+    reported_soft: int  # the iteration in which the soft timeout was last reported
+    progress: (
+        float  # the time of the last progress (monotonic): a ping, or Python code was executed
+    )
+    soft_limit: float  # in seconds; 0 means the soft timeout of the settings
+    long_limit: float  # of a declared long phase: 0 outside such a phase, -1 in one without a limit
+    heartbeat: float  # when the heartbeat thread last ran (monotonic); 0: there is none
+    pinged: float  # the last ping or step, or else the entry into the function (monotonic)
+    worked: float  # when `works` has changed last (monotonic)
+    pause: float  # the longest time without progress that has ended since `pinged`, and when it has
+    pause_ended: float
 
-    def __init__(self) -> None:
+    _descriptor = -1
+
+    def __new__(cls) -> SharedPage:
         # Some builds of Python lack `memfd_create`: `outlast top` then shows what the events say.
         create = getattr(os, "memfd_create", None)
-        self._descriptor = -1 if create is None else create(progress_page.NAME)
-        if self._descriptor >= 0:
-            os.ftruncate(self._descriptor, mmap.PAGESIZE)
-        self._map = mmap.mmap(self._descriptor, mmap.PAGESIZE)
-        mapped = memoryview(self._map)
-        self.ints = mapped[: progress_page.FLOATS_AT].cast("q")
-        self.floats = mapped[progress_page.FLOATS_AT : progress_page.SIZE].cast("d")
-        mapped.release()
-        self.iteration = self.member = self.rank = self.reported_soft = -1
+        descriptor = -1 if create is None else create(progress_page.NAME)
+        flags = mmap.MAP_SHARED
+        if descriptor >= 0:
+            os.ftruncate(descriptor, mmap.PAGESIZE)
+        else:
+            flags |= mmap.MAP_ANONYMOUS
+        # Not `mmap.mmap`, which has a descriptor of its own: `close` would not hide the page.
+        address = _libc.mmap(
+            None, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0
+        )
+        if address in (None, ctypes.c_void_p(-1).value):
+            raise OSError(ctypes.get_errno(), "a page of shared memory cannot be mapped")
+        page = cls.from_address(address)
+        # As long as a thread has the page. At exit, threads may still run: the kernel unmaps it.
+        weakref.finalize(page, _libc.munmap, address, mmap.PAGESIZE).atexit = False
+        page._descriptor = descriptor
+        page.iteration = page.member = page.rank = page.reported_soft = -1
+        return page
 
     def publish(self, place: Place, now: float) -> None:
         """The place of the main process, which waits inside the library."""
@@ -155,9 +155,7 @@ class SharedPage:
         return self.pause if self.pause_ended > self.pinged else 0.0
 
     def close(self) -> None:
-        self.ints.release()
-        self.floats.release()
-        self._map.close()
+        """Nobody finds it by its name from now on."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
