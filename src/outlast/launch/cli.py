@@ -21,7 +21,7 @@ from outlast.launch.config.from_options import job_from_options
 from outlast.launch.config.job_spec import JobSpec
 from outlast.launch.config.options import RunOptions
 from outlast.launch.config.slurm import in_step
-from outlast.system.fast_exit import exit_fast
+from outlast.system.main_program import exit_fast
 
 
 def run(options: RunOptions) -> None:

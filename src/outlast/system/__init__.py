@@ -2,7 +2,7 @@
 
 * `processes`: watch, signal and reap other processes; wait for descriptors; lower the own priority.
 * `background_process`: start another program beside this one, and end it.
-* `fast_exit`: end a process without a search for garbage.
+* `main_program`: run a program in this process; end it without a search for garbage.
 * `fork`: run a function in a forked child, apart from its parent.
 * `channel`: messages and descriptors between two processes of a host.
 * `shared_memory`: memory that two processes of a host share.

@@ -24,25 +24,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from outlast.elastic.data.loader import ElasticLoader
 from outlast.elastic.data.sampler import bounds
 from outlast.elastic.numerics.ordered_sum import OrderedSum, global_rank, views_of
 from outlast.elastic.random_generators import mix64
 from outlast.system import devices
 from outlast.system.arguments import as_int
-
-
-class CurrentPart(Protocol):
-    """The attributes of an `ElasticLoader` that describe the current part."""
-
-    part: int
-    weight: float
-    boundary: bool
 
 
 class ConsistentDDP(nn.Module):
@@ -86,7 +79,7 @@ class ConsistentDDP(nn.Module):
         return self.module(*args, **kwargs)
 
     @contextlib.contextmanager
-    def part(self, loader: CurrentPart) -> Iterator[None]:
+    def part(self, loader: ElasticLoader) -> Iterator[None]:
         """Context for the forward and backward pass of one part. After the last part of a global
         batch, the parameters' `grad` is the gradient of the global batch.
 

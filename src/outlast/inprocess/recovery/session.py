@@ -48,7 +48,7 @@ from outlast.inprocess.state import LazyStore, State
 from outlast.inprocess.store import Connection, PrefixStore, TCPStore, connect, open_store
 from outlast.system.departure import Departure, tell_end_of_script
 from outlast.system.error_text import describe
-from outlast.system.fast_exit import exit_fast, freeze_imports
+from outlast.system.main_program import exit_fast, freeze_imports
 from outlast.system.notices import apart_from_bars, notice
 from outlast.system.sockets import address_towards
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from outlast.coordination.replicated.hosts import HostInfo
+from outlast.coordination.replicated.operations import OperationStore
 from outlast.coordination.stores.store import Store
 from outlast.launch.config.secret import Secret
 from outlast.launch.hosts.plan import Entry, JobPlan, decode
@@ -21,13 +22,6 @@ from outlast.system.sockets import is_loopback
 
 _TEXT_CHARS = 200
 _LEASE_SETTING = "--host-timeout"
-
-
-class PrefixedStore(Store, Protocol):
-    """A store whose keys can be deleted by how they begin."""
-
-    def delete_prefix(self, prefix: str) -> None:
-        """Removes the keys that start with `prefix`, in one operation."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +82,7 @@ class HostGroup(Protocol):
         """This host; known after `start`."""
 
     @property
-    def store(self) -> PrefixedStore:
+    def store(self) -> OperationStore:
         """The agents' keys. Raises `StoreError` naming the cause once the lease is over."""
 
     @property

@@ -83,7 +83,7 @@ def main(settings: Settings) -> None:
             answer: dict[str, Any] = {"ready": True, "ends_at": prepare(settings)}
         except ImportLeft as left:
             answer = {"ready": False, "limit": left.limit, "reason": str(left)}
-        importlib.import_module("outlast.system.fast_exit").exit_fast()
+        importlib.import_module("outlast.system.main_program").exit_fast()
         channel.sendall(json.dumps(answer).encode())
         if not answer["ready"]:
             return

@@ -32,9 +32,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from outlast.coordination.records import lines
+from outlast.coordination.replicated.operations import OperationStore
 from outlast.launch.agent.death_log import Death
 from outlast.launch.agent.decisions import Decision
-from outlast.launch.hosts.host_group import PrefixedStore
 from outlast.launch.hosts.plan import JobPlan
 from outlast.system.sockets import listen
 
@@ -49,7 +49,7 @@ class JobLog:
 
     def __init__(
         self,
-        store: PrefixedStore,
+        store: OperationStore,
         host: str,
         name: str,
         window_s: float = math.inf,

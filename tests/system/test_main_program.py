@@ -24,8 +24,8 @@ free = open(sys.argv[1] + ".free", "w")
 free.write("kept too")
 """
 CALLS = {
-    "frozen": "import gc, outlast.system.fast_exit as f\ngc.freeze()\nf.exit_fast()\n",
-    "directly": "from outlast.system.fast_exit import exit_fast\nexit_fast()\nexit_fast()\n",
+    "frozen": "import gc, outlast.system.main_program as f\ngc.freeze()\nf.exit_fast()\n",
+    "directly": "from outlast.system.main_program import exit_fast\nexit_fast()\nexit_fast()\n",
     "wrapped": "from outlast.inprocess import Wrapper\nWrapper()(lambda: None)()\n",
 }
 
