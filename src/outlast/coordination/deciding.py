@@ -1,13 +1,15 @@
 """How the decision that follows an iteration is made, from what the store says.
 
-Why one decision is enough. A decision depends on facts that are only ever added: arrivals at
-`term/k`, the ledger, faults, requests to join and to stop, ranks that are given up. *Who adds a
-fact looks afterwards whether the decision can be made, and makes it* (`decide`): the member that
-arrives, the process that records a loss, the joiner, the one that is told to stop, the launcher. So
-the look that follows the last fact sees all of them; it needs no member, and none has to be woken
-but by the decision itself. Two processes may decide at the same time, from different facts: the
+Why a decision is always made. It depends on facts that are only ever added: arrivals at `term/k`,
+the ledger, faults, requests to join and to stop, ranks that are given up. Each process that adds a
+fact reads all facts afterwards, and decides if they suffice (`decide`): the member that arrives,
+the process that records a loss, the joiner, the one that is told to stop, the launcher. The read
+that follows the last fact sees all of them. So no member has to be there to decide, and the members
+that wait are woken by the decision alone.
+
+Why one decision is enough. Two processes may decide at the same time, from different facts: the
 first claim wins, and every member reads that one record. A fact that the winner had not read was
-added after its read. A request is then read for the next decision; for a loss, see `membership.py`.
+added after its read: a request counts for the next decision; for a loss, see `membership.py`.
 
 Why a decision is a chain of records: a restart that is held (`Held`) has its note as record 0, and
 what follows it as record 1. So all members wait for one key at a time, and know since when the

@@ -330,7 +330,8 @@ def _history(
     policy: RepeatedFaults | None,
 ) -> FaultHistory:
     records = facts.arrived.values()
-    step = max([0, *(each.get("step", 0) for each in records), *(fault.step for fault in faults)])
+    steps = [each.get("step", 0) for each in records] + [fault.step for fault in faults]
+    step = max(steps, default=0)
     # The first ping often stands at the top of the loop, before the code that has never run.
     pings = [each.get("pings", 0) for each in records] + [fault.pings for fault in faults]
     return add_fault(facts.before.history, cause, step, max(pings, default=0) > 1, policy)

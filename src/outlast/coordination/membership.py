@@ -353,7 +353,10 @@ class MembershipProtocol(Decisions):
             return decision.history.cause
         if not any(record.ends_job for record in await self.ledger()):
             return None
-        newest -= decision is not None and decision.ends
-        before = await self.decision(newest)
-        newest -= before is not None and before.view.saves
-        return first_cause(await self.faults(newest))
+        ended = newest
+        if decision is not None and decision.ends:  # no iteration follows it
+            ended -= 1
+        before = await self.decision(ended)
+        if before is not None and before.view.saves:  # its members only saved
+            ended -= 1
+        return first_cause(await self.faults(ended))

@@ -66,7 +66,9 @@ def split_exception(text: str) -> tuple[str, str, str] | None:
     what follows (`: its message`); `None` if the text does not begin like an exception.
     """
     found = _EXCEPTION.match(text)
-    return found and (found["hook"] or "", found["type"], text[found.end() :])
+    if found is None:
+        return None
+    return found["hook"] or "", found["type"], text[found.end() :]
 
 
 def what_failed(interruption: str, message: str, where: str, exit_: str = "") -> str:
@@ -98,7 +100,8 @@ def add_up(counts: Iterable[RestartCount]) -> tuple[RestartCount, ...]:
         before = found.get(each.what, RestartCount(each.what, 0))
         ranks = sorted({*before.ranks, *each.ranks})
         found[each.what] = RestartCount(each.what, before.count + each.count, tuple(ranks))
-    ranked = sorted(found.values(), key=lambda each: (each.what == _OTHERS, -each.count))
+    ranked = sorted(found.values(), key=lambda each: each.count, reverse=True)
+    ranked.sort(key=lambda each: each.what == _OTHERS)
     if len(ranked) > _CAUSES:
         rest = ranked[_CAUSES - 1 :]
         ranked[_CAUSES - 1 :] = [RestartCount(_OTHERS, sum(each.count for each in rest))]

@@ -210,11 +210,14 @@ def _host(host: HostTimeline, number: int, report: Report) -> Iterator[Event]:
 
 def _inside(lane: Lane, recoveries: list[RankRecovery]) -> Iterator[Span]:
     """The phases within a lane's restarts, one after another: slices must not overlap by halves."""
-    phases = deque(sorted((p for each in recoveries for p in each.phases), key=lambda p: p.start))
+    phases = [phase for each in recoveries for phase in each.phases]
+    upcoming = deque(sorted(phases, key=lambda phase: phase.start))
     for span in lane.spans:
-        begin = span.start
-        while span.state == "restarting" and phases and phases[0].start < span.end:
-            phase = phases.popleft()
+        if span.state != "restarting":
+            continue
+        begin = span.start  # of what no phase has filled yet
+        while upcoming and upcoming[0].start < span.end:
+            phase = upcoming.popleft()
             start, end = max(phase.start, begin), min(phase.end, span.end)
             if start < end:
                 yield Span(state=phase.state, start=start, end=end)

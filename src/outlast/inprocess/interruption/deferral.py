@@ -38,8 +38,15 @@ from types import FrameType
 from outlast.system.frames import in_standard_library
 
 _PACKAGES = (
-    *("threading", "queue", "logging", "multiprocessing", "concurrent.futures", "asyncio"),
-    *("contextlib", "importlib", "tqdm"),
+    "threading",
+    "queue",
+    "logging",
+    "multiprocessing",
+    "concurrent.futures",
+    "asyncio",
+    "contextlib",
+    "importlib",
+    "tqdm",
 )
 _MANAGERS = ("__enter__", "__exit__", "__aenter__", "__aexit__")
 _SHIELDED = "outlast.inprocess.interruption.interrupter"

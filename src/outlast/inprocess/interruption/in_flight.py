@@ -34,7 +34,9 @@ log = logging.getLogger("outlast.inprocess")
 _CAUGHT = (RankShouldRestart, GeneratorExit, StopIteration, StopAsyncIteration)
 _ORDERLY = (None, 0, 143)  # 143: see `elastic.stop_signals`
 _SWALLOW = (
-    *(contextlib.suppress, contextlib.ExitStack, contextlib.AsyncExitStack),
+    contextlib.suppress,
+    contextlib.ExitStack,
+    contextlib.AsyncExitStack,
     type(contextlib.contextmanager(iter)(())),  # of a function that is not known
 )
 _LEAVE = (ast.Return, ast.Break, ast.Continue)

@@ -132,8 +132,14 @@ class MonitorSupervisor:
 
         interval = self._durations.progress_interval
         self._heartbeat = HeartbeatThread(
-            *(page, clock, interval, self._handle.socket),
-            *(lost, interrupter.blocked_in, every_interval, look),
+            page,
+            clock,
+            interval,
+            self._handle.socket,
+            on_monitor_end=lost,
+            blocked_in=interrupter.blocked_in,
+            every_interval=every_interval,
+            look=look,
         )
         page.function_thread = interrupter.native_id
         page.thread_1 = self._heartbeat.native_id

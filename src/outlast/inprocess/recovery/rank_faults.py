@@ -110,7 +110,9 @@ class RankFaults:
             record = self.own_fault(error, f"handler of {signal_name(number)}: ")
             log.warning(
                 "rank %d: the handler of %s raised an exception; the call goes on\n%s",
-                *(record.rank, signal_name(number), record.traceback.rstrip()),
+                record.rank,
+                signal_name(number),
+                record.traceback.rstrip(),
             )
 
     def leaves_with(self, error: BaseException) -> None:
@@ -157,8 +159,12 @@ class RankFaults:
             told = trace.endswith(cause.cause)
             log.error(
                 "%srank %d on %s: %sthe job ends after %s, exit code %d",
-                *(f"{trace}\n" if trace else "", cause.rank, cause.host),
-                *("" if told else f"{cause.cause}{_place(cause)}\n", why, NO_RESTART),
+                f"{trace}\n" if trace else "",
+                cause.rank,
+                cause.host,
+                "" if told else f"{cause.cause}{_place(cause)}\n",
+                why,
+                NO_RESTART,
             )
 
     def _show_restart(self, cause: FaultRecord | None, reports: bool) -> None:
@@ -176,8 +182,13 @@ class RankFaults:
         notice(
             log,
             "restart of iteration %d: rank %d on %s: %s%s%s%s",
-            *(cause.iteration, cause.rank, cause.host, "again " if again else ""),
-            *(cause.cause, _place(cause), trace),
+            cause.iteration,
+            cause.rank,
+            cause.host,
+            "again " if again else "",
+            cause.cause,
+            _place(cause),
+            trace,
             shown=reports,
         )
 

@@ -293,8 +293,11 @@ class RankHost(RankFaults):
         )
         log.debug(
             "iteration %d: assigned rank %d of %d, %d active (initial rank %d)",
-            *(record.iteration, state.rank, state.world_size),
-            *(state.active_world_size, state.initial_rank),
+            record.iteration,
+            state.rank,
+            state.world_size,
+            state.active_world_size,
+            state.initial_rank,
         )
 
     def serve(self) -> str | None:

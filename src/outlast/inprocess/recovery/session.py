@@ -201,7 +201,11 @@ class _Session:
             stack.callback(monitor.stop_heartbeat)
             log.debug(
                 "rank %d of %d: call %d begins in process %d, with monitor process %d",
-                *(launch.rank, launch.world_size, self.number, os.getpid(), monitor.pid),
+                launch.rank,
+                launch.world_size,
+                self.number,
+                os.getpid(),
+                monitor.pid,
             )
             host.policy_store = LazyStore(self._open_policy_store)
             for assignment in assignment_parts(self.settings.rank_assignment):

@@ -30,8 +30,16 @@ from outlast.system.arguments import as_timedelta, check_options, options_of, se
 _REPLACEMENT_LIMIT_S = 600.0
 
 _POLICIES = (
-    *("initialize", "abort", "finalize", "health_check", "rank_assignment", "rank_filter"),
-    *("grow_policy", "repeated_faults", "completion", "terminate"),
+    "initialize",
+    "abort",
+    "finalize",
+    "health_check",
+    "rank_assignment",
+    "rank_filter",
+    "grow_policy",
+    "repeated_faults",
+    "completion",
+    "terminate",
 )
 
 
