@@ -33,6 +33,7 @@ __all__ = ["run", "sheets"]
 FAULT = ("an exception, until it is in the function again", "Job(...)", "job.restore()")
 SAVE = "job.step() that saves, on rank 0, without the writer process"
 _RAISES = 1
+_EVERY = 2  # steps between two saves
 
 
 class Counts:
@@ -89,7 +90,7 @@ def _rank(slot: int, folder: Path, results: Path) -> None:
         again = call.iteration > 0
         counts.end()
         counts.begin(FAULT[1])
-        job = outlast.Job(folder, model=model, optimizer=optimizer, every=2)
+        job = outlast.Job(folder, model=model, optimizer=optimizer, every=_EVERY)
         counts.end()
         with job:
             with counts.journey(FAULT[2]):
@@ -98,7 +99,7 @@ def _rank(slot: int, folder: Path, results: Path) -> None:
                 replica(torch.ones(2, 16)).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                if again and number == 1:
+                if again and (job.steps + 1) % _EVERY == 0:
                     with counts.journey(SAVE):
                         job.step()
                 else:

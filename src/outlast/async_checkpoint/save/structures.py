@@ -13,6 +13,7 @@ import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -58,10 +59,12 @@ class Catalog:
         self._described: dict[str, Any] = {}
         self._stored: dict[MetadataIndex, _StorageInfo] = {}
         self._containers: dict[str, Container] = {}
-        self._paths: dict[str, tuple[Any, ...]] = {}
+        self._paths: dict[str, tuple[Any, ...]] = {}  # as torch has them
+        # By rank; where they are in its file differs from save to save.
+        self._values: dict[int, list[tuple[str, ValueEntry]]] = {}
         self._metadata: Last[bytes] = Last()
-        for structure in self.structures.values():
-            self._add(structure)
+        for rank, structure in self.structures.items():
+            self._add(rank, structure)
         for structure in self.structures.values():
             for item in structure.containers:
                 if item.name not in self._paths:  # of another rank, where it is no dict
@@ -88,9 +91,9 @@ class Catalog:
             sizes.pop(values_file(rank), None)
             if sizes != {name: size for name, _, size in structure.files}:
                 raise CheckpointError(f"rank {rank} has written other files than agreed: {sizes}")
-            for item, (at, size) in zip(structure.values, record["places"], strict=True):
-                place = _listed(item.path), values_file(rank), at, size
-                values[item.name] = ValueEntry(*place, structure.order[item.key])
+            placed = zip(self._values[rank], record["places"], strict=True)
+            for (name, entry), (at, size) in placed:
+                values[name] = msgspec.structs.replace(entry, at=at, size_bytes=size)
             if "non_finite" in record:
                 judged.append(record["non_finite"])
             for name, entry in record["files"].items():
@@ -120,14 +123,18 @@ class Catalog:
         for name, entry in values.items():
             described[name] = BytesStorageMetadata()
             stored[MetadataIndex(name)] = _StorageInfo(entry.file, entry.at, entry.size_bytes)
-        paths = {name: torch_path(path) for name, path in self._paths.items()}
         return pickle.dumps(
-            Metadata(state_dict_metadata=described, planner_data=paths, storage_data=stored)
+            Metadata(state_dict_metadata=described, planner_data=self._paths, storage_data=stored)
         )
 
-    def _add(self, structure: Structure) -> None:
+    def _add(self, rank: int, structure: Structure) -> None:
         for item in (*structure.tensors, *structure.values):
-            self._paths[item.name] = item.path
+            self._paths[item.name] = torch_path(item.path)
+        file, order = values_file(rank), structure.order
+        self._values[rank] = [
+            (item.name, ValueEntry(_listed(item.path), file, 0, 0, order[item.key]))
+            for item in structure.values
+        ]
         for item, extent in zip(structure.tensors, structure.extents, strict=True):
             path, place = _listed(item.path), structure.order[item.key]
             entry = self.tensors.setdefault(
