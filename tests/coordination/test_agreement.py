@@ -18,6 +18,7 @@ from outlast.errors import CheckpointError, FolderUnusable, RankTimeout
 from outlast.inprocess.interruption.error_kinds import is_consequence
 
 LIMIT_S = 60.0  # the other rank must not wait for so long
+NEVER_S = 1e6
 
 
 def pair(store: MemoryStore, **arguments: Any) -> list[Agreement]:
@@ -149,6 +150,16 @@ def test_a_rank_that_does_not_come_in_time_is_named_on_all(step: str, rank: int)
         assert len(set(threads.map(take, parts))) == 1
 
 
+def test_a_rank_that_comes_late_does_not_wait_for_rank_0_again() -> None:
+    store = MemoryStore()
+    first, late = (Agreement(CallLedger(store, "x", n, 3), LIMIT_S, "c") for n in (1, 2))
+    first.timeout_s = 0.0
+    late.timeout_s = NEVER_S
+    for ranks in (first, late):
+        with pytest.raises(CheckpointError, match=r"ranks 0, 2 did not .* rank 1 waited"):
+            ranks.gather(None, len)
+
+
 def test_a_result_that_rank_0_does_not_give_in_time() -> None:
     parts = pair(MemoryStore(), late=RankTimeout)
     parts[1].timeout_s = 0.01
@@ -193,8 +204,27 @@ def test_work_that_waits_for_a_rank_that_has_failed_is_ended(
     assert [each.rank for each in failures] == [1, 1]
 
 
+def test_rank_0_stays_until_the_others_have_read_its_result() -> None:
+    parts, order = pair(MemoryStore()), []
+
+    def leave() -> None:
+        parts[0].linger()
+        order.append("left")
+
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(lambda ranks: ranks.gather(None, len), parts))
+        first = threads.submit(leave)
+        while not first.running():
+            pass
+        order.append("read")
+        parts[1].linger()
+        first.result()
+    assert order == ["read", "left"]
+
+
 def test_a_wait_that_is_given_up() -> None:
     ranks = pair(MemoryStore())[1]
+    ranks.timeout_s = NEVER_S
     with ThreadPoolExecutor() as threads:
         wait = threads.submit(ranks.gather, None, list)
         while not ranks._steps:

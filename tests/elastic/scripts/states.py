@@ -31,7 +31,7 @@ from outlast.elastic import (
     save_all_states,
     save_state,
 )
-from outlast.elastic.states import saving
+from outlast.elastic.states import saving, storage
 from outlast.errors import OutlastError
 
 RANK = int(os.environ["RANK"])
@@ -179,6 +179,26 @@ def one_does_not_come(when: str) -> None:
     there(RANK)
     there(0, 1, 2)
     os._exit(0)
+
+
+def interrupted() -> None:
+    """Rank 1 is interrupted between two steps of a save, in which the other one waits for it."""
+    with group():
+        state = Text("a")
+        save_all_states()
+        if RANK == 1:
+
+            def interrupt() -> None:
+                raise KeyboardInterrupt
+
+            release, storage.release = storage.release, interrupt
+            with contextlib.suppress(KeyboardInterrupt):
+                save_all_states()
+            storage.release = release
+        else:
+            said(save_all_states)
+        said(save_all_states)
+        del state
 
 
 def group_is_lost() -> None:

@@ -146,6 +146,14 @@ def test_a_replica_that_is_killed_in_its_sync(
     assert not folder.exists()
 
 
+def test_an_interrupt_between_the_steps_of_a_save(run: Callable[..., Job], folder: Path) -> None:
+    job = run("interrupted")
+    (message,) = said(job, "raised", "message")[0]
+    assert "rank 1 on " in message
+    assert "KeyboardInterrupt" in message
+    assert said(job, "returned", "value") == [[str(folder / "states" / "step-00000002")]] * 2
+
+
 def test_a_save_in_the_background_whose_group_is_lost(
     run: Callable[..., Job], folder: Path, tmp_path: Path
 ) -> None:

@@ -74,17 +74,18 @@ def _load(states: Mapping[str, State], timeout: Duration) -> list[str]:
         if path is None:
             return []
         replicas = current(limit)
-        what = f"the choice of a checkpoint in {path}"
-        found = replicas.gather(what, None, lambda _: storage.choose(path))
-        if found is None:
-            if environment.from_ray():
-                log.warning("%s is not a checkpoint of states: it has no manifest", path)
-            return []
-        try:
-            return _load_together(replicas, *found, states)
-        except CheckpointError:
-            storage.forget_choices()
-            raise
+        with replicas.ranks.operation():
+            what = f"the choice of a checkpoint in {path}"
+            found = replicas.gather(what, None, lambda _: storage.choose(path))
+            if found is None:
+                if environment.from_ray():
+                    log.warning("%s is not a checkpoint of states: it has no manifest", path)
+                return []
+            try:
+                return _load_together(replicas, *found, states)
+            except CheckpointError:
+                storage.forget_choices()
+                raise
 
 
 def _load_together(

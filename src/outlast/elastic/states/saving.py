@@ -157,31 +157,31 @@ def save_all_states(
     if path is None and not in_trial:
         return None
     replicas = current(limit)
-    if not replicas.writes:
-        storage.release()  # this process may have been rank 0 before a restart in place
-    states = _registered_on_all(replicas)
-    for name, state in states.items():
-        replicas.together(f"the sync of state {name!r}", state.sync, collective=True)
-    pending = PendingSave()
-    if in_trial:
-        directory = _on_rank_0(replicas, "Ray", lambda: _report(states, metrics or {}))
-        if asynchronous:
-            pending._end(None, directory)
-            return pending
-        return directory
-    assert path is not None
-    if not asynchronous:
-        return _on_rank_0(replicas, path, lambda: storage.begin(path, _contents(states)).finish())
-    begun: list[storage.Begun] = []
+    with replicas.ranks.operation():
+        if not replicas.writes:
+            storage.release()  # this process may have been rank 0 before a restart in place
+        states = _registered_on_all(replicas)
+        for name, state in states.items():
+            replicas.together(f"the sync of state {name!r}", state.sync, collective=True)
+        if in_trial:
+            directory = _on_rank_0(replicas, "Ray", lambda: _report(states, metrics or {}))
+            return _ended(directory) if asynchronous else directory
+        assert path is not None
+        if not asynchronous:
+            return _on_rank_0(
+                replicas, path, lambda: storage.begin(path, _contents(states)).finish()
+            )
+        begun: list[storage.Begun] = []
 
-    def begin(_: list[Any]) -> None:
-        if replicas.writes:
-            begun.append(storage.begin(path, _contents(states)))
+        def begin(_: list[Any]) -> None:
+            if replicas.writes:
+                begun.append(storage.begin(path, _contents(states)))
 
-    replicas.gather("the copy of states into memory", None, begin)
+        replicas.gather("the copy of states into memory", None, begin)
     global _last
-    _last = pending, replicas
+    pending = PendingSave()
     pending._begin(lambda: _on_rank_0(replicas, path, lambda: begun[0].finish()))
+    _last = pending, replicas
     return pending
 
 
@@ -211,8 +211,6 @@ def save_state(
     drain()
     name = name_of(state)
     replicas = current(limit)
-    if sync:
-        replicas.together(f"the sync of state {name!r}", state.sync, collective=True)
 
     def write() -> None:
         if checkpoint_dir is None or not replicas.writes:
@@ -223,7 +221,10 @@ def save_state(
         with replacing(path, path.with_name(f".tmp-{path.name}")) as file:
             file.write(content.tensor().numpy().data)
 
-    replicas.together(f"the save of state {name!r}", write)
+    with replicas.ranks.operation():
+        if sync:
+            replicas.together(f"the sync of state {name!r}", state.sync, collective=True)
+        replicas.together(f"the save of state {name!r}", write)
 
 
 def drain(*, quiet: bool = False) -> None:
@@ -257,7 +258,8 @@ def _registered_on_all(replicas: Replicas) -> dict[str, State]:
         states = registered()
         differences = replicas.gather(what, list(states), _differences)
         if differences:
-            raise CheckpointError(f"the replicas have registered different states: {differences}")
+            error = CheckpointError(f"the replicas have registered different states: {differences}")
+            raise replicas.ranks.shared(error, replicas.ranks.rank)
     return states
 
 
@@ -271,6 +273,13 @@ def _differences(names: list[list[str]]) -> str:
         if more:
             differences.append(f"rank {rank} has {', '.join(map(repr, more))}, rank 0 does not")
     return "; ".join(differences)
+
+
+def _ended(directory: str | None) -> PendingSave:
+    """The handle of a save that was performed in the foreground."""
+    pending = PendingSave()
+    pending._end(None, directory)
+    return pending
 
 
 def _on_rank_0(replicas: Replicas, where: str, work: Callable[[], str]) -> str | None:
