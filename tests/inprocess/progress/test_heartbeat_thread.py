@@ -16,6 +16,7 @@ import pytest
 
 from outlast.inprocess.monitor.heartbeat_thread import HeartbeatThread
 from outlast.inprocess.monitor.shared_page import Activity, SharedPage
+from outlast.metrics import progress_page
 
 INTERVAL = 0.002
 NET_S = 60.0
@@ -32,6 +33,9 @@ class Ticks:
         return self.time
 
 
+_ACTIVITY = progress_page.Page.__dict__["activity"]
+
+
 class Page(SharedPage):
     """Calls `on_look` whenever the heartbeat thread begins a check."""
 
@@ -41,11 +45,11 @@ class Page(SharedPage):
     def activity(self) -> int:  # type: ignore[override]
         if threading.current_thread().name == "outlast-heartbeat":
             self.on_look()
-        return int(self.ints[0])
+        return int(_ACTIVITY.__get__(self, Page))
 
     @activity.setter
     def activity(self, value: int) -> None:
-        self.ints[0] = value
+        _ACTIVITY.__set__(self, value)
 
 
 @pytest.fixture

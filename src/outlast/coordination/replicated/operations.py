@@ -115,8 +115,9 @@ class OperationStore:
     def append(self, key: str, value: bytes) -> None:
         self.perform(Operation("append", key, value))
 
-    def delete(self, key: str) -> bool:
-        return self.perform(Operation("delete", key)) == 1
+    def delete(self, *keys: str) -> None:
+        for key in keys:
+            self.perform(Operation("delete", key))
 
     def delete_prefix(self, prefix: str) -> None:
         """Removes all keys that begin with `prefix`, in one operation."""
