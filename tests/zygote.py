@@ -11,9 +11,9 @@ The zygote is a process that has imported torch and outlast and done nothing wit
 it forks, and the child becomes what a fresh interpreter with the same command line would be: its
 own session, environment, working directory, output and `sys.argv`, and then the script or module as
 `__main__`. The zygote is the parent of its children, and reports their exit codes. Differences from
-a fresh interpreter: modules are already imported, /proc shows the zygote's command line and
-environment, except for the job's id, and its end leaves out most of the destructors that release
-what ends with it anyway. The process is in `zygote_process.py`, its callers here.
+a fresh interpreter: modules are already imported, /proc shows the command line of the zygote, and
+the end leaves out most of the destructors that release what ends with the process anyway. The
+zygote itself is in `zygote_process.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import IO, Any
 
 import forked_workers
 import zygote_process
-from procs import MARKER, default_signals
+from procs import default_signals
 from zygote_process import BLANK
 
 IMPORTS = (
@@ -57,6 +57,11 @@ def shared() -> Zygote:
     return _shared[0]
 
 
+def is_shared() -> bool:
+    """Whether there is one: programs of tests, which use their code, have none."""
+    return bool(_shared)
+
+
 class Zygote:
     """The test's side: one request at a time, each answered at once.
 
@@ -68,7 +73,7 @@ class Zygote:
         ours, theirs = socket.socketpair()
         environment = {
             **os.environ,
-            MARKER: BLANK,
+            "BLANK": BLANK,
             "OMP_NUM_THREADS": "1",  # no thread pool: its threads would not exist after a fork
             "OPENBLAS_NUM_THREADS": "1",
         }

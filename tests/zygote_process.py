@@ -22,10 +22,9 @@ from typing import Any
 
 import forked_workers
 import namespaces
-from procs import MARKER
 
-BLANK = "0" * 32
-"""A placeholder in the zygote's environment, which a child overwrites with the job's id."""
+BLANK = "0" * 60_000
+"""A placeholder in the zygote's environment, which makes room for that of any child."""
 
 
 def _serve(channel: socket.socket) -> forked_workers.Task | None:
@@ -64,10 +63,9 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
         os.dup2(descriptor, number)
         os.close(descriptor)
     env = request["env"]
-    if MARKER in env and os.environ[MARKER] == BLANK:  # not in a worker: its launcher has the id
-        _show_in_proc(env[MARKER])
     os.environ.clear()
     os.environ.update(env)
+    _show_in_proc(env)
     os.chdir(request["cwd"])
     # State that these modules keep from their import or first use.
     tempfile.tempdir = None
@@ -119,15 +117,16 @@ def _run(command: list[str]) -> None:
         runpy.run_path(command[0], run_name="__main__")
 
 
-def _show_in_proc(job_id: str) -> None:
-    """Writes the job's id to the memory that `/proc/PID/environ` shows: the initial environment of
-    the process, which changes to `os.environ` do not affect.
+def _show_in_proc(env: dict[str, str]) -> None:
+    """Writes the environment to the memory that `/proc/PID/environ` shows: that of the process at
+    its start, which changes to `os.environ` do not affect. Launchers find their workers by it.
     """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[47]), int(fields[48])  # env_start, env_end: see proc_pid_stat(5)
-    block = ctypes.string_at(start, end - start)
-    at = block.index(f"{MARKER}={BLANK}".encode()) + len(MARKER) + 1
-    ctypes.memmove(start + at, job_id.encode(), len(BLANK))
+    block = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in env.items())
+    if len(block) > end - start:
+        raise ValueError(f"an environment of {len(block)} bytes does not fit into {end - start}")
+    ctypes.memmove(start, block.ljust(end - start, b"\0"), end - start)
 
 
 if __name__ == "__main__":
@@ -147,5 +146,6 @@ if __name__ == "__main__":
             trace = error.__traceback__
             while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
                 trace = trace.tb_next
-            sys.excepthook(type(error), error, trace)
+            sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+            sys.excepthook(type(error), error.with_traceback(trace), trace)
             sys.exit(1)

@@ -13,16 +13,16 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 _NAMESPACES = ("--net", "--uts", "--ipc", "--pid", "--mount", "--time")
 
-# The first process of a host: the kernel kills all others when it ends.
+# The first process of a host: the kernel kills all others when it ends. It lives until the pipe is
+# closed (a shell's `read` also ends by signals); as it ignores SIGCHLD, the kernel reaps orphans.
 _INIT = """
-trap '' CHLD  # orphans are reaped
 mount -t proc proc /proc && mount -t tmpfs shm /dev/shm && hostname {name} && ip link set lo up &&
 {more} && echo ready &&
-exec cat > /dev/null  # until the pipe is closed; a shell's `read` also ends by signals
+exec env --ignore-signal=CHLD cat > /dev/null
 """
 
 
@@ -122,7 +122,11 @@ class Host(Namespaces):
             stderr=stderr,
             start_new_session=True,
         )
-        self._started.append(HostProcess(popen))
+        return self.adopt(popen)
+
+    def adopt(self, outer: Outer) -> HostProcess:
+        """Counts a process that was started on this host in another way."""
+        self._started.append(HostProcess(outer))
         return self._started[-1]
 
     def _reap(self) -> None:
@@ -155,14 +159,30 @@ class Host(Namespaces):
             process.send_signal(signal.SIGCONT)
 
 
+class Outer(Protocol):
+    """What waits outside for a process on a host, and exits with its code: `Popen` of nsenter."""
+
+    pid: int
+    stdout: IO[bytes] | None
+    stderr: IO[bytes] | None
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def send_signal(self, sig: int) -> None: ...
+
+    def kill(self) -> None: ...
+
+
 class HostProcess:
     """A process on a host, with the part of `subprocess.Popen` that is needed."""
 
-    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
-        self._outer = popen  # nsenter: it waits for the process, and exits with its code
-        self.stdout = popen.stdout
-        self.stderr = popen.stderr
-        self.pid = _only_child(popen)  # 0 if it has ended already
+    def __init__(self, outer: Outer) -> None:
+        self._outer = outer
+        self.stdout = outer.stdout
+        self.stderr = outer.stderr
+        self.pid = _only_child(outer)  # 0 if it has ended already
 
     def poll(self) -> int | None:
         return self._outer.poll()
@@ -208,7 +228,7 @@ def _state(pid: int) -> str:
         return ""
 
 
-def _only_child(process: subprocess.Popen[bytes]) -> int:
+def _only_child(process: Outer) -> int:
     """The process that `unshare` or `nsenter` has started; 0 if it has ended already."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     while process.poll() is None:  # no event tells of the fork

@@ -26,6 +26,7 @@ from host import HostProcess
 from network import Network
 
 from procs import NET_S
+from zygote import is_shared, shared
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hosts"
 TRAIN = EXAMPLE / "train.py"
@@ -64,14 +65,19 @@ class Started:
 
 
 class Cluster:
-    """The processes that a test has started on the hosts of a network."""
+    """The processes that a test has started on the hosts of a network.
 
-    def __init__(self, network: Network, folder: Path) -> None:
+    Args:
+        forks: whether Python programs come from the zygote, where there is one.
+    """
+
+    def __init__(self, network: Network, folder: Path, *, forks: bool = True) -> None:
         self.network = network
         self.started: list[Started] = []
         self.trace = folder / "trace"
         self.events = folder / "events"
         self._folder = folder
+        self._forks = forks and is_shared()
         self._go = folder / "go"
         self.trace.mkdir()
 
@@ -92,11 +98,21 @@ class Cluster:
             "PYTHONUNBUFFERED": "1",
             **(env or {}),
         }
+        program, machine = [sys.executable, *command], self.network[host]
         with log.open("wb") as out:
-            process = self.network[host].start(
-                [sys.executable, *command], environment, self._folder, stdout=out, stderr=out
+            if not self._forks or "LD_PRELOAD" in environment or command[0] == "-c":
+                process = machine.start(program, environment, self._folder, stdout=out, stderr=out)
+                return self.adopt(host, process, log)
+            outer = shared().start(
+                program,
+                environment,
+                self._folder,
+                stdout=out.fileno(),
+                stderr=out.fileno(),
+                workers="outlast.launch" in command,
+                host=machine.init,
             )
-        return self.adopt(host, process, log)
+        return self.adopt(host, machine.adopt(outer), log)
 
     def adopt(self, host: str, process: HostProcess, log: Path) -> Started:
         """Counts a process that was started on a host in another way as one of the job."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -11,10 +10,12 @@ import pytest
 from network import Network, unavailable
 
 from hosts.cluster import TRAIN
+from zygote import Zygote
 
 
 @pytest.fixture(scope="session")
-def _allowed() -> None:
+def _allowed(zygote: object) -> None:
+    """Programs on hosts are started by the zygote."""
     if reason := unavailable():
         pytest.skip(reason)
 
@@ -34,10 +35,11 @@ def four(_allowed: None) -> Iterator[Network]:
 
 
 @pytest.fixture(scope="session")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
+def weights(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> str:
     """The hash of the weights of a run without faults, in one process."""
     state = tmp_path_factory.mktemp("undisturbed") / "state"
     command = [sys.executable, str(TRAIN), "--state", str(state), "--pause", "0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    done = zygote.run(command, environment)
+    assert done.returncode == 0, done.stderr
     return done.stdout.split()[-1]

@@ -31,7 +31,7 @@ def variables(pid: int) -> dict[str, str]:
 def test_a_job_with_a_secret_takes_only_hosts_that_know_it(
     four: Network, tmp_path: Path, weights: str
 ) -> None:
-    cluster = Cluster(four, tmp_path)
+    cluster = Cluster(four, tmp_path, forks=False)  # the command lines are read
     file = tmp_path / "token"
     file.write_text(TOKEN)
     file.chmod(0o600)
