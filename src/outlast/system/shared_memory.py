@@ -15,8 +15,11 @@ import os
 import threading
 from pathlib import Path
 
+import psutil
+
 PAGE_BYTES = mmap.PAGESIZE
 
+_CGROUP = Path("/sys/fs/cgroup")
 _MADV_POPULATE_WRITE = 23  # Linux 5.14: maps and allocates all pages at once
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -31,6 +34,21 @@ move.restype = None
 def page_up(size_bytes: int) -> int:
     """The next multiple of the page size."""
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def available_bytes(cgroup: Path = _CGROUP) -> int:
+    """The memory that can be used without swapping, and within the limit of the container. What is
+    cached of files, and was not read lately, is not counted as used: the kernel gives it up first.
+    """
+    available = int(psutil.virtual_memory().available)
+    try:
+        limit = int((cgroup / "memory.max").read_text())
+        used = int((cgroup / "memory.current").read_text())
+        lines = (cgroup / "memory.stat").read_text().splitlines()
+    except (OSError, ValueError):  # "max" is no limit; version 1 of cgroups has other files
+        return available
+    cached = next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+    return min(available, max(0, limit - used + cached))
 
 
 def running_kernel() -> str:

@@ -23,8 +23,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from outlast.async_checkpoint.peer_copies.transfer import (
     Connection,
     ConnectionRefused,
@@ -40,7 +38,7 @@ from outlast.errors import CheckpointError
 from outlast.system.channel import Channel
 from outlast.system.error_text import describe
 from outlast.system.parallel import start_thread
-from outlast.system.shared_memory import SharedMemory
+from outlast.system.shared_memory import SharedMemory, available_bytes
 from outlast.system.sockets import listen
 from outlast.system.units import size_text
 
@@ -236,7 +234,7 @@ class CopyServer:
         ]
         # There are more than one only after a fault that came before `keep_only`.
         self._keeper.release(of_rank[:-1])
-        free = psutil.virtual_memory().available  # without swapping
+        free = available_bytes()
         if needed > free:
             raise CheckpointError(
                 f"{size_text(needed)} were offered, and only {size_text(free)} of memory are "

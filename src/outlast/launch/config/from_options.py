@@ -10,18 +10,16 @@ import os
 import uuid
 from pathlib import Path
 
-import psutil
-
 from outlast.errors import ChaosError
 from outlast.launch.config.health_spec import health_from_options
 from outlast.launch.config.hosts_spec import NO_RUN_ID, fault_limit, hosts_from_options, settings
 from outlast.launch.config.job_spec import DEFAULT_HOST, JobSpec, Program, Routes, Std
 from outlast.launch.config.options import RunOptions
 from outlast.launch.config.secret import read_secret
+from outlast.system.shared_memory import available_bytes
 
 STANDBY_BYTES = 512 * 1024**2
 """Estimate of the memory of a process that has imported torch and a script's other packages."""
-_CGROUP = Path("/sys/fs/cgroup")
 _PROC = Path("/proc/self/stat")
 
 
@@ -241,17 +239,6 @@ def require_exporters(port_option: str, port: int | None, opentelemetry: bool) -
             )
 
 
-def available_bytes(cgroup: Path = _CGROUP) -> int:
-    """The memory that can be used without swapping, and within the limit of the container."""
-    available = int(psutil.virtual_memory().available)
-    try:
-        limit = int((cgroup / "memory.max").read_text())
-        used = int((cgroup / "memory.current").read_text())
-    except (OSError, ValueError):  # "max" is no limit; version 1 of cgroups has other files
-        return available
-    return min(available, max(0, limit - used))
-
-
-def default_standbys(cgroup: Path = _CGROUP) -> int:
+def default_standbys() -> int:
     """One standby process, if twice its memory is available; otherwise none."""
-    return 1 if available_bytes(cgroup) > 2 * STANDBY_BYTES else 0
+    return 1 if available_bytes() > 2 * STANDBY_BYTES else 0
