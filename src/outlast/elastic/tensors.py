@@ -43,7 +43,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 def digest(tensor: torch.Tensor) -> str:
     """Of the local tensor's contents."""
     found = xxhash.xxh3_64()
-    for _, each in parts(tensor):
+    for each in [tensor] if type(tensor) in _PLAIN else [part for _, part in parts(tensor)]:
         content = bytes_of(each).cpu()
         found.update(memory_of(content))
     return found.hexdigest()
@@ -116,6 +116,8 @@ def versions(tensors: Sequence[torch.Tensor]) -> list[Any]:
 
 def version(tensor: torch.Tensor) -> Any:
     """How many writes to the tensor torch has counted."""
+    if type(tensor) in _PLAIN:
+        return 0 if tensor.is_inference() else tensor._version
     if isinstance(tensor, DTensor):  # torch counts on the one or on the other
         return tensor._version, tensor._local_tensor._version
     if wraps(tensor):  # likewise

@@ -216,10 +216,12 @@ def content_in_memory(
     borrowed = memory.borrow(described, contents, lacking, ranks.rank)
 
     def together(parts: list[Any]) -> Any:
-        names: set[str] = set()
-        return [all(can for can, _ in parts), sorted(names.union(*(each for _, each in parts)))]
+        wanted = {name for part in parts for name in part["lacks"]}
+        return {"reads": all(part["reads"] for part in parts), "wanted": sorted(wanted)}
 
-    on_one_host, wanted = ranks.gather([borrowed is not None, lacking], together)
+    # Tensors are sent only if a rank cannot read the memory of the others.
+    answer = ranks.gather({"reads": borrowed is not None, "lacks": lacking}, together)
+    on_one_host, wanted = answer["reads"], answer["wanted"]
     sources = [memory.source]
     if on_one_host:
         sources += borrowed or []
