@@ -154,6 +154,30 @@ class Agreement:
                 raise self._error(_answer(failure))
             return result if failure is None else failure  # type: ignore[return-value]
 
+    def together(self, work: Callable[[], T], what: str = "", *, collective: bool = False) -> T:
+        """As `attempt`, but a failure is raised, on all ranks: a `CheckpointError` that names what
+        has failed, rank, host and cause.
+        """
+        causes: list[Exception] = []
+
+        def noted() -> T:
+            try:
+                return work()
+            except Exception as e:
+                causes.append(e)
+                raise
+
+        with self.operation():
+            outcome = self.attempt(noted, what, collective=collective)
+            if not isinstance(outcome, CallFailure):
+                return outcome
+            try:
+                error = self.shared(CheckpointError(self._failed(what, outcome)), outcome.rank)
+                raise error from (causes[0] if causes else None)
+            finally:
+                causes.clear()  # breaks the cycles from the exceptions to this frame
+                del error
+
     def gather(self, part: Any, work: Callable[[list[Any]], T], what: str = "") -> T:
         """Runs `work` on rank 0 (in errors: `what`), on the parts of all ranks in rank order;
         returns its result on every rank. Parts and result are JSON.
@@ -261,11 +285,13 @@ class Agreement:
     def _own_answer(self, error: Exception, what: str) -> dict[str, Any]:
         """What rank 0 tells the others when its work has failed."""
         failure = CallFailure.here(self._steps, what, 0, str(error))
-        text = self.failed(what, failure) if what else f"rank 0: {error}"
+        text = self._failed(what, failure) if what else f"rank 0: {error}"
         return {"error": text, "rank": 0, "kind": type(error).__name__}
 
-    def failed(self, what: str, failure: CallFailure) -> str:
+    def _failed(self, what: str, failure: CallFailure) -> str:
         """Says that the step `what` has failed, where and why."""
+        if not what:
+            return _text(failure)
         place = f" on rank {failure.rank} on {failure.host}" if self.world_size > 1 else ""
         return f"{what} failed{place}: {failure.cause}"
 

@@ -26,9 +26,9 @@ _STORE_S = 10.0
 
 
 class Verdicts:
-    """The verdicts of a ledger, for the main thread: a look, or a wait that can be interrupted.
-    torch's stores wait in C++, where neither signals nor Python exceptions arrive. So a thread
-    waits there, and the main thread waits for that thread, in Python.
+    """The verdicts of a ledger, for the main thread: a look, or a wait that another thread can end.
+    If this rank cannot report any more, there may never be a verdict, and the connection that waits
+    for it may be intact. So a thread waits for the store, and the main thread for that thread.
 
     One thread asks; any other may call `give_up`. Without the store, both raise `StoreError`.
     """

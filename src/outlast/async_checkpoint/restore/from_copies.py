@@ -18,7 +18,7 @@ from outlast.async_checkpoint.peer_copies.transfer import fetch_copy
 from outlast.async_checkpoint.save.folder_session import FolderSession
 from outlast.async_checkpoint.writer.handover import SnapshotDescription
 from outlast.coordination.agreement import Agreement
-from outlast.coordination.call_ledger import CallFailure, CallLedger
+from outlast.coordination.call_ledger import CallLedger
 from outlast.errors import CheckpointError
 from outlast.events.emitter import Emitter
 from outlast.events.types import CopySkipped
@@ -120,9 +120,7 @@ def arrange_copies(
     places = [Place(*each) for each in ranks.exchange([own.host, own.domain])]
     found = holders(places)
     hosts = [place.host for place in places]
-    arrangement = ranks.attempt(lambda: Arrangement.begin(keeper, ledger, hosts, bytes_per_s))
-    if isinstance(arrangement, CallFailure):
-        raise CheckpointError(f"rank {arrangement.rank}: {arrangement.cause}")
+    arrangement = ranks.together(lambda: Arrangement.begin(keeper, ledger, hosts, bytes_per_s))
     if session.pool.has_reserved:  # by a round that a restart has ended
         try:
             keeper.port()  # once it has answered, it reads from no buffer

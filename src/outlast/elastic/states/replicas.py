@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from outlast.coordination import collectives
 from outlast.coordination.agreement import Agreement, late_text
-from outlast.coordination.call_ledger import CallFailure, CallLedger, connect_ledger
+from outlast.coordination.call_ledger import CallLedger, connect_ledger
 from outlast.elastic import environment
 from outlast.errors import CheckpointError, OutlastError, RankTimeout
 from outlast.inprocess.abort import interrupt_collectives
@@ -54,19 +54,7 @@ class Replicas:
         groups cannot be used afterwards. On every replica, a `CheckpointError` if `work` raised on
         one (names it and the cause), a `RankTimeout` if one did not come in time.
         """
-        causes: list[Exception] = []
-        with self.ranks.operation():
-            outcome = self.ranks.attempt(
-                lambda: self._complete(work, causes), what, collective=collective
-            )
-            if isinstance(outcome, CallFailure):
-                error = CheckpointError(self.ranks.failed(what, outcome))
-                cause = causes.pop() if causes else None
-                try:
-                    raise self.ranks.shared(error, outcome.rank) from cause
-                finally:
-                    del error, cause  # breaks the cycle from the exceptions to this frame
-            return outcome
+        return self.ranks.together(lambda: self._complete(work), what, collective=collective)
 
     def gather(self, what: str, part: Any, decide: Callable[[list[Any]], T]) -> T:
         """Collects a part from every replica, calls `decide` on rank 0, returns its result on all.
@@ -82,15 +70,13 @@ class Replicas:
         self._within.ranks.timeout_s = self.ranks.timeout_s
         return self._within
 
-    def _complete(self, work: Callable[[], T], causes: list[Exception] | None = None) -> T:
+    def _complete(self, work: Callable[[], T]) -> T:
         """Calls `work`; whatever it raises becomes an error with a complete message."""
         try:
             return work()
+        except CheckpointError:
+            raise
         except Exception as e:
-            if causes is not None:
-                causes.append(e)
-            if isinstance(e, CheckpointError):
-                raise
             text = f"{describe(e)}\n{traceback_text(e).rstrip()}" if self.several else describe(e)
             raise CheckpointError(text) from e
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from outlast.async_checkpoint import Checkpointer
 from outlast.async_checkpoint.trust import trusted
 from outlast.coordination.agreement import Agreement
-from outlast.coordination.call_ledger import CallFailure, connect_ledger
+from outlast.coordination.call_ledger import connect_ledger
 from outlast.elastic.job.encoding import load_plain, unpacked
 from outlast.elastic.job.iteration import Iteration
 from outlast.elastic.job.live.choice import Offer, StateToSave, choose_to_save
@@ -119,9 +119,7 @@ class _Rescue:
                 return f"step {choice.state.step}, the newest one that the ranks have, is saved"
             own = self._collect(choice)
             chosen = of_state(choice.state, frozen)
-            state = self._ranks.attempt(lambda: self._state(choice, chosen, own))
-            if isinstance(state, CallFailure):
-                raise CheckpointError(f"rank {state.rank}: {state.cause}")
+            state = self._ranks.together(lambda: self._state(choice, chosen, own))
         step = choice.state.step
         self._checkpointer.save(step, state, finite=self._kept.finite).wait(_LIMIT_S)
         lost = rank_names(choice.lost)
