@@ -58,6 +58,14 @@ class FaultRecord:
         """Whether the rank may not have failed by itself."""
         return self.consequence or self.overtaken
 
+    def event(self) -> Fault:
+        """The event equivalent to the record."""
+        values = dataclasses.asdict(self)
+        # Its own pid is its writer's.
+        for name in ("pid", "permanent", "step", "ran", "mistake", "ends_job"):
+            del values[name]
+        return Fault(**values)
+
 
 def ends(fault: FaultRecord | Fault) -> bool:
     """Whether the member no longer took part after this fault."""

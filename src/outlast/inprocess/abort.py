@@ -22,12 +22,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.distributed as dist
 
-from outlast.inprocess.compose import iter_parts
 from outlast.inprocess.environment import store_endpoint
 from outlast.inprocess.interruption.gloo import SETTLED_PATIENCE_S, GlooAbort
 from outlast.inprocess.state import State
@@ -62,10 +61,10 @@ class Abort(abc.ABC):
         """Called repeatedly until the function has been left, to end work that started later."""
 
 
-def run_all(abort: Callable[[Any], Any], state: Any) -> None:
-    """Calls each part of the abort, also after one that has raised: that error is raised last."""
+def run_all(parts: Iterable[Callable[[Any], Any]], state: Any) -> None:
+    """Calls each part of an abort, also after one that has raised: that error is raised last."""
     errors: list[Exception] = []
-    for part in iter_parts(abort):
+    for part in parts:
         try:
             returned = part(state)
             state = state if returned is None else returned

@@ -8,6 +8,7 @@ import pytest
 
 from outlast.inprocess import Compose
 from outlast.inprocess.abort import Abort, run_all
+from outlast.inprocess.compose import iter_parts
 from outlast.inprocess.state import State
 
 
@@ -30,7 +31,7 @@ def test_a_part_that_raises_leaves_out_none_of_the_others(
         Part("last", called), fails[1], Compose(Part("third", called), fails[0]), Part("1", called)
     )
     with pytest.raises(ValueError, match="second"):
-        run_all(parts, State(0, 1, 0, 1))
+        run_all(iter_parts(parts), State(0, 1, 0, 1))
     assert called == ["1", "second", "third", "fourth", "last"]
     (other,) = caplog.records
     assert other.exc_info is not None

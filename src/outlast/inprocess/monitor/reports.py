@@ -20,7 +20,7 @@ from outlast.coordination.stores.store import KeyTimeout
 from outlast.errors import RankTimeout, StoreError
 from outlast.events.emitter import Emitter
 from outlast.events.fault_record import FaultRecord
-from outlast.events.types import Fault, Lost
+from outlast.events.types import Lost
 from outlast.inprocess.attribution import Interruption
 from outlast.inprocess.monitor.shared_page import SharedPage
 from outlast.inprocess.store import Connection, StoreMixin, connect
@@ -132,33 +132,6 @@ class StoreAccess:
         return self.perform(lost_members(self.link))
 
 
-def fault_here(
-    page: SharedPage, rank: int, host: str, pid: int, kind: Interruption, cause: str
-) -> FaultRecord:
-    """A fault of the rank whose main process, `pid` on `host`, writes this page."""
-    return FaultRecord(
-        iteration=max(page.iteration, 0),
-        member=page.member,
-        rank=rank,
-        host=host,
-        pid=pid,
-        interruption=kind.value,
-        cause=cause,
-        pings=page.pings,
-        step=page.step,
-        ran=max(0.0, page.progress - page.pinged),
-    )
-
-
-def fault_event(fault: FaultRecord) -> Fault:
-    """The event equivalent to the record."""
-    values = dataclasses.asdict(fault)
-    # Its own pid is its writer's.
-    for name in ("pid", "permanent", "step", "ran", "mistake", "ends_job"):
-        del values[name]
-    return Fault(**values)
-
-
 class FaultReports:
     """Writes faults to the store and to the event log; `main` is the pid of the main process."""
 
@@ -175,7 +148,7 @@ class FaultReports:
         fault = dataclasses.replace(self._fault(Interruption.SOFT_TIMEOUT, cause), idle=idle)
         # Written before the store, where the other ranks can see the end of the iteration.
         self._page.reported_soft = fault.iteration
-        self._emitter.emit(fault_event(fault))
+        self._emitter.emit(fault.event())
         self._store.perform(self._membership.report_fault(fault))
 
     def hard_timeout(self, idle: float, what: str) -> None:
@@ -219,7 +192,7 @@ class FaultReports:
         """The main process failed before it had a rank. It is alive, but no member waits for it."""
         cause = f"process {self._main} failed before it took its rank"
         fault = self._fault(Interruption.BASE_EXCEPTION, cause)
-        self._emitter.emit(fault_event(fault))
+        self._emitter.emit(fault.event())
         self._report_killed(-1, fault)
 
     def unresponsive(self, member: int) -> None:
@@ -246,9 +219,9 @@ class FaultReports:
 
     def _fault(self, kind: Interruption, cause: str) -> FaultRecord:
         rank = self._page.rank if self._page.rank >= 0 else self._plan.rank
-        return fault_here(self._page, rank, self._emitter.host, self._main, kind, cause)
+        return self._page.fault(rank, self._emitter.host, self._main, kind, cause)
 
     def _emit_lost(self, fault: FaultRecord) -> None:
-        self._emitter.emit(fault_event(fault))
+        self._emitter.emit(fault.event())
         k, member, rank = fault.iteration, fault.member, fault.rank
         self._emitter.emit(Lost(iteration=k, member=member, rank=rank, reason=fault.cause))

@@ -13,6 +13,8 @@ import os
 import weakref
 
 from outlast.events.emitter import Place
+from outlast.events.fault_record import FaultRecord
+from outlast.events.restart_causes import Interruption
 from outlast.metrics import progress_page
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -141,6 +143,21 @@ class SharedPage(progress_page.Page):
         """Begins an activity around the function, in which no pings have come yet."""
         self.pings = 0
         self.enter(activity, now)
+
+    def fault(self, rank: int, host: str, pid: int, kind: Interruption, cause: str) -> FaultRecord:
+        """A fault of the rank whose main process, `pid` on `host`, writes this page."""
+        return FaultRecord(
+            iteration=max(self.iteration, 0),
+            member=self.member,
+            rank=rank,
+            host=host,
+            pid=pid,
+            interruption=kind.value,
+            cause=cause,
+            pings=self.pings,
+            step=self.step,
+            ran=max(0.0, self.progress - self.pinged),
+        )
 
     def note_progress(self, now: float) -> float:
         """Python code was executed; returns how long it was not."""

@@ -6,22 +6,17 @@ assignment, so all arrive at consistent ranks (R1).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from outlast.coordination.decision import ViewRecord
 from outlast.coordination.ops import Link
 from outlast.errors import RestartError
-from outlast.inprocess.compose import iter_parts
 from outlast.inprocess.rank_assignment import RankAssignment
 from outlast.inprocess.rank_filter import RankFilter
 from outlast.inprocess.recovery.host_protocol import Host
 from outlast.inprocess.recovery.waits import pass_barrier
 from outlast.inprocess.state import State, Status
-
-
-def assignment_parts(assignment: RankAssignment) -> list[RankAssignment]:
-    """The assignments that `assignment` is composed of, in the order of their calls."""
-    return [part for part in iter_parts(assignment) if isinstance(part, RankAssignment)]
 
 
 async def exchange_values(
@@ -30,11 +25,12 @@ async def exchange_values(
     record: ViewRecord,
     member: int,
     state: State,
-    assignment: RankAssignment,
+    parts: Sequence[RankAssignment],
 ) -> None:
-    """Passes what each member publishes to the assignment, the same on all: a barrier collects it,
-    so that no member waits for one whose loss is known. `state` is that of the iteration before. A
-    `RankTimeout` names the ranks whose members did not publish within the barrier timeout.
+    """Passes what each member publishes to the parts of the assignment, the same on all: a barrier
+    collects it, so that no member waits for one whose loss is known. `state` is that of the
+    iteration before. A `RankTimeout` names the ranks whose members did not publish within the
+    barrier timeout.
     """
     slots = record.slots()
     joiners = {joiner.member for joiner in record.joiners}
@@ -44,7 +40,6 @@ async def exchange_values(
     state = state.copy(rank=rank, world_size=len(slots), initial_rank=initial_rank)
     # Two ranks tell the newcomers, in case one of them is lost on the way.
     tells = bool(joiners) and rank in stayed[:2]
-    parts = assignment_parts(assignment)
     values = [part.publish(state, for_newcomers=tells) for part in parts]
     if all(value is None for value in values):
         return

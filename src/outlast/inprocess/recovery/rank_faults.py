@@ -29,7 +29,6 @@ from outlast.inprocess.interruption.error_kinds import (
 )
 from outlast.inprocess.interruption.monitor_thread import StackSample
 from outlast.inprocess.interruption.release import QuietTorchLog
-from outlast.inprocess.monitor.reports import fault_event, fault_here
 from outlast.inprocess.monitor.shared_page import Activity
 from outlast.inprocess.recovery.host_protocol import Interrupted, Raised, Returned
 from outlast.inprocess.recovery.launcher_notice import LauncherNotice
@@ -69,8 +68,8 @@ class RankFaults:
         return self._noted(self._fault(self.place.iteration, Interruption.EXCEPTION, cause))
 
     def _fault(self, iteration: int, interruption: Interruption, cause: str) -> FaultRecord:
-        place = self.page, self.place.rank, self.emitter.host, os.getpid()
-        fault = fault_here(*place, interruption, cause)
+        own = self.place.rank, self.emitter.host, os.getpid()
+        fault = self.page.fault(*own, interruption, cause)
         if self.page.activity != Activity.FUNCTION:
             fault = dataclasses.replace(fault, ran=self.ran)
         return dataclasses.replace(fault, iteration=iteration)
@@ -130,7 +129,7 @@ class RankFaults:
         self.emitter.emit(
             Decided(
                 iteration=view.iteration - 1,
-                cause=None if cause is None else fault_event(cause),
+                cause=None if cause is None else cause.event(),
                 lost=[(m, rank) for rank, m in enumerate(view.base) if m in view.lost],
                 joined=[joiner.member for joiner in view.joiners],
                 size=len(view.base),
@@ -292,7 +291,7 @@ class RankFaults:
 
     def _noted(self, record: FaultRecord) -> FaultRecord:
         log.debug("rank %d: recording a fault: %s", record.rank, record.cause)
-        self.emitter.emit(fault_event(record))
+        self.emitter.emit(record.event())
         return record
 
 

@@ -190,8 +190,7 @@ class RankHost(RankFaults):
             return
         self.torch_log.begin()
         self.releaser.hold()
-        if self.settings.abort is not None:
-            run_all(self.settings.abort, self.running.state.copy())
+        run_all(self.settings.abort_parts, self.running.state.copy())
 
     async def settle(self) -> None:
         watch, self.watch = self.watch, None
@@ -257,10 +256,12 @@ class RankHost(RankFaults):
     async def assign(self, link: Link, record: ViewRecord) -> None:
         member = self.place.member
         assignment, rank_filter = self.settings.rank_assignment, self.settings.rank_filter
+        parts = self.settings.assignments
         self.saves, self.refusal, self.ran = record.saves, None, 0.0
         if record.saves:
             assignment, rank_filter = ShiftRanks(), None
-        await exchange_values(link, self, record, member, self.running.state, assignment)
+            parts = [assignment]
+        await exchange_values(link, self, record, member, self.running.state, parts)
         start = self.clock.now()
         # The iteration has no store of its own before its ranks are known.
         before = self.running.state.copy(

@@ -39,7 +39,6 @@ from outlast.inprocess.monitor.reports import MonitorPlan
 from outlast.inprocess.monitor.shared_page import SharedPage
 from outlast.inprocess.recovery.launcher_notice import LauncherNotice
 from outlast.inprocess.recovery.monitor_supervisor import MonitorSupervisor
-from outlast.inprocess.recovery.next_ranks import assignment_parts
 from outlast.inprocess.recovery.rank_host import RankHost
 from outlast.inprocess.recovery.settings import Settings
 from outlast.inprocess.recovery.state_machine import Machine
@@ -208,7 +207,7 @@ class _Session:
                 monitor.pid,
             )
             host.policy_store = LazyStore(self._open_policy_store)
-            for assignment in assignment_parts(self.settings.rank_assignment):
+            for assignment in self.settings.assignments:
                 assignment.prepare()
             for part in self.settings.abort_parts:
                 part.prepare()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +21,6 @@ from outlast.inprocess.initialize import Initialize, RetryController
 from outlast.inprocess.rank_assignment import AwaitReplacements, RankAssignment
 from outlast.inprocess.rank_filter import RankFilter
 from outlast.inprocess.recovery.host_protocol import GrowPolicy
-from outlast.inprocess.recovery.next_ranks import assignment_parts
 from outlast.inprocess.store import FileStore, PrefixStore, StoreMixin, TCPStore
 from outlast.inprocess.timeouts import Durations, Timeouts
 from outlast.system.arguments import as_timedelta, check_options, options_of, seconds
@@ -96,23 +96,29 @@ class Settings:
         if "timeout" in kwargs:
             as_timedelta("store_kwargs['timeout']", kwargs["timeout"])
 
-    @property
+    @functools.cached_property
     def abort_parts(self) -> list[Abort]:
         parts = () if self.abort is None else iter_parts(self.abort)
         return [part for part in parts if isinstance(part, Abort)]
 
-    @property
+    @functools.cached_property
+    def assignments(self) -> list[RankAssignment]:
+        """Those that the rank assignment is composed of, in the order of their calls."""
+        parts = iter_parts(self.rank_assignment)
+        return [part for part in parts if isinstance(part, RankAssignment)]
+
+    @functools.cached_property
     def await_replacements(self) -> float | None:
         """The seconds for which a restart is held for replacements, if `AwaitReplacements` says."""
-        for part in assignment_parts(self.rank_assignment):
+        for part in self.assignments:
             if isinstance(part, AwaitReplacements):
                 return seconds(part.timeout)
         return None
 
     @property
     def keeps_reserve(self) -> bool:
-        parts = assignment_parts(self.rank_assignment)
-        return self.rank_filter is not None or any(part.keeps_reserve for part in parts)
+        reserve = any(part.keeps_reserve for part in self.assignments)
+        return self.rank_filter is not None or reserve
 
     def hold(self, launch: Launch) -> tuple[int, float]:
         """The number of members for which a restart is held, and for how many seconds; 0 for none.

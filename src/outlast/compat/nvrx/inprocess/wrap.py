@@ -167,7 +167,7 @@ class _Abort(_Adapter, Abort):
     """Also calls the hooks of its parts."""
 
     def __call__(self, state: State) -> State:
-        run_all(self._policy, from_core(state).freeze())
+        run_all(iter_parts(self._policy), from_core(state).freeze())
         return state
 
     def prepare(self) -> None:
