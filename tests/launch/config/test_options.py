@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 import outlast
 from outlast.launch.cli import app
 from outlast.launch.commands.shared import with_options_of
-from outlast.launch.config.from_options import has_wrapper, job_from_options, parse_std
-from outlast.launch.config.job_spec import JobSpec, Std
+from outlast.launch.config.from_options import job_from_options, parse_std
+from outlast.launch.config.job_spec import JobSpec, Std, has_wrapper
 from outlast.launch.config.options import RunOptions
 from outlast.launch.config.slurm import SlurmStep, in_step
 from procs import NET_S

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from launch.runs import Run, ends
 from outlast.errors import HostUnfit
 from outlast.launch.config.from_options import job_from_options
-from outlast.launch.config.health_spec import HealthSpec
+from outlast.launch.config.job_spec import HealthSpec
 from outlast.launch.config.options import RunOptions
 from outlast.launch.health import device_checks
 from outlast.launch.health.host_check import check_host

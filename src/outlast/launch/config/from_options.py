@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
 import math
 import os
+import tempfile
 import uuid
 from pathlib import Path
 
 from outlast.errors import ChaosError
-from outlast.launch.config.health_spec import health_from_options
 from outlast.launch.config.hosts_spec import NO_RUN_ID, fault_limit, hosts_from_options, settings
-from outlast.launch.config.job_spec import DEFAULT_HOST, JobSpec, Program, Routes, Std
+from outlast.launch.config.job_spec import (
+    DEFAULT_HOST,
+    HealthSpec,
+    JobSpec,
+    Program,
+    Routes,
+    Std,
+    has_wrapper,
+)
 from outlast.launch.config.options import RunOptions
 from outlast.launch.config.secret import read_secret
 from outlast.system.shared_memory import available_bytes
 
+LEVELS = ("off", "quick", "full")
+_FREE_GB = 1.0
 STANDBY_BYTES = 512 * 1024**2
 """Estimate of the memory of a process that has imported torch and a script's other packages."""
 _PROC = Path("/proc/self/stat")
@@ -62,7 +71,7 @@ def job_from_options(options: RunOptions, token: str = "") -> JobSpec:
         standby=_standby(options, alone=nproc == 1 and hosts is None),
         hosts=hosts,
         settings=() if hosts is None else settings(options, hosts),
-        health=health_from_options(options),
+        health=_health(options),
         metrics_host=options.metrics_host,
         metrics_port=options.metrics_port,
         opentelemetry=options.opentelemetry,
@@ -84,35 +93,6 @@ def _program(options: RunOptions) -> Program:
     wrapped = not options.module and python and script.is_file()
     wrapped = wrapped and has_wrapper(script.read_text(errors="replace"))
     return Program(options.script, args, options.module, python, wrapped)
-
-
-def has_wrapper(source: str) -> bool:
-    """Whether the script itself uses a `Wrapper` of outlast. Where `enabled` may be false, it does
-    not count.
-    """
-    if "outlast" not in source:
-        return False
-    try:
-        nodes = list(ast.walk(ast.parse(source)))
-    except (SyntaxError, ValueError):
-        return False  # the script ends with that error
-    ours = {
-        (alias.asname or alias.name).partition(".")[0]
-        for node in nodes
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for alias in node.names
-        if (getattr(node, "module", None) or alias.name).partition(".")[0] == "outlast"
-    }
-    may_be_off = {
-        ast.unparse(node.func)
-        for node in nodes
-        if isinstance(node, ast.Call) and any(each.arg == "enabled" for each in node.keywords)
-    }
-    names = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute | ast.Name)}
-    return any(
-        name.split(".")[-1] == "Wrapper" and name.split(".")[0] in ours
-        for name in names - may_be_off
-    )
 
 
 def _standby(options: RunOptions, *, alone: bool) -> int:
@@ -217,6 +197,34 @@ def _one_std(value: str, text: str) -> Std:
 
 def _absolute(path: Path | None) -> Path | None:
     return None if path is None else path.absolute()
+
+
+def _health(options: RunOptions) -> HealthSpec | None:
+    """What to check; `None` for nothing. A `ValueError` names the option."""
+    level, limit_s = options.health_check, options.health_timeout
+    free = _FREE_GB if options.health_free is None else options.health_free
+    if level not in LEVELS:
+        raise ValueError(f"--health-check {level}: must be off, quick or full")
+    if not math.isfinite(free) or free < 0:
+        raise ValueError(f"--health-free {free:g}: must be a number of GB, at least 0")
+    if not math.isfinite(limit_s) or limit_s <= 0:
+        raise ValueError(f"--health-timeout {limit_s:g}: must be a positive number of seconds")
+    for name in ("health_folder", "health_free") if level == "off" else ():
+        if getattr(options, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option}: no folder is checked without --health-check quick")
+    if level == "off" and options.health_command is None:
+        return None
+    if options.health_command is not None and not options.health_command.strip():
+        raise ValueError("--health-command: must not be empty")
+    folder = options.health_folder or options.log_dir or options.events_dir
+    return HealthSpec(
+        level=level,
+        folder=str(Path(folder or tempfile.gettempdir()).absolute()),
+        free_bytes=int(free * 1e9),
+        command=options.health_command or "",
+        limit_s=limit_s,
+    )
 
 
 def require_exporters(port_option: str, port: int | None, opentelemetry: bool) -> None:

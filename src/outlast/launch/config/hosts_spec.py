@@ -10,8 +10,10 @@ import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from outlast.launch.config.options import RunOptions
+if TYPE_CHECKING:  # the processes that check a host import this module
+    from outlast.launch.config.options import RunOptions
 
 _PORTS = {"c10d": 29400, "etcd": 2379, "static": 29500}
 """The backends, and the port of an endpoint without one, as with torchrun."""

@@ -1,7 +1,12 @@
-"""A job, as the launcher of one host sees it: what to run, where, and where its output goes."""
+"""A job, as the launcher of one host sees it: what to run, where, where its output goes, and what
+is checked before.
+
+The processes that check a host import this module: it has no options, and nothing that is slow.
+"""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import enum
 import math
@@ -10,7 +15,6 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-from outlast.launch.config.health_spec import HealthSpec
 from outlast.launch.config.hosts_spec import HostsSpec
 from outlast.launch.config.secret import Secret
 
@@ -42,6 +46,35 @@ class Program:
         return [interpreter, "-u", *bootstrap, *module, self.name, *self.args]
 
 
+def has_wrapper(source: str) -> bool:
+    """Whether the script itself uses a `Wrapper` of outlast. Where `enabled` may be false, it does
+    not count.
+    """
+    if "outlast" not in source:
+        return False
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError):
+        return False  # the script ends with that error
+    ours = {
+        (alias.asname or alias.name).partition(".")[0]
+        for node in nodes
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+        if (getattr(node, "module", None) or alias.name).partition(".")[0] == "outlast"
+    }
+    may_be_off = {
+        ast.unparse(node.func)
+        for node in nodes
+        if isinstance(node, ast.Call) and any(each.arg == "enabled" for each in node.keywords)
+    }
+    names = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute | ast.Name)}
+    return any(
+        name.split(".")[-1] == "Wrapper" and name.split(".")[0] in ours
+        for name in names - may_be_off
+    )
+
+
 class Std(enum.IntFlag):
     """Standard streams of a process."""
 
@@ -70,6 +103,39 @@ class Routes:
     def to_console(self, local_rank: int, stream: Std) -> bool:
         hidden = self.redirects[local_rank] & ~self.tee[local_rank]
         return local_rank in self.shown and not hidden & stream
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HealthSpec:
+    """What is checked before this host takes part in the job."""
+
+    level: str  # off, quick or full; with off, the command alone is run
+    folder: str  # a file is written in it, and read
+    free_bytes: int  # how much must be free there and in shared memory
+    command: str  # of the user, for a shell; empty for none
+    limit_s: float  # how long each check may take
+
+    @property
+    def checks_neighbors(self) -> bool:
+        """Whether the network is checked too, in a job on several hosts."""
+        return self.level == "full"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Neighbor:
+    """The other host of a pair, and how this one meets it."""
+
+    name: str
+    key: str  # of the pair in the store: a host has one port for all of its checks
+    side: int  # 0 for the host that serves the store, at `address` and `port`; 1 for the other one
+    address: str
+    port: int
+    fd: int  # the listening socket, on side 0
+    devices: bool  # whether the accelerators take part
+    limit_s: float  # how long it may take
+    # of the device of this rank, and how many ranks each host has; empty to find out
+    kind: str = ""
+    rank: int = 0  # of this process among those of its host
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

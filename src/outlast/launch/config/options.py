@@ -1,8 +1,8 @@
 """The options of `outlast run`, one field each, after which it is named, as by torchrun.
 
-The types are those of the command line; `job_spec.py` checks the values and makes a `JobSpec` of
-them. torchrun's own parser is not used, because importing it imports torch, which takes seconds; a
-test compares names and defaults with it.
+The types are those of the command line; `from_options.py` checks the values and makes a `JobSpec`
+of them. torchrun's own parser is not used, because importing it imports torch, which takes seconds;
+a test compares names and defaults with it.
 """
 
 from __future__ import annotations

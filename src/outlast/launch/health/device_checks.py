@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from outlast.launch.config.health_spec import Neighbor
+from outlast.launch.config.job_spec import Neighbor
 from outlast.system import devices as accelerators
 from outlast.system.units import size_text
 

@@ -33,7 +33,7 @@ from typing import Any
 
 from outlast.errors import HostUnfit
 from outlast.launch import environment
-from outlast.launch.config.health_spec import HealthSpec, Neighbor
+from outlast.launch.config.job_spec import HealthSpec, Neighbor
 from outlast.system.error_text import exit_text
 from outlast.system.processes import readable
 from outlast.system.units import duration_text, size_text

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Mapping, MutableSequence, Sequ
 from outlast.coordination.replicated.hosts import HostInfo
 from outlast.errors import StoreError
 from outlast.launch import environment
-from outlast.launch.config.health_spec import Neighbor
+from outlast.launch.config.job_spec import Neighbor
 from outlast.launch.health.host_check import CheckProcess
 from outlast.launch.hosts.job.job_log import JobLog
 from outlast.launch.hosts.job.links import broken_ends, pair_text, without_closed
