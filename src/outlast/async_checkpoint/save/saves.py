@@ -145,7 +145,7 @@ class Saves:
         agree on it now, unless they have before the restart; and buffers are allocated in the
         background.
         """
-        if self._count or self._structures.go_on():
+        if self._count or self._structures.go_on(state_dict):
             return
         agreement = self._round(self._next_index(), "preparation of saves")
         try:

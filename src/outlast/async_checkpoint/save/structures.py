@@ -8,6 +8,7 @@ in the round of the save (`round.py`).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 from collections.abc import Mapping, Sequence
@@ -244,10 +245,10 @@ class Structures:
         """What this rank saves of a state dict with this signature; `None` if it is new."""
         if signature != self._signature:
             return None
-        self._signature = signature  # the newer one: see `Last.of`
+        self._signature = signature
         return self.present
 
-    def go_on(self) -> bool:
+    def go_on(self, state_dict: Mapping[str, Any]) -> bool:
         """Takes what the ranks have agreed on before a restart, if all of them do."""
         before = self._memo.before if self._memo.goes_on else None
         if before is None:
@@ -258,6 +259,10 @@ class Structures:
             before.present,
         )
         self._memo.agreed(self)
+        with contextlib.suppress(CheckpointError, ValueError):  # the first save raises the same
+            signature = signature_and_leaves(state_dict)[0]
+            if self.known(signature) is not None:
+                self._memo.items(state_dict, signature)  # the newer key there, too: see `Last.of`
         return True
 
     def agree(
