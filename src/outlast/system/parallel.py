@@ -57,10 +57,10 @@ def in_threads(
 
 
 class ThreadedWait(Generic[T]):
-    """A wait that blocks in C++, run in a thread, so that its caller waits in Python.
+    """A wait that nothing can end, run in a thread, so that its caller waits in Python.
 
-    torch's stores wait in C++, where neither Ctrl-C nor a restart in place can interrupt a thread.
-    `over` is set when the wait has ended, or was abandoned.
+    Neither Ctrl-C nor a restart in place interrupts a thread that waits in C++, and no other thread
+    ends a wait at a store. `over` is set when the wait has ended, or was abandoned.
     """
 
     def __init__(self, wait: Callable[[], T], name: str) -> None:
