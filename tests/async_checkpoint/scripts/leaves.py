@@ -57,7 +57,7 @@ POINTS: dict[str, tuple[Any, int, str, BaseException]] = {
     "lock": (opens, 0, "storage.local:LocalStorage.lock", RuntimeError("no lock")),
     "session": (opens, 1, "checkpointer:session_for", ModuleNotFoundError("no module")),
     "left": (opens, 1, "save.folder_session:FolderSession.take_over", KeyError("taken")),
-    "interrupt": (opens, 1, "checkpointer:arrange_copies", KeyboardInterrupt()),
+    "interrupt": (opens, 1, "checkpointer:keep_events_beside", KeyboardInterrupt()),
     "snapshots": (restores, 1, "restore.restorer:Restorer.snapshots", RuntimeError("held")),
     "candidates": (restores, 0, "restore.restorer:candidates", ValueError("listed")),
     "observer": (restores, 1, "restore.restorer:notify", KeyboardInterrupt()),

@@ -157,8 +157,7 @@ class Restorer:
         while not (identity := self.ranks.gather(None, prepare)):
             time.sleep(_MEETING_S)
         self._session.identity = identity
-        path = self._session.socket_path(self.ranks.rank, self.ranks.world_size)
-        taken = self.ranks.attempt(lambda: self._session.take_over(path))
+        taken = self.ranks.attempt(self._session.take_over)
         if isinstance(taken, CallFailure):
             error = CheckpointError(f"rank {taken.rank} on {taken.host}: {taken.cause}")
             raise self.ranks.attributed(error, taken.rank)

@@ -93,8 +93,11 @@ class FolderSession:
         name = checksum(f"{self.url}\0{rank}\0{world_size}".encode())
         return runtime_folder() / f"{name}.sock"
 
-    def take_over(self, path: Path) -> None:
-        """Takes over what a dead process left at `path`, where this rank then keeps its own."""
+    def take_over(self) -> None:
+        """Takes over what a dead process of this rank has left, in whose place this one keeps its
+        own.
+        """
+        path = self.own_socket
         found = self.pool.take_over(path)
         left = [each.snapshot for each in self.pool.handed_over if each.snapshot is not None]
         self.dropped.update({each["save_id"]: each for each in left})

@@ -238,9 +238,10 @@ class Job(JobProgress):
             timeout_s = self.checkpointer.session.writer.timeout_s
             self._checks.compare_now(timeout_s, required=True)  # before DDP copies a flip
         # What follows each step begins after this one: saves, stops, functions, epochs.
-        self._saves.schedule.start(self.steps)
-        self._step_events.begin(self.steps)
-        self._stop.begin(self.steps, self._end.save_for_stop)
+        steps = self.steps
+        self._saves.schedule.start(steps)
+        self._step_events.begin(steps)
+        self._stop.begin(steps, self._end.save_for_stop)
         self._end.restored(save_is_due=save_is_due)
         self._training.epochs.restored()
         if self._restoring.from_survivors and not self._training.iteration.rest:
