@@ -66,6 +66,8 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     os.environ.clear()
     os.environ.update(env)
     _show_in_proc(env)
+    paths = env.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [path for path in paths if path and path not in sys.path]
     os.chdir(request["cwd"])
     # State that these modules keep from their import or first use.
     tempfile.tempdir = None
