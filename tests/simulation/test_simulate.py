@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from inprocess.mutations import simulation_finds
+from inprocess.mutations import mutate, simulation_finds
 from outlast.coordination import barrier, decision, records
 from outlast.coordination.decision import Facts, next_record
 from outlast.coordination.membership import MembershipProtocol
@@ -278,14 +278,15 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
     ),
     "nobody leaves before it says so": (
         Machine._settle,
-        "await self.host.settle(k)",
+        "await self.host.settle()",
         "pass",
     ),
     "left is said before it is so": (
         Machine._settle,
-        "    await self.host.settle(k)\n",
-        "    await self.membership.leave(k, self.member, self.record.expected, {})\n"
-        "    await self.host.settle(k)\n",
+        "    await self.host.settle()\n",
+        "    k, member = self.place.iteration, self.place.member\n"
+        "    await self.membership.leave(k, member, self.record.expected, {})\n"
+        "    await self.host.settle()\n",
     ),
     "one who has finished is enough": (MembershipProtocol.finish, ">= members", ">= 1"),
     "one may be missing": (MembershipProtocol.finish, ">= members", ">= members - 1"),
@@ -306,11 +307,11 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
         "await self.membership.report_fault(fault)",
         "pass",
     ),
-    "who leaves does not say so": (Machine._leave, "if self.member < 0:", "if True:"),
+    "who leaves does not say so": (Machine._leave, "if self.place.member < 0:", "if True:"),
     "who leaves with RestartAbort ends itself only": (
         Machine._leave,
-        "isinstance(error, RestartAbort))",
-        "False)",
+        "discarded, isinstance(error, RestartAbort)",
+        "discarded, False",
     ),
     "an ended job goes on": (next_record, "last_cause, ended_by,", "last_cause, None,"),
     "who leaves an ended job restarts": (
@@ -350,7 +351,7 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
     ),
     "the first cause is reported by everyone": (
         Machine._follow,
-        "decision.reporter == self.member",
+        "decision.reporter == self.place.member",
         "True",
     ),
 }
@@ -393,10 +394,18 @@ MUTATIONS |= {
     ),
     "a member that counts as lost asks to join": (
         Machine._decide,
-        "    await leave_if_lost(self.membership, self.member)\n    return RecoveryState.JOIN",
+        "    await leave_if_lost(self.membership, self.place.member)\n"
+        "    return RecoveryState.JOIN",
         "    return RecoveryState.JOIN",
     ),
 }
+
+
+def test_each_mutation_changes_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    # In every run: the tests that use them are slow.
+    for mutation in (*MUTATIONS.values(), *STOP_MUTATIONS.values()):
+        with monkeypatch.context() as undone:
+            mutate(undone, *mutation)
 
 
 @pytest.mark.slow
