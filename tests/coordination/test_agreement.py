@@ -48,7 +48,7 @@ def interrupted(ranks: Agreement, line: int) -> bool:
             ranks.attempt(lambda: None)
             ranks.gather(ranks.rank, list)
             ranks.attempt(lambda: None, collective=True)
-            ranks.linger()
+            ranks.gather(None, len, until_read=True)
 
     before = sys.gettrace()
     sys.settrace(trace)
@@ -68,7 +68,7 @@ def steps(ranks: Agreement) -> str:
             ranks.attempt(lambda: None)
             ranks.gather(ranks.rank, list)
             ranks.attempt(lambda: None, collective=True)
-            ranks.linger()
+            ranks.gather(None, len, until_read=True)
             ranks.attempt(lambda: None)  # it learns of the last lines at the next step
     except CheckpointError as e:
         return str(e)
@@ -204,22 +204,46 @@ def test_work_that_waits_for_a_rank_that_has_failed_is_ended(
     assert [each.rank for each in failures] == [1, 1]
 
 
-def test_rank_0_stays_until_the_others_have_read_its_result() -> None:
+def test_rank_0_stays_until_the_others_have_read_its_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     parts, order = pair(MemoryStore()), []
+    conclusion = parts[1]._conclusion
 
-    def leave() -> None:
-        parts[0].linger()
-        order.append("left")
+    def read(*args: Any) -> bytes:
+        found = conclusion(*args)
+        order.append("read")
+        return found
+
+    def gather(ranks: Agreement) -> None:
+        ranks.gather(None, len, until_read=True)
+        order.append(f"rank {ranks.rank} left")
+
+    monkeypatch.setattr(parts[1], "_conclusion", read)
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(gather, parts))
+    assert order[0] == "read"
+
+
+def test_rank_0_learns_at_once_that_its_result_was_not_awaited() -> None:
+    parts = pair(MemoryStore(), late=RankTimeout)
+    parts[1].timeout_s = 0.01
+    late = threading.Event()
+
+    def work(_: list[Any]) -> str:
+        assert late.wait(LIMIT_S)
+        return "late"
 
     with ThreadPoolExecutor() as threads:
-        list(threads.map(lambda ranks: ranks.gather(None, len), parts))
-        first = threads.submit(leave)
-        while not first.running():
-            pass
-        order.append("read")
-        parts[1].linger()
-        first.result()
-    assert order == ["read", "left"]
+        first = threads.submit(parts[0].gather, None, work, "the save", until_read=True)
+        with pytest.raises(RankTimeout, match="the save on rank 0: rank 0 did not make the call"):
+            parts[1].gather(None, work, "the save", until_read=True)
+        late.set()
+        with pytest.raises(RankTimeout, match=r"the save on rank 0: .* rank 1 waited"):
+            first.result()
+        parts[1].timeout_s = LIMIT_S
+        after = threads.map(lambda ranks: ranks.exchange(ranks.rank), parts)
+        assert list(after) == [[0, 1]] * 2
 
 
 def test_a_wait_that_is_given_up() -> None:

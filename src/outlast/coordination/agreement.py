@@ -21,10 +21,9 @@ A restart in place is no such exception: it interrupts all ranks, and its store 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from outlast.coordination.call_ledger import CallFailure, CallLedger, Round, Verdict
@@ -43,7 +42,7 @@ from outlast.errors import (
     RestartAbort,
     StoreError,
 )
-from outlast.system.units import rank_names
+from outlast.system.units import late_text
 
 T = TypeVar("T")
 E = TypeVar("E", bound=OutlastError)
@@ -178,9 +177,17 @@ class Agreement:
                 causes.clear()  # breaks the cycles from the exceptions to this frame
                 del error
 
-    def gather(self, part: Any, work: Callable[[list[Any]], T], what: str = "") -> T:
+    def gather(
+        self,
+        part: Any,
+        work: Callable[[list[Any]], T],
+        what: str = "",
+        *,
+        until_read: bool = False,
+    ) -> T:
         """Runs `work` on rank 0 (in errors: `what`), on the parts of all ranks in rank order;
-        returns its result on every rank. Parts and result are JSON.
+        returns its result on every rank. Parts and result are JSON. `until_read`: rank 0, which may
+        serve the store and end afterwards, stays for a limited time until the others have read it.
 
         Raises:
             BaseException: what `work` raised here, on rank 0; an `OSError` as a `CheckpointError`.
@@ -198,6 +205,7 @@ class Agreement:
                     raise self._error(self._own_answer(e, what)) from e
                 return result  # type: ignore[no-any-return]
             step = self._begin(concludes=self.rank == 0)
+            read = self._ledger.round(step.index, "read") if until_read else None
             cause: Exception | None = None
             step.finish(json.dumps(part).encode())
             answer: dict[str, Any] = {}
@@ -213,8 +221,10 @@ class Agreement:
                 payload = json.dumps(answer).encode()
                 step.conclude(payload)
             else:
-                payload = self._conclusion(step, what)
+                payload = self._conclusion(step, what, read)
             answer = json.loads(payload)
+            if read is not None and "is" in answer:
+                answer = self._await_readers(read) or answer
             self._end()
             try:
                 if "error" in answer:
@@ -226,21 +236,6 @@ class Agreement:
 
     def exchange(self, part: Any) -> list[Any]:
         return self.gather(part, list)
-
-    def linger(self) -> None:
-        """On rank 0, which may serve the store and end now: waits, for a limited time, until the
-        others have read its last result.
-        """
-        if self.world_size == 1:
-            return
-        # Not a step: who leaves here is noticed at the next one.
-        read = self._ledger.round(self._steps, "read")
-        with self.operation(), contextlib.suppress(StoreError):  # one may have ended already
-            read.finish()
-            if self.rank == 0:
-                with contextlib.suppress(KeyTimeout):
-                    read.await_verdict(min(self.timeout_s, _READ_S))
-            read.forget()
 
     def give_up(self, why: str) -> None:
         """Ends the wait of another thread of this rank, which no rank will answer any more."""
@@ -291,7 +286,7 @@ class Agreement:
     def _failed(self, what: str, failure: CallFailure) -> str:
         """Says that the step `what` has failed, where and why."""
         if not what:
-            return _text(failure)
+            return failure.text
         place = f" on rank {failure.rank} on {failure.host}" if self.world_size > 1 else ""
         return f"{what} failed{place}: {failure.cause}"
 
@@ -313,15 +308,33 @@ class Agreement:
         except KeyTimeout:
             return self._fail_late(step, what)
 
-    def _conclusion(self, step: Round, what: str) -> bytes:
+    def _conclusion(self, step: Round, what: str, read: Round | None) -> bytes:
         try:
             return step.await_conclusion(self.timeout_s)
         except KeyTimeout as e:
             failure = self._fail_late(step, what).failure
-            if failure is None:  # rank 0 is still at work, and learns of it in the next step
+            if failure is None:  # rank 0 is still at work
                 text = late_text(f"{what or 'the work'} on rank 0", [0], self.timeout_s, self.rank)
-                raise self._late(text) from e
+                if read is None:
+                    raise self._late(text) from e  # rank 0 learns of it in the next step
+                failure = CallFailure.here(step.index, _LATE, self.rank, text)
+                read.fail(failure)  # rank 0 fails, too, when it waits for its readers
+                read.forget()
+                return json.dumps(_answer(failure)).encode()
             return self._conclude(step, failure)  # rank 0 may never come
+
+    def _await_readers(self, read: Round) -> dict[str, Any] | None:
+        """This rank has the result. Returns, on rank 0, the failure of a rank that has not waited
+        for it. Not a step: a rank that is interrupted here is noticed at the next one.
+        """
+        failure = None
+        with contextlib.suppress(StoreError):  # one may have ended already
+            read.finish()
+            if self.rank == 0:
+                with contextlib.suppress(KeyTimeout):
+                    failure = read.await_verdict(min(self.timeout_s, _READ_S)).failure
+            read.forget()
+        return None if failure is None else _answer(failure)
 
     def _fail_late(self, step: Round, what: str) -> Verdict:
         """The time of this rank is over: the step has failed on all ranks, if it has not ended
@@ -378,18 +391,7 @@ class Agreement:
         return True
 
 
-def late_text(what: str, missing: Sequence[int], timeout_s: float, rank: int) -> str:
-    """The error of `rank`, which has waited for the missing ranks."""
-    limit = datetime.timedelta(seconds=timeout_s)
-    return f"{what}: {rank_names(missing)} did not make the call within {limit}, rank {rank} waited"
-
-
 def _answer(failure: CallFailure) -> dict[str, Any]:
     """The result of a step that has failed."""
-    text = failure.cause if failure.name == _LATE else _text(failure)
+    text = failure.cause if failure.name == _LATE else failure.text
     return {"error": text, "rank": failure.rank, "kind": failure.name}
-
-
-def _text(failure: CallFailure) -> str:
-    text = f"rank {failure.rank} on {failure.host}: {failure.cause}"
-    return f"{text}\n{failure.traceback.rstrip()}" if failure.traceback else text

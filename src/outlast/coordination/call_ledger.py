@@ -96,6 +96,12 @@ class CallFailure:
         except (ValueError, msgspec.ValidationError) as e:
             raise AsyncCallError(f"not a record of a failed call: {data[:200]!r}") from e
 
+    @property
+    def text(self) -> str:
+        """Where and why, with the traceback."""
+        text = f"rank {self.rank} on {self.host}: {self.cause}"
+        return f"{text}\n{self.traceback.rstrip()}" if self.traceback else text
+
     def to_error(self) -> AsyncCallError:
         text = f"background call {self.call} ({self.name}) failed on rank {self.rank} on "
         text += f"{self.host}: {self.cause}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 
 _SIZES = ("kB", "MB", "GB", "TB", "PB")
@@ -52,3 +53,9 @@ def listed(names: Sequence[object], most: int = 4) -> str:
 def rank_names(ranks: Sequence[int]) -> str:
     """`rank 3`, or `ranks 0, 1 and 3 more`."""
     return f"rank{'s' * (len(ranks) > 1)} {listed(ranks, 8)}"
+
+
+def late_text(what: str, missing: Sequence[int], timeout_s: float, rank: int) -> str:
+    """The text of an error of `rank`, which has waited for the missing ranks."""
+    limit = datetime.timedelta(seconds=timeout_s)
+    return f"{what}: {rank_names(missing)} did not make the call within {limit}, rank {rank} waited"

@@ -14,12 +14,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from outlast.coordination import collectives
-from outlast.coordination.agreement import Agreement, late_text
+from outlast.coordination.agreement import Agreement
 from outlast.coordination.call_ledger import CallLedger, connect_ledger
 from outlast.elastic import environment
 from outlast.errors import CheckpointError, OutlastError, RankTimeout
 from outlast.inprocess.abort import interrupt_collectives
 from outlast.system.error_text import describe, traceback_text
+from outlast.system.units import late_text
 
 T = TypeVar("T")
 
@@ -56,12 +57,23 @@ class Replicas:
         """
         return self.ranks.together(lambda: self._complete(work), what, collective=collective)
 
-    def gather(self, what: str, part: Any, decide: Callable[[list[Any]], T]) -> T:
+    def gather(
+        self,
+        what: str,
+        part: Any,
+        decide: Callable[[list[Any]], T],
+        *,
+        until_read: bool = False,
+    ) -> T:
         """Collects a part from every replica, calls `decide` on rank 0, returns its result on all.
 
-        Part and result are JSON. Raises as `together`.
+        Part and result are JSON. `until_read`: see `Agreement`. Raises as `together`.
         """
-        return self.ranks.gather(part, lambda parts: self._complete(lambda: decide(parts)), what)
+
+        def work(parts: list[Any]) -> T:
+            return self._complete(lambda: decide(parts))
+
+        return self.ranks.gather(part, work, what, until_read=until_read)
 
     def within(self) -> Replicas:
         """The same replicas, for a step inside the work of a step of these."""

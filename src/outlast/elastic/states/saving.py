@@ -284,11 +284,11 @@ def _ended(directory: str | None) -> PendingSave:
 
 def _on_rank_0(replicas: Replicas, where: str, work: Callable[[], str]) -> str | None:
     """Calls `work` on rank 0; returns the path of the checkpoint on all replicas."""
-    directory = replicas.gather(
-        f"the save into {where}", None, lambda _: work() if replicas.writes else None
-    )
-    replicas.ranks.linger()
-    return directory
+
+    def save(_: list[Any]) -> str | None:
+        return work() if replicas.writes else None
+
+    return replicas.gather(f"the save into {where}", None, save, until_read=True)
 
 
 def _contents(states: Mapping[str, State]) -> dict[str, MemoryFile]:
