@@ -119,6 +119,23 @@ def _run(command: list[str]) -> None:
         runpy.run_path(command[0], run_name="__main__")
 
 
+def _ends_well(command: list[str]) -> bool:
+    """Runs the program; an exception is shown as the interpreter shows it. Nothing refers to it
+    afterwards, so that what the program has is released at the end.
+    """
+    try:
+        _run(command)
+    except Exception as error:  # noqa: BLE001 - any exception of the program
+        # The interpreter has no frames of this file at the top of the stack.
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        return False
+    return True
+
+
 def _show_in_proc(env: dict[str, str]) -> None:
     """Writes the environment to the memory that `/proc/PID/environ` shows: that of the process at
     its start, which changes to `os.environ` do not affect. Launchers find their workers by it.
@@ -140,14 +157,5 @@ if __name__ == "__main__":
             namespaces.enter(request["host"])
         _become(*task)
         task = forked_workers.serve() if request.get("workers") else None
-    if request:
-        try:
-            _run(request["command"])
-        except Exception as error:  # noqa: BLE001 - shown as the interpreter shows it
-            # As the interpreter does at the top of the stack, where it has no frames of this file.
-            trace = error.__traceback__
-            while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-                trace = trace.tb_next
-            sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
-            sys.excepthook(type(error), error.with_traceback(trace), trace)
-            sys.exit(1)
+    if request and not _ends_well(request["command"]):
+        sys.exit(1)
