@@ -25,6 +25,7 @@ from outlast.async_checkpoint.policies import FailurePolicy, Retention
 from outlast.async_checkpoint.restore.from_copies import arrange_copies
 from outlast.async_checkpoint.restore.restorer import Restorer
 from outlast.async_checkpoint.save.folder_session import session_for
+from outlast.async_checkpoint.save.open_folder import open_folder
 from outlast.async_checkpoint.save.round import is_due_to_restart
 from outlast.async_checkpoint.save.saves import Saves
 from outlast.async_checkpoint.snapshot.overlap import optimizers_of
@@ -150,7 +151,8 @@ class Checkpointer:
             self.session.memo.ranks = global_rank, self.rank, self.world_size
             self.restorer = Restorer(self.session, self.ranks, group, self.emitter)
             try:
-                self.restorer.open(f"process {os.getpid()} on {socket.gethostname()}, job {job}")
+                owner = f"process {os.getpid()} on {socket.gethostname()}, job {job}"
+                open_folder(self.session, self.ranks, owner)
                 if not alone:
                     keep_events_beside(events_folder(), self._url, warn=self.rank == 0)
                 if replicas:

@@ -9,14 +9,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import msgspec
 
-from outlast.async_checkpoint.environment import position
 from outlast.async_checkpoint.observers import notify
 from outlast.async_checkpoint.restore.fit import (
     Content,
@@ -33,16 +31,14 @@ from outlast.async_checkpoint.restore.verified_read import check_sizes, storage_
 from outlast.async_checkpoint.save.folder_session import FolderSession
 from outlast.async_checkpoint.save.left_saves import LeftSave, compared, left_by
 from outlast.async_checkpoint.snapshot.plan import Item
-from outlast.async_checkpoint.storage.directory import candidates, leftovers, read_manifest
-from outlast.async_checkpoint.storage.fence import raise_fence, stale
+from outlast.async_checkpoint.storage.directory import candidates, read_manifest
 from outlast.async_checkpoint.storage.manifest import saved_by
-from outlast.async_checkpoint.storage.recycled_files import RECYCLED
 from outlast.async_checkpoint.writer.client import ProcessFailed
 from outlast.async_checkpoint.writer.handover import SnapshotDescription
 from outlast.async_checkpoint.writer.main import Writer
 from outlast.coordination.agreement import MISFIT, UNREAD, Agreement
 from outlast.coordination.call_ledger import CallFailure
-from outlast.errors import CheckpointError, CheckpointMismatch, CheckpointReadError, FolderInUse
+from outlast.errors import CheckpointError, CheckpointMismatch, CheckpointReadError
 from outlast.events.emitter import Emitter
 from outlast.events.types import CheckpointPassedOver, CheckpointRestored, NothingToRestore
 from outlast.system.notices import notice
@@ -50,12 +46,9 @@ from outlast.system.units import duration_text
 
 log = logging.getLogger("outlast.checkpoint")
 
-_MEETING_S = 0.5
-"""Between two attempts to lock a directory that another group of hosts has."""
-
 
 @dataclasses.dataclass(frozen=True)
-class _Candidate:
+class Candidate:
     """What a restore may load. `name` is a directory on storage, or the id of a save in memory;
     `fetches` says from where each rank (as text) that lacks its snapshot fetches a copy.
     """
@@ -64,6 +57,24 @@ class _Candidate:
     step: int
     name: str
     fetches: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    number: int = 0  # of the save, in memory
+
+    @property
+    def order(self) -> tuple[int, bool, int]:
+        """The best is the greatest: memory before storage, and in memory the later save."""
+        return self.step, self.source != "storage", self.number
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What rank 0 has found for all ranks: the candidates, the best first, unless a rank has not
+    told of all its snapshots; saves that were cut off; whether all save the same shares as before.
+    """
+
+    candidates: list[Candidate]
+    is_all: bool
+    left: list[LeftSave]
+    goes_on: bool
 
 
 @dataclasses.dataclass
@@ -83,7 +94,7 @@ class _Request:
 
 
 class Restorer:
-    """One rank's part in opening a directory of checkpoints and restoring from it.
+    """One rank's part in restoring from a directory of checkpoints.
 
     Attributes:
         ranks: the agreement of the ranks, also for steps between restores.
@@ -102,65 +113,11 @@ class Restorer:
         self.lacking: list[tuple[Any, ...]] = []
         self._left: list[LeftSave] = []
         self._snapshots: dict[str, SnapshotDescription] = {}
-        self._looked: tuple[int | None, list[_Candidate]] | None = None
+        self._looked: tuple[int | None, list[Candidate]] | None = None
 
     def _items(self, state_dict: Mapping[str, Any]) -> list[Item]:
         found = self._session.memo.items(state_dict)
         return [item for item in found if item.kind != "container"]
-
-    def open(self, owner: str) -> None:
-        """Creates and locks the directory, and removes the remains of killed saves. Called on all
-        ranks. While another group of hosts of this run has the directory, all wait: one of the two
-        groups ends when they meet, and its hosts join the other. What rank 0 raises, all raise.
-        """
-        warned = False
-
-        def prepare(_: list[Any]) -> str:
-            # All ranks are here: a process that was rank 0 before has released the lock.
-            nonlocal warned
-            storage = self._session.storage
-            ours = self._session.locked
-            mine = position()
-            if not ours:
-                storage.prepare()
-                try:
-                    storage.lock(owner, position=mine)
-                except FolderInUse as e:
-                    if not e.another_group:
-                        raise
-                    if not warned:
-                        log.warning("%s: training waits until that job ends, or both have met", e)
-                    warned = True
-                    return ""
-                self._session.locked = True
-            for folder, cause in stale(storage).items():
-                log.warning("%s/%s is ignored and removed: %s", storage.where, folder, cause)
-            if mine is not None:
-                self._session.credentials = raise_fence(storage, mine)
-            # This process can still use its recycled files.
-            for name in leftovers(storage):
-                if ours and name == RECYCLED:
-                    continue
-                try:
-                    # Hidden by a rename first: a process that the job has left behind, and that
-                    # wakes up now, must not commit what is being removed.
-                    hidden = name if mine is None else storage.hide(name)
-                    self._session.writer.request(Writer.remove_folders, folders=[hidden or name])
-                except (CheckpointError, OSError) as e:
-                    # Harmless: its name is not that of a checkpoint.
-                    log.warning("%s, left by an unfinished save, cannot be removed: %s", name, e)
-                else:
-                    level = logging.DEBUG if name == RECYCLED else logging.INFO
-                    log.log(level, "removed %s, left by an unfinished save", name)
-            return storage.identity()
-
-        while not (identity := self.ranks.gather(None, prepare)):
-            time.sleep(_MEETING_S)
-        self._session.identity = identity
-        taken = self.ranks.attempt(self._session.take_over)
-        if isinstance(taken, CallFailure):
-            error = CheckpointError(f"rank {taken.rank} on {taken.host}: {taken.cause}")
-            raise self.ranks.attributed(error, taken.rank)
 
     def restore(
         self,
@@ -208,7 +165,7 @@ class Restorer:
             )
         raise CheckpointError(f"no checkpoint in {where} is valid:\n  " + "\n  ".join(errors))
 
-    def _restored(self, candidate: _Candidate, fetched: Fetched, seconds: float) -> None:
+    def _restored(self, candidate: Candidate, fetched: Fetched, seconds: float) -> None:
         source = self.restored_from = candidate.source
         self._emitter.emit(
             CheckpointRestored(
@@ -263,35 +220,38 @@ class Restorer:
         }
 
     def sort(self, step: int | None, parts: list[Any]) -> Any:
-        """On rank 0, from the parts of all ranks: the candidates, the best first, for `looked`."""
+        """On rank 0: what it has `Found` from the parts of all ranks, as JSON, for `looked`."""
         on_storage = candidates(self._session.storage)
         folders = {folder for _, folder in on_storage}
         final = {save_id: name for part in parts for save_id, name in part["committed"].items()}
         listed = [each for part in parts for each in part["copies"]]
         in_memory = plans([part["own"] for part in parts], listed)
-        # At the same step, memory comes first, and in memory the later save.
-        ranked = [((s, 0, 0), ["storage", s, folder]) for s, folder in on_storage]
-        ranked += [
-            ((s, 1, number), ["copies" if fetches else "memory", s, save_id, fetches])
+        found = [Candidate("storage", s, folder) for s, folder in on_storage]
+        found += [
+            Candidate("copies" if fetches else "memory", s, save_id, fetches, number)
             for save_id, (s, number, fetches) in in_memory.items()
             # A snapshot that was committed and is no longer on storage has been deleted.
             if save_id not in final or final[save_id] in folders
         ]
-        ranked.sort(key=lambda each: each[0], reverse=True)
-        left = compared([part["left"] for part in parts], partial(self._has_saved, on_storage))
-        found = [each for _, each in ranked if step is None or each[1] == step]
-        is_all = all(part["after"] < 0 for part in parts)
-        goes_on = self._session.memo.all_go_on([part["share"] for part in parts])
-        return found, list(map(dataclasses.asdict, left)), is_all, goes_on
+        found = [each for each in found if step is None or each.step == step]
+        return dataclasses.asdict(
+            Found(
+                sorted(found, key=lambda each: each.order, reverse=True),
+                all(part["after"] < 0 for part in parts),
+                compared([part["left"] for part in parts], partial(self._has_saved, on_storage)),
+                self._session.memo.all_go_on([part["share"] for part in parts]),
+            )
+        )
 
     def looked(self, answer: Any, step: int | None) -> int | None:
         """Notes what `sort` has found: a restore of `step` that follows tries that. Returns the
         step of the best candidate; it may turn out to be damaged.
         """
-        found, left, is_all, self._session.memo.goes_on = answer
-        self._left += msgspec.convert(left, list[LeftSave])
-        self._looked = (step, [_Candidate(*each) for each in found]) if is_all else None
-        return found[0][1] if found else None
+        found = msgspec.convert(answer, Found)
+        self._left += found.left
+        self._session.memo.goes_on = found.goes_on
+        self._looked = (step, found.candidates) if found.is_all else None
+        return found.candidates[0].step if found.candidates else None
 
     def newest(self, after: int, step: int | None = None) -> int | None:
         """The step of the newest checkpoint after `after`, or `step` if there is that one; in a
@@ -325,7 +285,7 @@ class Restorer:
         return [each for each in left if each.step <= step]
 
     def _load(
-        self, candidate: _Candidate, snapshots: dict[str, SnapshotDescription], request: _Request
+        self, candidate: Candidate, snapshots: dict[str, SnapshotDescription], request: _Request
     ) -> CallFailure | None:
         """Loads one candidate. Returns `None`, or the failure of one rank, the same on all."""
         state_dict = request.state_dict
@@ -355,7 +315,7 @@ class Restorer:
         request.overwritten.update(item.name for item in items)
         return self.ranks.attempt(lambda: load(content, state_dict, items, request.weights_only))
 
-    def _fetch(self, candidate: _Candidate, snapshots: dict[str, SnapshotDescription]) -> Fetched:
+    def _fetch(self, candidate: Candidate, snapshots: dict[str, SnapshotDescription]) -> Fetched:
         at = candidate.fetches.get(str(self.ranks.rank))
         if at is None:
             return Fetched()
@@ -363,7 +323,7 @@ class Restorer:
         snapshots[candidate.name], fetched = self.copies.fetch(candidate.name, at)
         return fetched
 
-    def _content_on_storage(self, candidate: _Candidate, state_dict: dict[str, Any]) -> Content:
+    def _content_on_storage(self, candidate: Candidate, state_dict: dict[str, Any]) -> Content:
         storage = self._session.storage
         manifest = read_manifest(storage, candidate.name)
         source = storage_source(storage, candidate.name, manifest)

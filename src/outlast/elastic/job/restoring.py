@@ -27,12 +27,17 @@ from outlast.elastic.job.live.choice import Choice, Offer, choose, next_branch
 from outlast.elastic.job.live.frozen import Frozen, Leaf, join, of_state, signature
 from outlast.elastic.job.live.own_state import Record, read_all
 from outlast.elastic.job.live.recorder import NotSupported, Recorder
-from outlast.elastic.job.live.rescue import Kept, rescue
+from outlast.elastic.job.live.rescue import (
+    Kept,
+    check_same_folder,
+    release_all,
+    rescue_for,
+)
 from outlast.elastic.job.live.transfer import Exchange, TransferFailed
 from outlast.elastic.job.same_on_all_ranks import SameParameters, first_rank
 from outlast.elastic.job.training_state import TrainingState
 from outlast.elastic.wrapped_modules import plain_state_dict
-from outlast.errors import CheckpointError, FolderUnusable, RestartAbort
+from outlast.errors import CheckpointError, RestartAbort
 from outlast.inprocess.running_call import RunningCall
 from outlast.system.notices import notice
 from outlast.system.units import duration_text, rank_names
@@ -79,7 +84,7 @@ class Restoring:
         transfer, and the others would wait for this rank's part in it.
         """
         if call is not None:
-            _check_same_folder(call, self._url)
+            check_same_folder(call, self._url)
             kept: Kept | None = call.kept.get(self._url)
             before = self._before = "" if kept is None else kept.recorder
             if isinstance(before, Recorder) and before.iteration == call.state.iteration:
@@ -175,11 +180,11 @@ class Restoring:
         if self._call is not None:
             kept = self._call.kept
             if not kept:
-                self._call.at_end(partial(_release_all, kept))
+                self._call.at_end(partial(release_all, kept))
             before = kept.pop(self._url, None)
             if recorder:
                 kept[self._url] = Kept(recorder, self._create, list(self._finite()))
-            self._call.rescue = partial(_rescue, self._call) if kept else None
+            self._call.rescue = partial(rescue_for, self._call) if kept else None
             if before is not None and isinstance(before.recorder, Recorder):
                 before.recorder.release()
 
@@ -190,33 +195,38 @@ class Restoring:
         call = self._call
 
         def work(parts: list[Any]) -> Any:
-            digests, given, held = zip(*parts, strict=True)
+            digests = [part["parameters"] for part in parts]
             if len(set(digests)) > 1:
-                return digests, None, None, None
-            found = trusted(self._checkpointer) if step is None else None
-            first = step if found is None else found.step
-            choice = ["", ""]
+                return {"parameters": digests}
+            known = trusted(self._checkpointer) if step is None else None
+            first = step if known is None else known.step
+            choice: Choice | str = ""
+            branch = ""
             if call is not None:
-                offers = [msgspec.convert(each, Offer) for each in given]
-                branch = next_branch(offers, uuid.uuid4().hex[:8])
-                choice = [msgspec.to_builtins(choose(offers)), branch]
-            known = None if found is None else dataclasses.asdict(found)
-            return (), known, choice, self._restorer.sort(first, list(held))
+                offers = [msgspec.convert(part["offer"], Offer) for part in parts]
+                choice, branch = choose(offers), next_branch(offers, uuid.uuid4().hex[:8])
+            return {
+                "parameters": [],
+                "trusted": None if known is None else dataclasses.asdict(known),
+                "choice": msgspec.to_builtins(choice),
+                "branch": branch,
+                "found": self._restorer.sort(first, [part["held"] for part in parts]),
+            }
 
         with self._ranks.operation():
             digest = parameters.digest()
             offer = None if call is None else msgspec.to_builtins(self._offer(call))
             # A checkpoint before what this rank has of its own is not newer than any choice.
             after = min((record.step for record in self._own), default=-1)
-            part = digest, offer, self._restorer.held(after)
-            digests, known, choice, answer = self._ranks.gather(part, work)
-        parameters.compared(digests)
-        found = None if known is None else Trusted(**known)
-        self._newest = self._restorer.looked(answer, step if found is None else found.step)
-        text, self._branch = choice
-        is_choice = not isinstance(text, str)
-        self._found = msgspec.convert(text, Choice, str_keys=True) if is_choice else text
-        return found
+            part = {"parameters": digest, "offer": offer, "held": self._restorer.held(after)}
+            answer = self._ranks.gather(part, work)
+        parameters.compared(answer["parameters"])
+        known = None if answer["trusted"] is None else Trusted(**answer["trusted"])
+        first = step if known is None else known.step
+        self._newest = self._restorer.looked(answer["found"], first)
+        self._found = msgspec.convert(answer["choice"], Choice | str, str_keys=True)
+        self._branch = answer["branch"]
+        return known
 
     def _offer(self, call: RunningCall) -> Offer:
         self._own, before = read_all(self._checkpointer.session.memories), self._before
@@ -366,32 +376,3 @@ class Restoring:
             error = e
         what = "the state could not be loaded"
         raise_together(error, what, self._rank, self._group, kind=CheckpointError)
-
-
-def _check_same_folder(call: RunningCall, url: str) -> None:
-    """A restart in place finds an unfinished job again by its folder."""
-    recorders = [each.recorder for each in call.kept.values()]
-    earlier = [
-        isinstance(each, Recorder) and each.iteration < call.state.iteration for each in recorders
-    ]
-    if earlier and all(earlier) and url not in call.folders:
-        raise FolderUnusable(
-            f"after a restart in place, the job's folder is {url}, and before it was "
-            f"{', '.join(sorted(call.kept))}: the training would begin again at step 0. A path "
-            "that depends on the time, on chance or on the working directory has to be made before "
-            "the wrapped function is called"
-        )
-    call.folders.add(url)
-
-
-def _rescue(call: RunningCall) -> None:
-    saved = rescue(call.kept)
-    if saved and call.stop is not None:
-        call.finish_stop(saved)
-
-
-def _release_all(kept: dict[str, Kept]) -> None:
-    for each in kept.values():
-        if isinstance(each.recorder, Recorder):
-            each.recorder.release()
-    kept.clear()

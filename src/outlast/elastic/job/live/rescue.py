@@ -30,8 +30,8 @@ from outlast.elastic.job.live.own_state import Record, read_all
 from outlast.elastic.job.live.recorder import Recorder
 from outlast.elastic.job.live.transfer import Exchange
 from outlast.elastic.tensors import local
-from outlast.errors import CheckpointError
-from outlast.inprocess.running_call import long_phase
+from outlast.errors import CheckpointError, FolderUnusable
+from outlast.inprocess.running_call import RunningCall, long_phase
 from outlast.system.error_text import first_line
 from outlast.system.notices import notice
 from outlast.system.units import duration_text, rank_names
@@ -50,6 +50,37 @@ class Kept:
     recorder: Recorder | str
     create: Callable[[Any], Checkpointer]
     finite: Collection[str] = ()
+
+
+def check_same_folder(call: RunningCall, url: str) -> None:
+    """A restart in place finds an unfinished job again by its folder."""
+    recorders = [each.recorder for each in call.kept.values()]
+    earlier = [
+        isinstance(each, Recorder) and each.iteration < call.state.iteration for each in recorders
+    ]
+    if earlier and all(earlier) and url not in call.folders:
+        raise FolderUnusable(
+            f"after a restart in place, the job's folder is {url}, and before it was "
+            f"{', '.join(sorted(call.kept))}: the training would begin again at step 0. A path "
+            "that depends on the time, on chance or on the working directory has to be made before "
+            "the wrapped function is called"
+        )
+    call.folders.add(url)
+
+
+def rescue_for(call: RunningCall) -> None:
+    """`rescue` at the end of a call; if that was told to stop, this was its save."""
+    saved = rescue(call.kept)
+    if saved and call.stop is not None:
+        call.finish_stop(saved)
+
+
+def release_all(kept: dict[str, Kept]) -> None:
+    """At the end of a call: nothing continues from what is kept."""
+    for each in kept.values():
+        if isinstance(each.recorder, Recorder):
+            each.recorder.release()
+    kept.clear()
 
 
 def rescue(kept: Mapping[str, Kept]) -> str:

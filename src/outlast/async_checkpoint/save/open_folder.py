@@ -1,0 +1,77 @@
+"""Opens a folder of checkpoints: rank 0 locks it, each rank takes over what a dead process left."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from outlast.async_checkpoint.environment import position
+from outlast.async_checkpoint.save.folder_session import FolderSession
+from outlast.async_checkpoint.storage.directory import leftovers
+from outlast.async_checkpoint.storage.fence import raise_fence, stale
+from outlast.async_checkpoint.storage.recycled_files import RECYCLED
+from outlast.async_checkpoint.writer.main import Writer
+from outlast.coordination.agreement import Agreement
+from outlast.coordination.call_ledger import CallFailure
+from outlast.errors import CheckpointError, FolderInUse
+
+log = logging.getLogger("outlast.checkpoint")
+
+_MEETING_S = 0.5
+"""Between two attempts to lock a directory that another group of hosts has."""
+
+
+def open_folder(session: FolderSession, ranks: Agreement, owner: str) -> None:
+    """Creates and locks the directory, and removes the remains of killed saves. Called on all
+    ranks. While another group of hosts of this run has the directory, all wait: one of the two
+    groups ends when they meet, and its hosts join the other. What rank 0 raises, all raise.
+    """
+    warned = False
+
+    def prepare(_: list[Any]) -> str:
+        # All ranks are here: a process that was rank 0 before has released the lock.
+        nonlocal warned
+        storage = session.storage
+        ours = session.locked
+        mine = position()
+        if not ours:
+            storage.prepare()
+            try:
+                storage.lock(owner, position=mine)
+            except FolderInUse as e:
+                if not e.another_group:
+                    raise
+                if not warned:
+                    log.warning("%s: training waits until that job ends, or both have met", e)
+                warned = True
+                return ""
+            session.locked = True
+        for folder, cause in stale(storage).items():
+            log.warning("%s/%s is ignored and removed: %s", storage.where, folder, cause)
+        if mine is not None:
+            session.credentials = raise_fence(storage, mine)
+        # This process can still use its recycled files.
+        for name in leftovers(storage):
+            if ours and name == RECYCLED:
+                continue
+            try:
+                # Hidden by a rename first: a process that the job has left behind, and that
+                # wakes up now, must not commit what is being removed.
+                hidden = name if mine is None else storage.hide(name)
+                session.writer.request(Writer.remove_folders, folders=[hidden or name])
+            except (CheckpointError, OSError) as e:
+                # Harmless: its name is not that of a checkpoint.
+                log.warning("%s, left by an unfinished save, cannot be removed: %s", name, e)
+            else:
+                level = logging.DEBUG if name == RECYCLED else logging.INFO
+                log.log(level, "removed %s, left by an unfinished save", name)
+        return storage.identity()
+
+    while not (identity := ranks.gather(None, prepare)):
+        time.sleep(_MEETING_S)
+    session.identity = identity
+    taken = ranks.attempt(session.take_over)
+    if isinstance(taken, CallFailure):
+        error = CheckpointError(f"rank {taken.rank} on {taken.host}: {taken.cause}")
+        raise ranks.attributed(error, taken.rank)
