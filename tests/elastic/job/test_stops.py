@@ -116,8 +116,9 @@ def test_a_signal_and_an_exception_in_the_same_step(
         fault(fails, "step 5", "await told, raise"),
     )
     assert not [line for line in events(lines, "trained") if line["iteration"] > 0]
-    # The rank that failed has not completed its step. If the other one has, it sends the state.
-    assert training.saved in (3, 5)
+    # The rank that failed has not completed its step. If the other one has, it sends the state. If
+    # that is in the midst of the step, step 3 is left; if it has not begun to write, step 4.
+    assert training.saved in (3, 4, 5)
     assert f"rank {told} on " in training.errors
     if training.saved == 3:
         assert re.search(r"step 3 is saved; the steps up to [45], done before", training.errors)
