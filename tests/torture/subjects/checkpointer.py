@@ -61,7 +61,7 @@ def forget(checkpointer: Checkpointer) -> None:
     the folder takes over: to start one takes most of the time of a restore.
     """
     checkpointer.abort()
-    session = checkpointer._session
+    session = checkpointer.session
     session.unlock()
     for buffer in session.pool.buffers:
         buffer.snapshot = None
@@ -135,7 +135,7 @@ class CheckpointerSubject:
             yield restore
         finally:
             if last:
-                last[-1]._session.close(5.0)
+                last[-1].session.close(5.0)
 
     def _restore(self, folder: Path, last: list[Checkpointer]) -> tuple[int, int]:
         """The save that is found, and its step."""
