@@ -100,7 +100,8 @@ class Run:
             [*command, *options, "script" if module else str(self.script), *args],
             env={**os.environ, "TMPDIR": str(self.temporary), **(env or {}), MARKER: self.id},
             cwd=tmp_path,
-            workers=bool(imports) and not own_standbys,
+            # torch reads its log level when it is loaded, in the zygote.
+            workers=bool(imports) and not own_standbys and "TORCH_CPP_LOG_LEVEL" not in (env or {}),
         )
         for name, stream in (("out", self.process.stdout), ("err", self.process.stderr)):
             assert stream is not None

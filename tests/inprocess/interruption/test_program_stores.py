@@ -7,16 +7,19 @@ import datetime
 import os
 import select
 import signal
+import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from outlast.inprocess.interruption.program_stores import ProgramStores
-from outlast.system.sockets import awaited, socket_inodes
+from outlast.system.sockets import RESTARTED, awaited, socket_inodes
 from procs import NET_S, free_port
 
 LIMIT = datetime.timedelta(seconds=NET_S)
@@ -30,11 +33,16 @@ def open_store(port: int) -> Any:
     return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=LIMIT)
 
 
-def wait_in(store: Any, stores: ProgramStores) -> type[Exception] | None:
-    """Waits for a key that never comes, until `stores` ends that; returns the error."""
+def wait_in(
+    store: Any, stores: ProgramStores, first: Callable[[], object] = lambda: None
+) -> type[Exception] | None:
+    """Waits for a key that never comes, until `stores` ends that, after a call of `first`; returns
+    the error.
+    """
     ended = threading.Event()
 
     def end() -> None:
+        first()
         while not ended.wait(0.001):
             stores.end_wait()
 
@@ -65,6 +73,26 @@ def test_a_wait_in_a_given_store_is_ended_and_the_store_serves_again(prefixes: i
         assert store.get("key") == b"value"
     after = socket_inodes()
     assert len(after) <= len(before) + 1  # the server's end of the last one may close later
+
+
+def test_a_wait_that_goes_on_after_a_stop_of_the_process_is_ended() -> None:
+    """The kernel restarts such a wait by another system call."""
+    thread = threading.get_native_id()
+
+    def call() -> bytes:
+        return Path(f"/proc/self/task/{thread}/syscall").read_bytes().split()[0]
+
+    def stop() -> None:
+        while awaited(thread) is None:
+            time.sleep(0.001)
+        while call() != RESTARTED:
+            subprocess.run(["sh", "-c", f"kill -STOP {os.getpid()}; kill -CONT {os.getpid()}"])
+
+    server = serve()
+    store = open_store(server.port)
+    began = time.monotonic()
+    assert wait_in(store, ProgramStores(store), stop) is not None
+    assert time.monotonic() - began < LIMIT.total_seconds(), "it ended by its own timeout"
 
 
 def test_another_store_of_the_same_server_is_not_touched() -> None:

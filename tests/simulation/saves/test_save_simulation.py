@@ -239,11 +239,6 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
         "self._announcement.forget()",
         "pass",
     ),
-    "a rank forgets before rank 0 has read": (
-        SaveRound.await_conclusion,
-        'raise self.error_of_commit({"unknown": why}) from None',
-        'return {"unknown": why}',
-    ),
     "a rank that has no snapshot does not say so": (
         Save.refuse,
         "self.round.refuse(error)",

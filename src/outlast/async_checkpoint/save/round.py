@@ -197,7 +197,7 @@ class SaveRound:
         self._save.conclude(json.dumps(result).encode())
 
     def await_conclusion(self) -> dict[str, Any]:
-        """The result of rank 0. After an error, do not `forget`: it may need this rank's record."""
+        """The result of rank 0."""
         try:
             return dict(json.loads(self._save.await_conclusion(self._timeout_s)))
         except KeyTimeout:

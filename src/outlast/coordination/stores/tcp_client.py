@@ -210,16 +210,13 @@ class TcpClient:
     def _connected(self) -> socket.socket:
         connection = socket.create_connection(self._address, self._timeout)
         try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            _send(connection, Query.VALIDATE, WORD.pack(MAGIC))
-            _send(connection, Query.PING, WORD.pack(_NONCE))
-            with contextlib.suppress(TimeoutError):
-                if _receive(connection, WORD.size) == WORD.pack(_NONCE):
-                    return connection
-            raise StoreError(f"{self.where} does not answer as a store")
-        except BaseException:
+            greet(connection)
+        except BaseException as e:
             connection.close()
+            if isinstance(e, StoreError):
+                raise StoreError(f"{self.where} does not answer as a store") from None
             raise
+        return connection
 
     def _read(self, connection: socket.socket, key: str) -> bytes | None:
         if not self.host_server:
@@ -279,6 +276,27 @@ class SharedClient(TcpClient):
         super().close()
         for client in self._idle:
             client.close()
+
+
+def greet(connection: socket.socket) -> None:
+    """Greets a server of torch's store. An `OSError` or an `EOFError` if it ends the connection, a
+    `StoreError` if it does not answer as one, or not within the timeout of the connection.
+    """
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    _send(connection, Query.VALIDATE, WORD.pack(MAGIC))
+    _send(connection, Query.PING, WORD.pack(_NONCE))
+    with contextlib.suppress(TimeoutError):
+        if _receive(connection, WORD.size) == WORD.pack(_NONCE):
+            return
+    raise StoreError("it does not answer as a store")
+
+
+def join_workers(connection: socket.socket) -> None:
+    """Counts this client among those for which a server of torch's store may wait when it begins.
+    Their number stands under a key without the prefix of the clients' keys.
+    """
+    _send(connection, Query.ADD, _bytes(b"init/"), NUMBER.pack(1))
+    _receive(connection, NUMBER.size)
 
 
 def _send(connection: socket.socket, request: Query, *arguments: bytes) -> None:

@@ -44,14 +44,14 @@ from typing import Any
 
 import torch
 
-from outlast.system.sockets import epoll_descriptors, shut_down, socket_inode
+from outlast.system.sockets import RESTARTED, epoll_descriptors, shut_down, socket_inode
 
 log = logging.getLogger("outlast.inprocess")
 
 SETTLED_PATIENCE_S = 0.003
 PATIENCE_S = 0.04
 _TASKS = "/proc/self/task"
-_FUTEX = {"x86_64": b"202", "aarch64": b"98"}.get(os.uname().machine, b"none")
+_FUTEX = ({"x86_64": b"202", "aarch64": b"98"}.get(os.uname().machine, b"none"), RESTARTED)
 _ABORTS_SEND = "_ZN4gloo9transport3tcp13UnboundBuffer13abortWaitSendEv"
 _ABORTS_RECV = "_ZN4gloo9transport3tcp13UnboundBuffer13abortWaitRecvEv"
 _NEW_STRING = bool(torch._C._GLIBCXX_USE_CXX11_ABI)  # the builds of torch 2.6 on PyPI have the old
@@ -207,7 +207,7 @@ def _waits() -> set[_Wait]:
     try:
         for tid in os.listdir(_TASKS):
             fields = _read(f"{_TASKS}/{tid}/syscall").split()
-            if len(fields) != 9 or fields[0] != _FUTEX:
+            if len(fields) != 9 or fields[0] not in _FUTEX:
                 continue
             held = _object_of(memory, int(fields[1], 16), int(fields[7], 16))
             status = b"" if held is None else _read(f"{_TASKS}/{tid}/status")

@@ -8,16 +8,18 @@ by the replacement (which waits there for all its clients, before it asks to joi
 wait for a key of a lost rank was ended, which takes a shutdown of the connection.
 
 The client is a C++ object that keeps nothing about its connection but the descriptor. So another
-client is made, which greets the server and counts as one of its workers, and the first one's number
-is given to its connection. This is done in the function's thread, when the function has been left
-and the process groups are released: nothing else uses the store then. What the program has closed
-is left alone: nothing here holds its stores, whose server may begin again on the same port.
+connection is made, which greets the server and is counted as one of its workers, and the first
+one's number is given to it. Not by torch, whose client asks the name server for the name of each
+address, for its log: where no name server answers, that takes five seconds. This is done in the
+function's thread, when the function has been left and the process groups are released: nothing else
+uses the store then. What the program has closed is left alone: nothing here holds its stores, whose
+server may begin again on the same port.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import datetime
 import logging
 import os
 import select
@@ -29,6 +31,8 @@ from typing import Any
 
 import torch.distributed
 
+from outlast.coordination.stores.tcp_client import greet, join_workers
+from outlast.errors import StoreError
 from outlast.system.sockets import awaited, peer, shut_down, socket_inode, socket_inodes
 
 log = logging.getLogger("outlast.inprocess")
@@ -37,6 +41,9 @@ dist: Any = torch.distributed  # its stubs do not export the stores
 _PATIENCE_S = 2.0
 """How long the function waits for a store. The server of a replacement has answered by then: it has
 waited for this client before the replacement asked to join."""
+_ANSWER_S = 15.0
+"""How long a server that has taken a connection may take to answer: torch's, too, first asks the
+name server for the name of the client."""
 _PAUSE_MS = 100
 _MOST = 1000
 """A larger tuple, list or dict is data: to look for stores in it would take seconds."""
@@ -46,12 +53,11 @@ _MOST = 1000
 class _Client:
     host: str
     port: int
-    timeout: datetime.timedelta
     addresses: frozenset[tuple[str, int]]
     descriptor: int
     inode: int
-    lost = False  # it has no connection, nor another client
-    renewed: tuple[Any, int] | None = None  # the other client, and the descriptor of that
+    lost = False  # it has no connection, nor another one
+    renewed: socket.socket | None = None  # the other one
 
     def __str__(self) -> str:
         return f"the program's store at {self.host}:{self.port}"
@@ -65,10 +71,11 @@ class ProgramStores:
     def __init__(self, *arguments: Any) -> None:
         self._function_thread = threading.get_native_id()
         self._watch: threading.Thread | None = None
+        self._is_there = False  # a server has taken the connection, and has not answered yet
         self._clients: dict[int, _Client] = {}  # by descriptor
         found = (*arguments, *vars(sys.modules["__main__"]).values())
         for store in _tcp_stores(found, within=2):
-            place, addresses = (store.host, store.port, store.timeout), _addresses(store)
+            place, addresses = (store.host, store.port), _addresses(store.host, store.port)
             for descriptor, inode in socket_inodes().items():
                 if peer(descriptor) in addresses:
                     self._clients[descriptor] = _Client(*place, addresses, descriptor, inode)
@@ -109,23 +116,35 @@ class ProgramStores:
                 poll.unregister(descriptor)
                 if open_still and client.renewed is not None:
                     # This server may be lost too: that of a replacement that has not joined yet.
-                    watched[client.renewed[1]] = client
-                    poll.register(client.renewed[1], select.POLLRDHUP)
+                    watched[client.renewed.fileno()] = client
+                    poll.register(client.renewed, select.POLLRDHUP)
             if stop in ready:
                 return
 
     def _connect_again(self, client: _Client) -> bool:
-        client.lost, before = True, set(socket_inodes().values())
-        try:
-            # Its server counts it as one of its workers; their number matters to the server only.
-            other = dist.TCPStore(client.host, client.port, 1, False, client.timeout)
-        except RuntimeError as e:
-            log.debug("%s cannot be reached yet: %s", client, str(e).partition("\n")[0])
-            return False
-        for descriptor, inode in socket_inodes().items():
-            if inode not in before and peer(descriptor) in client.addresses:
-                client.lost, client.renewed = False, (other, descriptor)
-        return True
+        client.lost = True
+        # Its server may have moved with its name.
+        for address in (*client.addresses, *_addresses(client.host, client.port)):
+            with contextlib.ExitStack() as stack:
+                try:
+                    connection = socket.create_connection(address, _PATIENCE_S)
+                    stack.callback(connection.close)
+                    connection.settimeout(_ANSWER_S)
+                    self._is_there = True
+                    greet(connection)
+                    join_workers(connection)
+                except (OSError, EOFError, StoreError) as e:
+                    log.debug("%s cannot be reached yet: %s", client, e)
+                    continue
+                finally:
+                    self._is_there = False
+                stack.pop_all()
+                connection.settimeout(None)
+                if client.renewed is not None:  # that server is lost too
+                    client.renewed.close()
+                client.lost, client.renewed = False, connection
+                return True
+        return False
 
     def replace(self) -> None:
         """Gives the stores their new connections. Called before the function is entered."""
@@ -135,15 +154,19 @@ class ProgramStores:
             log.warning("%s has no server any more", ", ".join(sorted(lost)))
         for client in self._clients.values() if ended else ():
             if client.renewed is not None and socket_inode(client.descriptor) == client.inode:
-                os.dup2(client.renewed[1], client.descriptor, inheritable=False)
+                os.dup2(client.renewed.fileno(), client.descriptor, inheritable=False)
                 client.inode = socket_inode(client.descriptor) or 0
-            client.renewed = None
+            if client.renewed is not None:
+                client.renewed.close()
+                client.renewed = None
 
     def close(self) -> bool:
         """Ends the thread; returns whether it has ended: it may still wait for a server."""
         if self._watch is not None:
             os.eventfd_write(self._stop, 1)
             self._watch.join(_PATIENCE_S)
+            if self._is_there:
+                self._watch.join(_ANSWER_S)
             if self._watch.is_alive():
                 return False
             self._watch = None
@@ -162,9 +185,9 @@ def _tcp_stores(arguments: Iterable[Any], within: int) -> Iterator[Any]:
             yield from _tcp_stores(inner, within - 1)
 
 
-def _addresses(store: Any) -> frozenset[tuple[str, int]]:
+def _addresses(host: str, port: int) -> frozenset[tuple[str, int]]:
     try:
-        found = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
         return frozenset()
-    return frozenset((str(each[4][0]), store.port) for each in found)
+    return frozenset((str(each[4][0]), port) for each in found)
