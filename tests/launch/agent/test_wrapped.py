@@ -135,9 +135,10 @@ def test_a_tree_that_needs_all_ranks_waits_for_replacements_where_it_has_no_rese
 ) -> None:
     with Run(tmp_path, TREE, f"--nproc-per-node={nprocs}", "--max-restarts=4") as run:
         assert run.wait() == 0, run.err
-    assert sorted(each.partition("] ")[2] for each in run.out.splitlines()) == [
-        f"DONE {rank} 3" for rank in range(3)
-    ]
+    # A replacement that asks to join while the others return has all called once more.
+    done = [each.partition("] ")[2] for each in run.out.splitlines()]
+    assert set(done) == {f"DONE {rank} 3" for rank in range(3)}
+    assert len(done) in (3, 6)
 
 
 @pytest.mark.slow
