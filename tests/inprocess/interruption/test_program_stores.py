@@ -22,7 +22,8 @@ from outlast.inprocess.interruption.program_stores import ProgramStores
 from outlast.system.sockets import RESTARTED, awaited, socket_inodes
 from procs import NET_S, free_port
 
-LIMIT = datetime.timedelta(seconds=NET_S)
+# Longer than a test may take: no wait that ends has ended by this.
+LIMIT = datetime.timedelta(hours=1)
 
 
 def serve(port: int = 0) -> Any:
@@ -90,9 +91,7 @@ def test_a_wait_that_goes_on_after_a_stop_of_the_process_is_ended() -> None:
 
     server = serve()
     store = open_store(server.port)
-    began = time.monotonic()
     assert wait_in(store, ProgramStores(store), stop) is not None
-    assert time.monotonic() - began < LIMIT.total_seconds(), "it ended by its own timeout"
 
 
 def test_another_store_of_the_same_server_is_not_touched() -> None:

@@ -86,9 +86,7 @@ class SharedPage(progress_page.Page):
     store_port: int  # of the iteration's store if the main process serves it, else 0
     killed_hard: int
     reported_soft: int  # the iteration in which the soft timeout was last reported
-    progress: (
-        float  # the time of the last progress (monotonic): a ping, or Python code was executed
-    )
+    progress: float  # the last progress (monotonic): a ping, or Python code was executed
     soft_limit: float  # in seconds; 0 means the soft timeout of the settings
     long_limit: float  # of a declared long phase: 0 outside such a phase, -1 in one without a limit
     heartbeat: float  # when the heartbeat thread last ran (monotonic); 0: there is none
