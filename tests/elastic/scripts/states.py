@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import json
 import os
@@ -56,10 +57,18 @@ def said(function: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def group() -> Iterator[None]:
-    """A process group, destroyed after a barrier."""
+    """A process group, destroyed after a barrier.
+
+    DTensor's caches keep the group of a sharded model until the interpreter ends, and gloo's thread
+    with it. If that still has to delete the barrier, it asks for the GIL then, and the process is
+    aborted (torch 2.13, on a busy machine). So the barrier is never deleted.
+    """
     dist.init_process_group("gloo")
     yield
-    dist.barrier()
+    last = dist.barrier(async_op=True)
+    assert last is not None
+    last.wait()
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(last))
     dist.destroy_process_group()
 
 
