@@ -19,7 +19,6 @@ from __future__ import annotations
 import abc
 import importlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -161,19 +160,6 @@ class AbortTransformerEngine(Abort):
             return state
         base.destroy_ub()
         return state
-
-
-def aborted_by_torch() -> str:
-    """Why torch may end a device's collective first, with garbage as its result; else empty."""
-    mode = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "")
-    if mode not in ("1", "2") or not dist.is_available():
-        return ""
-    if not any("nccl" in kind for kind in dist.distributed_c10d._world.pg_backend_config.values()):
-        return ""
-    return (
-        f"TORCH_NCCL_ASYNC_ERROR_HANDLING={mode} lets torch abort a collective by itself, so an "
-        "optimizer may use garbage in place of gradients; 0 and 3 do not"
-    )
 
 
 def collectives_begun() -> list[tuple[str, int]] | None:

@@ -113,6 +113,16 @@ def is_host_server(endpoint: tuple[str, int] | None) -> bool:
     return endpoint is not None and endpoint == _agent_store()
 
 
+def nccl_environment() -> dict[str, str]:
+    """The variables of NCCL, and those of torch for it."""
+    return {name: value for name, value in os.environ.items() if "NCCL_" in name}
+
+
+def is_first_on_host() -> bool:
+    """Whether what all ranks of a host would log is logged here; not by a replacement once more."""
+    return _number("LOCAL_RANK", 0) == 0 and _number("OUTLAST_REPLACEMENT", 0) == 0
+
+
 def _nccl_variables() -> dict[str, str]:
     """Keeps torch's NCCL watchdog from ending a process that restarts in place.
 

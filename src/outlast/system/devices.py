@@ -68,7 +68,17 @@ class Accelerator:
             backend = group._get_backend(torch.device(self.type))
         except RuntimeError:
             return None
+        # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it; the wrapper of torch 2.6 has no `abort`.
+        backend = getattr(backend, "wrapped_pg", backend)
         return backend if hasattr(backend, "abort") else None
+
+    def nccl_version(self) -> tuple[int, ...]:
+        """The version of NCCL in this process; empty if this type does not use it."""
+        return ()
+
+    def may_have_nvls(self) -> bool:
+        """Whether NCCL may use NVLink SHARP on the devices, as far as their type tells."""
+        return False
 
     def page_lock(self, address: int, size_bytes: int, index: int) -> Callable[[], None] | None:
         """Page-locks memory, so that devices copy into it at full speed, in the background. Without
@@ -101,6 +111,13 @@ class Accelerator:
 
 class Cuda(Accelerator):
     """GPUs of NVIDIA, and of AMD by ROCm."""
+
+    def nccl_version(self) -> tuple[int, ...]:
+        # ROCm has RCCL, whose versions tell nothing about NCCL's. A suffix is left out.
+        return () if torch.version.hip else torch.cuda.nccl.version()[:3]
+
+    def may_have_nvls(self) -> bool:
+        return not torch.version.hip and torch.cuda.get_device_capability() >= (9, 0)
 
     def page_lock(self, address: int, size_bytes: int, index: int) -> Callable[[], None] | None:
         with torch.cuda.device(index):

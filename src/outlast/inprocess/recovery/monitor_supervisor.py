@@ -14,6 +14,7 @@ from outlast.inprocess.monitor.heartbeat_thread import HeartbeatThread
 from outlast.inprocess.monitor.reports import MonitorPlan
 from outlast.inprocess.monitor.shared_page import NOTICE_AFTER_S, Activity, SharedPage
 from outlast.inprocess.monitor.start import start_monitor
+from outlast.inprocess.nccl import warn_of_conditions
 from outlast.inprocess.timeouts import Durations
 
 log = logging.getLogger("outlast.inprocess")
@@ -121,6 +122,7 @@ class MonitorSupervisor:
             if interrupter.in_debugger():  # its user takes their time
                 page.progress = page.pinged = clock.now()
             notice.check()
+            warn_of_conditions()
 
         def look() -> None:
             if page.activity == Activity.FUNCTION:

@@ -43,7 +43,7 @@ from outlast.elastic.job.models import parameters_of
 from outlast.elastic.job.parts import Saver
 from outlast.elastic.job.training_state import TrainingState
 from outlast.elastic.wrapped_modules import plain_state_dict
-from outlast.inprocess.abort import aborted_by_torch
+from outlast.inprocess.nccl import aborted_by_torch
 from outlast.system.devices import on_accelerator
 from outlast.system.error_text import describe
 from outlast.system.shared_memory import SharedMemory
