@@ -260,7 +260,7 @@ def test_memory_is_unpinned_before_it_is_unmapped(cudart: Cudart) -> None:
     memory.close = lambda: (cudart.calls.append(("close",)), closed())  # type: ignore[method-assign,func-returns-value,assignment,return-value]
     buffer.drop_memory()
     buffer.drop_memory()
-    assert cudart.calls[2:] == [("unregister", address), ("close",)]
+    assert cudart.calls[2:] == [("device", 2), ("unregister", address), ("close",)]
 
 
 @pytest.mark.parametrize("cudart", [2], indirect=True)

@@ -25,6 +25,7 @@ NOT_ON_LATE = {
     "chaos/actions.py: _hang_collective: torch.accelerator.synchronize()":
         "a receive that is only queued, as NCCL's is; it never ends",
     "system/devices.py: Cuda.page_lock: torch.cuda.device(index)": "CUDA alone",
+    "system/devices.py: Cuda.page_lock: torch.cuda.device(index) (2)": "CUDA alone",
     **{
         f"launch/health/device_checks.py: {call}": "the time of a copy, which is only printed"
         for call in (
@@ -41,6 +42,7 @@ FIRST = {
     "inprocess/finalize.py": ["functions_in_threads_have_the_device_of_the_rank"],
     "inprocess/health_check.py: check_": ["an_error_of_a_device_stays"],
     "inprocess": ["a_health_check_waits_for_every_device_of_the_rank"],
+    "system/devices.py: on_this": ["a_save_during_training"],
     "system/devices.py": ["an_error_of_a_device_stays"],
     "system/streams.py: on_stream": ["digests_are_of_the_state_after_the_step"],
     "system/streams.py: wait_for": ["an_eager_save_waits_for_the_devices"],

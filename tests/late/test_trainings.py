@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,15 @@ def test_a_metric_that_is_reduced_after_the_optimizers_step(
     faults = [*ahead("stepped 5", do, when="measured 5"), fault(0, "noted 5", "stepped, stay")]
     faulty = run(ranks, tmp_path / "c", *faults, deaf=do == "raise", **plan)
     check(faulty, undisturbed(**plan), 3, sources=("memory",))
+
+
+@pytest.mark.parametrize("do", ["raise", KILLED])
+def test_a_rank_uses_no_device_of_another_one(ranks: Ranks, tmp_path: Path, do: str) -> None:
+    """Of rank 1, whose device is the second, no thread does anything on the first."""
+    plan = {"own_device": True, "every": 1}
+    faulty = run(ranks, tmp_path / "c", *later(0, 4, "forward 5", do), **plan)
+    for line in faulty.events("contexts"):
+        assert re.fullmatch(rf"{line['of']} by \d+ \S+", line["opened"]), faulty.errors
 
 
 @pytest.mark.parametrize("do", ["stay", "SIGSTOP"])

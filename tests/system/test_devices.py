@@ -161,6 +161,19 @@ def test_a_type_without_statistics_of_memory_holds_the_current_device(
     assert devices.of("xpu").held() == [1]
 
 
+def test_a_thread_is_on_the_device_with_memory(xpus: Xpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: set[int] = set()
+    set_to: list[int] = []
+    monkeypatch.setattr(torch.xpu, "memory_reserved", lambda index: 1024 * (index in held))
+    monkeypatch.setattr(torch.accelerator, "set_device_index", set_to.append)
+    for has, expected in (set(), 1), ({0}, 0), ({0, 1}, 1):
+        held = has
+        assert devices.on_this_device(int)("7") == 7
+        assert set_to.pop() == expected
+    xpus.initialized = False
+    assert devices.on_this_device(int) is int
+
+
 def test_a_type_without_page_locks_has_none(xpus: Xpus) -> None:
     assert devices.of("xpu").page_lock(0, 4096, 0) is None
 

@@ -91,8 +91,9 @@ class AbortTorchDistributed(Abort):
         self._thread = threading.get_native_id()
 
     def __call__(self, state: State) -> State:
+        abort = devices.on_this_device(_abort)
         threads = [
-            threading.Thread(target=_abort, args=(each,), name=DEVICE_THREAD, daemon=True)
+            threading.Thread(target=abort, args=(each,), name=DEVICE_THREAD, daemon=True)
             for _, each in _communicators()
         ]
         for thread in threads:

@@ -16,11 +16,15 @@ Nothing here initializes a device, unless a method says that it does.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 log = logging.getLogger("outlast.devices")
 
@@ -137,7 +141,8 @@ class Cuda(Accelerator):
 
         def unlock() -> None:
             if self.is_initialized:  # else this is a forked child, which must not use CUDA
-                torch.cuda.cudart().cudaHostUnregister(address)
+                with torch.cuda.device(index):
+                    torch.cuda.cudart().cudaHostUnregister(address)
 
         return unlock
 
@@ -184,6 +189,29 @@ def device_in_use() -> torch.device | None:
     if found is None:
         return None
     return torch.device(found.type, torch.accelerator.current_device_index())
+
+
+def on_this_device(work: Callable[P, T]) -> Callable[P, T]:
+    """`work`, to be called in another thread, on the current device of this one; or on the first
+    with memory of this process, if this thread has none there.
+
+    A new thread has device 0. What torch does there on another device, such as to record an event,
+    or to free one, goes back to device 0 afterwards, and opens a context: with CUDA, half a
+    gigabyte of the memory of the rank whose device it is.
+    """
+    accelerator = in_use()
+    if accelerator is None:
+        return work
+    current, held = torch.accelerator.current_device_index(), accelerator.held()
+    index = current if current in held else held[0]
+
+    @functools.wraps(work)
+    def on_device(*args: P.args, **kwargs: P.kwargs) -> T:
+        with contextlib.suppress(RuntimeError):  # of a device that has failed: its use raises it
+            torch.accelerator.set_device_index(index)
+        return work(*args, **kwargs)
+
+    return on_device
 
 
 def on_accelerator(tensor: torch.Tensor) -> bool:

@@ -3,6 +3,8 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <pthread.h>
+
 #include <stdexcept>
 
 #include "hooks.h"
@@ -28,6 +30,21 @@ int index(c10::Device device) {
   return device.has_index() ? device.index() : current_device();
 }
 
+// What goes back to the device before is done as CUDA's: it opens a context there.
+struct On {
+  explicit On(int device) : before(current_device()) { set_current_device(device); }
+  ~On() { set_current_device(before); }
+  const int before;
+};
+
+// torch's own threads of the backward pass, one for each device: a build with CUDA lets none of them
+// open a context.
+bool is_autograd() {
+  char name[16] = "";
+  pthread_getname_np(pthread_self(), name, sizeof name);
+  return std::string(name).starts_with("pt_autograd");
+}
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kType; }
   c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
@@ -40,10 +57,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     setDevice(device);
     return before;
   }
-  void setDevice(c10::Device device) const override { set_current_device(index(device)); }
+  void setDevice(c10::Device device) const override {
+    is_autograd() ? move_to_device(index(device)) : set_current_device(index(device));
+  }
   void uncheckedSetDevice(c10::Device device) const noexcept override {
     if (device.index() >= 0 && device.index() < kDevices)
-      set_current_device(device.index());
+      move_to_device(device.index());
   }
   c10::DeviceCapability getDeviceCapability(c10::Device) const override { return {}; }
 
@@ -71,20 +90,24 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     synchronize(stream.device_index(), stream.id());
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
+    On on(device);
     synchronize_device(device);
   }
 
   void record(
       void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag)
       const override {
+    On on(stream.device_index());
     if (*event == nullptr)
       *event = new Event;
     *static_cast<Event*>(*event) = {
         late::record(stream.device_index(), stream.id()), stream.device_index()};
   }
   void block(void* event, const c10::Stream& stream) const override {
-    if (event != nullptr)
-      wait_for(stream.device_index(), stream.id(), static_cast<Event*>(event)->signal);
+    if (event == nullptr)
+      return;
+    On on(stream.device_index());
+    wait_for(stream.device_index(), stream.id(), static_cast<Event*>(event)->signal);
   }
   bool queryEvent(void* event) const override {
     if (event == nullptr)
@@ -99,12 +122,16 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     synchronize_signal(of.device, *of.signal);
   }
   double elapsedTime(void* start, void* end, const c10::DeviceIndex) const override {
+    On on(static_cast<Event*>(start)->device);
     auto *from = static_cast<Event*>(start), *to = static_cast<Event*>(end);
     if (from->device != to->device) // as CUDA
       throw std::invalid_argument("late: the events are of different devices");
     return to->signal->set_at_ms() - from->signal->set_at_ms();
   }
-  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+  void destroyEvent(void* event, const c10::DeviceIndex device) const noexcept override {
+    if (event == nullptr)
+      return;
+    On on(device);
     delete static_cast<Event*>(event);
   }
 

@@ -83,7 +83,7 @@ const at::Generator& generator_of(int device) {
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
-  bool hasPrimaryContext(c10::DeviceIndex) const override { return in_use(); }
+  bool hasPrimaryContext(c10::DeviceIndex device) const override { return has_context(device); }
   c10::DeviceIndex deviceCount() const override { return kDevices; }
   c10::DeviceIndex getCurrentDevice() const override {
     return static_cast<c10::DeviceIndex>(current_device());
@@ -95,7 +95,10 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return before;
   }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
-    return device < 0 ? getCurrentDevice() : exchangeDevice(device);
+    auto before = getCurrentDevice();
+    if (device >= 0)
+      move_to_device(device);
+    return before;
   }
 
   const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override {

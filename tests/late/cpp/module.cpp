@@ -31,6 +31,7 @@ PYBIND11_MODULE(_late, m) {
   m.def("fail", &late::fail, no_gil());
   m.def("has_failed", &late::has_failed);
   m.def("in_use", &late::in_use);
+  m.def("contexts", &late::contexts);
   m.def("forked", &late::forked);
   m.def("allocated_bytes", &late::allocated_bytes);
   m.def("peak_bytes", &late::peak_bytes);

@@ -3,6 +3,7 @@
 
 #include <c10/util/Exception.h>
 #include <pthread.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <deque>
@@ -20,6 +21,8 @@ std::atomic<uint64_t> seed{0};
 std::atomic<int64_t> longest_us{0};
 
 struct Device {
+  std::atomic<bool> opened{false};
+  std::string opener; // the thread; with the mutex held
   std::atomic<bool> failed{false};
   std::mutex mutex;
   std::string message;
@@ -30,6 +33,18 @@ struct Device {
 Device* devices() {
   static auto* all = new Device[kDevices];
   return all;
+}
+
+void open_context(int device) {
+  auto& each = devices()[device];
+  if (each.opened)
+    return;
+  std::lock_guard<std::mutex> lock(each.mutex);
+  char name[16] = "";
+  pthread_getname_np(pthread_self(), name, sizeof name);
+  if (!each.opened)
+    each.opener = std::to_string(gettid()) + " " + name;
+  each.opened = true;
 }
 
 double now_ms() {
@@ -175,10 +190,29 @@ void Signal::wait(const std::function<bool()>& give_up) {
 
 int current_device() { return device_now; }
 
-void set_current_device(int device) {
+void move_to_device(int device) {
   if (device < 0 || device >= kDevices)
     throw std::out_of_range("late: there is no device " + std::to_string(device));
   device_now = device;
+}
+
+void set_current_device(int device) {
+  int before = device_now;
+  move_to_device(device);
+  if (device != before)
+    open_context(device);
+}
+
+bool has_context(int device) { return devices()[device].opened; }
+
+std::string contexts() {
+  std::string all;
+  for (int d = 0; d < kDevices; ++d) {
+    std::lock_guard<std::mutex> lock(devices()[d].mutex);
+    if (devices()[d].opened)
+      all += (all.empty() ? "" : ", ") + std::to_string(d) + " by " + devices()[d].opener;
+  }
+  return all;
 }
 
 int64_t current_stream(int device) { return stream_now[device]; }
@@ -193,11 +227,13 @@ int64_t new_stream(int device) {
 void queue_operation(int device, int64_t stream, std::function<void()> operation) {
   check(device);
   mark_in_use();
+  open_context(device);
   queue_of(device, stream).put(std::move(operation), true);
 }
 
 void queue_control(int device, int64_t stream, std::function<void()> control) {
   mark_in_use();
+  open_context(device);
   queue_of(device, stream).put(std::move(control), false);
 }
 

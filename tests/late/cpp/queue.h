@@ -34,7 +34,10 @@ class Signal {
 
 // The current device and streams of the calling thread.
 int current_device();
-void set_current_device(int device); // throws std::out_of_range
+void set_current_device(int device); // throws std::out_of_range; opens a context there, as CUDA
+void move_to_device(int device); // the same without a context, until something is done there
+bool has_context(int device); // of this process
+std::string contexts(); // the devices that have one, and the thread that has opened each
 int64_t current_stream(int device);
 void set_current_stream(int device, int64_t stream);
 int64_t new_stream(int device);

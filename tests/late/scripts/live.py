@@ -46,6 +46,7 @@ PLAN: dict[str, Any] = {
     "every": 100,
     "device": "late",
     "backend": "lategloo",
+    "own_device": False,
     "kind": "ddp",
     "micro": 1,
     "ema": False,
@@ -62,7 +63,7 @@ PLAN.update(json.loads(sys.argv[1]))
 if PLAN["deaf"]:
     os.environ["LATE_PEERS_END"] = "1"
 if PLAN["device"] == "late":
-    device.use()
+    LATE = device.use()
 orderings.remove_asked()
 STEPPED = threading.Event()
 GATES = contextlib.ExitStack()
@@ -145,7 +146,7 @@ def content(values: Iterable[Any]) -> str:
 
 @inprocess.Wrapper(rank_assignment=Compose(ShiftRanks(), AwaitReplacements(60)), **PLAN["timeouts"])
 def train(call: inprocess.CallWrapper) -> None:
-    if PLAN["backend"] == "nccl":
+    if PLAN["own_device"] or PLAN["backend"] == "nccl":
         torch.accelerator.set_device_index(int(os.environ["RANK"]))
     dist.init_process_group(f"cpu:gloo,{PLAN['device']}:{PLAN['backend']}")
     rank = dist.get_rank()
@@ -200,6 +201,8 @@ def train(call: inprocess.CallWrapper) -> None:
         tensors = [*model.parameters(), *(ema.parameters() if ema else [])]
         tensors += metric.state_dict().values() if metric else []
         say("ended", state=content(tensors))
+        if PLAN["own_device"]:
+            say("contexts", opened=LATE.contexts())
         dist.barrier()
     dist.destroy_process_group()
 

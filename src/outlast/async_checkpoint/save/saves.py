@@ -35,6 +35,7 @@ from outlast.coordination.call_ledger import DIFFERENT_ORDER, CallLedger
 from outlast.coordination.waits import waits, works
 from outlast.errors import CheckpointError, StoreError
 from outlast.events.emitter import Emitter
+from outlast.system.devices import on_this_device
 from outlast.system.error_text import describe
 from outlast.system.notices import notice
 from outlast.system.parallel import start_thread
@@ -199,7 +200,8 @@ class Saves:
         with self._lock:
             self._pending.append(save)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="outlast-saver", daemon=True)
+            run = on_this_device(self._run)
+            self._thread = threading.Thread(target=run, name="outlast-saver", daemon=True)
             self._thread.start()
         self._queue.put(save)
 

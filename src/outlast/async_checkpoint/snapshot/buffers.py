@@ -184,7 +184,7 @@ class BufferPool:
         if not fresh:
             return
 
-        device = devices.device_in_use()  # of this thread: a new one has device 0
+        device = devices.device_in_use()
 
         def allocate() -> None:
             for buffer in fresh:
@@ -194,7 +194,7 @@ class BufferPool:
                     self.give_back(buffer)
 
         self._writer.start()
-        self._allocating = start_thread("outlast-allocate", allocate)
+        self._allocating = start_thread("outlast-allocate", devices.on_this_device(allocate))
 
     def take_over(self, socket: Path) -> SharedMemory | None:
         """Takes over the snapshots of a dead process; returns the memory kept for it, if any."""

@@ -46,7 +46,7 @@ from outlast.async_checkpoint.writer.handover import SnapshotDescription
 from outlast.async_checkpoint.writer.main import Writer
 from outlast.async_checkpoint.writer.write_files import checksums_of
 from outlast.errors import CheckpointError, SaveCancelled
-from outlast.system.devices import on_accelerator
+from outlast.system.devices import on_accelerator, on_this_device
 
 # The writer, which writes pieces of this size, is notified whenever this much has been copied.
 _REPORTED_BYTES = 16 << 20
@@ -119,7 +119,8 @@ class Snapshot:
         """
         self._copies, self._chunks, self._optimizers = copies, chunks, optimizers
         self._writes = Writes(source for source, _ in copies)
-        self._thread = threading.Thread(target=self._copy, name="outlast-snapshot", daemon=True)
+        copy = on_this_device(self._copy)
+        self._thread = threading.Thread(target=copy, name="outlast-snapshot", daemon=True)
         self._hook = register_optimizer_step_pre_hook(self._before_step)
         self._thread.start()
 

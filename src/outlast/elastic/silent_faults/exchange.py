@@ -26,6 +26,7 @@ from outlast.coordination.stores.store import KeyTimeout
 from outlast.coordination.waits import waits, works
 from outlast.errors import StoreError
 from outlast.events.emitter import Emitter, Sink
+from outlast.system.devices import on_this_device
 
 log = logging.getLogger("outlast.elastic")
 
@@ -93,7 +94,8 @@ class Exchange:
         self._unread = 0  # of `_open`, as the training thread counts them
         self._poked = self._closing = False
         self.error: Exception | None = None  # why the exchange has ended: most often, a lost store
-        self._thread = threading.Thread(target=self._run, name=f"outlast-{name}", daemon=True)
+        run = on_this_device(self._run)  # records read the device
+        self._thread = threading.Thread(target=run, name=f"outlast-{name}", daemon=True)
         self._thread.start()
 
     def publish(self, record: Callable[[], str]) -> None:

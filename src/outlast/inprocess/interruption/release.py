@@ -45,6 +45,7 @@ from torch.torch_version import TorchVersion
 from outlast.errors import RankShouldRestart
 from outlast.inprocess.interruption.gloo import GlooAbort, any_blocked, pair_sockets
 from outlast.system import devices
+from outlast.system.parallel import start_thread
 
 log = logging.getLogger("outlast.inprocess")
 
@@ -101,7 +102,7 @@ class Releaser:
         def keeping(*args: Any, **kwargs: Any) -> None:
             if len(self._held) > _MOST_KEPT:  # the function makes many, one after another
                 old, self._held = self._held, []
-                threading.Thread(target=old.clear, name="outlast-release", daemon=True).start()
+                start_thread("outlast-release", devices.on_this_device(old.clear))
             groups = list(dist.distributed_c10d._world.pg_map)
             destroy(*args, **kwargs)
             if _DESTROYS_WITH_THE_GIL:
@@ -139,9 +140,8 @@ class Releaser:
         _forget_groups()
         if held:
             self._sockets = set(pair_sockets().values())
-            self._thread = threading.Thread(target=held.clear, name="outlast-release", daemon=True)
+            self._thread = start_thread("outlast-release", devices.on_this_device(held.clear))
             del held  # the thread holds the last reference to the list
-            self._thread.start()
         if devices.in_use() is not None:
             # The next iteration needs the memory of this one's models, reference cycles included.
             self.join()

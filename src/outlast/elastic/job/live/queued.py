@@ -66,7 +66,7 @@ class Queued:
         """
         if not self.devices:
             return
-        wait = ThreadedWait(self._synchronize, "outlast-drain")
+        wait = ThreadedWait(devices.on_this_device(self._synchronize), "outlast-drain")
         if not wait.over.wait(_DRAIN_S):
             names = ", ".join(map(str, self.devices))
             raise DeviceLost(f"{names} did not complete its work within {_DRAIN_S:g} s")
