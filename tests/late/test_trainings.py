@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 
 from elastic.live_trainings import Ranks, fault, later, run
 from late.trainings import MEMORY, ahead, check
+from outlast.system.lease_page import HostPage
 
 pytestmark = pytest.mark.slow
 
@@ -47,15 +50,25 @@ def test_hosts_ahead_of_gradients_that_never_come(
     check(faulty, undisturbed(**plan), 4, sources=("live",) if do == "raise" else MEMORY)
 
 
+@pytest.mark.parametrize("untold", [False, True])
+@pytest.mark.parametrize("launcher", [False, True])
 def test_gradients_that_the_abort_of_a_peer_has_ended(
-    ranks: Ranks, tmp_path: Path, undisturbed: Any
+    ranks: Ranks, tmp_path: Path, undisturbed: Any, *, launcher: bool, untold: bool
 ) -> None:
     """The abort of rank 1 ends the collectives of rank 0 with garbage, and rank 0 hears of the
-    restart only then.
+    restart only then. With a launcher, it asks the store once, and looks at the launcher's page
+    after that; the garbage is in its state if rank 1 has not said there that it aborts.
     """
+    page = HostPage()
+    if launcher:
+        ranks = functools.partial(ranks, env={"OUTLAST_READ_LEASE": str(page.path)})
     steps = fault(0, "stepped 5", "stepped", always=True)
-    faulty = run(ranks, tmp_path / "c", *ahead("forward 5", "raise"), steps, deaf=True)
-    check(faulty, undisturbed(), 4, sources=("live",))
+    faults = [*ahead("forward 5", "raise"), steps]
+    found = pytest.raises(AssertionError) if launcher and untold else contextlib.nullcontext()
+    with found:
+        faulty = run(ranks, tmp_path / "c", *faults, deaf=True, untold=untold)
+        check(faulty, undisturbed(), 4, sources=("live",))
+    page.close()
 
 
 @pytest.mark.parametrize("do", [pytest.param("raise", marks=pytest.mark.exhaustive), "SIGKILL"])

@@ -5,7 +5,8 @@ Keys of iteration k (under the prefix of one call):
     decision/k/n  record n of the decision with which the iteration starts    first claim wins
     values/k      barrier before the rank assignment, if that needs values of other ranks
     start/k       barrier before the function
-    over/k        how the iteration ended: restart | completed                first claim wins
+    over/k        how the iteration ended: restart | completed                first claim wins;
+                  covered by read leases (`replicated.read_leases`)
     done/k        the number of members that have returned from the function
     idle/k        the number of members that wait for others in the function
     fault/k       log of the faults
@@ -18,9 +19,10 @@ good), `joins` (requests to join), `current` (a recent k, for joiners), `goodbye
 only the host of the store waits for), `stop` (a request to stop the job, the first claim wins),
 `last-save` (for the launcher: the save for the stop has begun), `stopped` (what the stop has
 saved), `size` (for the launcher: the ranks that are there, and needed, while a restart is held),
-`progress` (for the launcher: the last iteration that made progress), `claim/R` (who registered as
-rank R), `killed/P` (why its monitor kills process P). Two keys have no prefix: `outlast/gone`, the
-ranks that the launcher does not replace, and `outlast/suspected-link` (see `records`).
+`progress` (for the launcher: the last iteration that made progress), `read-lease/H` (host H asks
+for one), `claim/R` (who registered as rank R), `killed/P` (why its monitor kills process P). Two
+keys have no prefix: `outlast/gone`, the ranks that the launcher does not replace, and
+`outlast/suspected-link` (see `records`).
 
 Why one key `over/k`: "all have completed" and "one has failed" can happen at the same moment. The
 store orders the two claims, and every member follows the one that won.
@@ -126,6 +128,10 @@ class MembershipProtocol(Decisions):
     async def end(self, iteration: int, how: bytes) -> bytes:
         """Ends the iteration, unless it has ended already; returns how it ended."""
         return await self.link.claim(f"over/{iteration}", how)
+
+    async def ask_read_lease(self, host: str) -> None:
+        """Asks for a read lease of this host: see `replicated.read_leases`."""
+        await self.link.put(f"read-lease/{host}", b"1")
 
     async def finish(self, iteration: int, members: int) -> None:
         """This member has returned from the function; the last of `members` completes the job.

@@ -36,6 +36,7 @@ class Launch:
     agent: bool = False  # whether the launcher is `outlast run`
     local_world_size: int = 1  # ranks on this host, as the launcher started them
     host_id: str = ""  # of this host among those of the job; empty for a job on one host
+    read_lease: str = ""  # the page with the read lease of this host, if the launcher has one
     host_address: str = ""  # at which other hosts reach this one; empty: found from the store's
 
 
@@ -59,6 +60,7 @@ def read_launch() -> Launch:
         agent=os.environ.get("OUTLAST_AGENT", "") == "1",
         local_world_size=_number("LOCAL_WORLD_SIZE", 1),
         host_id=os.environ.get("OUTLAST_HOST", ""),
+        read_lease=os.environ.get("OUTLAST_READ_LEASE", ""),
         host_address=os.environ.get("OUTLAST_HOST_ADDR", ""),
     )
 

@@ -16,6 +16,7 @@ from outlast.events.fault_record import FaultRecord
 from outlast.inprocess.call_wrapper import CallWrapper
 from outlast.inprocess.environment import Launch
 from outlast.inprocess.monitor.shared_page import SharedPage
+from outlast.inprocess.read_lease import ReadLease
 from outlast.inprocess.state import State
 
 
@@ -45,6 +46,7 @@ class RunningCall:
         self, page: SharedPage, launch: Launch, state: State, *, awaits: bool, has_filter: bool
     ) -> None:
         self.page, self._launch, self.state = page, launch, state
+        self.read_lease = ReadLease(launch)
         self._awaits, self._has_filter = awaits, has_filter
         # By folder, what a job keeps of the present or the last iteration (`elastic.job.live`): it
         # outlives the iteration, until all ranks have restored a state, or the call ends.
@@ -91,13 +93,12 @@ class RunningCall:
 
     def check_running(self) -> None:
         """Raises `RankShouldRestart` if a restart has begun. If it returns, no rank had begun an
-        abort when it was called. One read of the job's store; in the function's thread.
+        abort when it was called. In the function's thread.
         """
         if self.wrapper is None:
             return
-        # A rank aborts its collectives after `over/k` is there, and this rank may not know of it
-        # yet: an event that is still on its way.
-        if run(self.membership.over(self.wrapper.iteration)) is not None:
+        if self.read_lease.has_begun(self.membership, self.wrapper.iteration):
+            # This rank may not know of it yet: an event that is still on its way.
             self.wrapper.await_restart()
         with self.wrapper.atomic():  # whoever watches the iteration may have lost the store
             pass

@@ -1,31 +1,39 @@
-"""The lease of a host, as all processes of the host see it: a deadline in a small shared file.
+"""The leases of a host, as all processes of the host see them: a small shared file.
 
 On many hosts, a host may act only while it holds a lease. The agent renews the deadline; others
 read it: the orphan killer, which kills the workers when the deadline passes even if the agent is
 stopped, and workers, before they commit a checkpoint.
 
-The file holds the deadline, a double in the machine's byte order: it is aligned and has one writer,
-so a reader sees the old value or the new one. The orphan killer, without outlast, relies on it.
+With a read lease (`coordination.replicated.read_leases`), workers know without a request to the
+store that no restart has begun: `covered` is the same as at a moment at which they have asked the
+store, and the deadline of reads has not passed. On one host no such lease can end. There each rank
+that aborts its collectives changes `covered` first.
+
+Each field has eight bytes in the machine's order and is aligned, so a reader sees the old value or
+the new one: the deadline (the orphan killer, without outlast, relies on its place), the deadline of
+reads, and `covered`.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import tempfile
 import time
+from array import array
 from pathlib import Path
 
-_SIZE = 8
+_SIZE = 24
 
 
 def now() -> float:
-    """The clock of the deadline: monotonic, and it advances while the machine is suspended."""
+    """The clock of the deadlines: monotonic, and it advances while the machine is suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class LeasePage:
-    """A lease page. The deadline is 0 until the first lease is held."""
+    """A lease page. The deadlines are 0 until the first lease is held."""
 
     def __init__(self, path: Path, descriptor: int, access: int) -> None:
         self.path = path
@@ -33,7 +41,8 @@ class LeasePage:
             self._map = mmap.mmap(descriptor, _SIZE, access=access)
         finally:
             os.close(descriptor)
-        self._deadline = memoryview(self._map).cast("d")
+        view = memoryview(self._map)
+        self._deadlines, self._covered = view[:16].cast("d"), view[16:].cast("q")
 
     @classmethod
     def create(cls, folder: Path) -> LeasePage:
@@ -43,26 +52,68 @@ class LeasePage:
         return cls(Path(path), descriptor, mmap.ACCESS_WRITE)
 
     @classmethod
-    def open(cls, path: Path) -> LeasePage:
-        """The page of another process, to read it. A `ValueError` says that the file is no page."""
-        return cls(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC), mmap.ACCESS_READ)
+    def open(cls, path: Path, *, write: bool = False) -> LeasePage:
+        """The page of another process. A `ValueError` says that the file is no page."""
+        flags, access = (os.O_RDWR, mmap.ACCESS_WRITE) if write else (os.O_RDONLY, mmap.ACCESS_READ)
+        return cls(path, os.open(path, flags | os.O_CLOEXEC), access)
 
     @property
     def deadline(self) -> float:
         """Until when this host may act, on the clock of `now`."""
-        return float(self._deadline[0])
+        return float(self._deadlines[0])
 
     def valid(self) -> bool:
         return now() < self.deadline
 
     def renew(self, deadline: float) -> None:
         """Sets the deadline; only the agent calls this."""
-        self._deadline[0] = deadline
+        self._deadlines[0] = deadline
+
+    # ------------------------------------------------------------------ the read lease
+    @property
+    def covered(self) -> int:
+        return int(self._covered[0])
+
+    def renew_reads(self, covered: int, deadline: float) -> None:
+        """Renews the read lease, for what is covered now; in this order, see `unchanged`."""
+        self._covered[0] = covered
+        self._deadlines[1] = deadline
+
+    def recall(self) -> None:
+        """Before an abort on one host: ends what other ranks know. Two ranks may do it at once."""
+        self._covered[0] = time.monotonic_ns()
+
+    def unchanged(self, covered: int) -> bool:
+        """Whether `covered` is what it was, and is vouched for, at a moment since this was called.
+
+        The deadline is read first. If it is that of a renewal with a new `covered`, the new one is
+        read, too; if it is older, it has not passed by the moment at which `covered` was read.
+        """
+        deadline = self._deadlines[1]
+        return bool(self._covered[0] == covered and now() < deadline)
 
     def close(self) -> None:
-        self._deadline.release()
+        self._deadlines.release()
+        self._covered.release()
         self._map.close()
 
     def remove(self) -> None:
         self.close()
         self.path.unlink(missing_ok=True)
+
+
+class HostPage(LeasePage):
+    """The page of a job on one host, where no lease ends. It is in memory, and other processes open
+    it through this one: it is gone with the job, whatever ends that.
+    """
+
+    def __init__(self) -> None:
+        self._descriptor = os.memfd_create("outlast-lease", os.MFD_CLOEXEC)
+        os.ftruncate(self._descriptor, _SIZE)
+        path = Path(f"/proc/{os.getpid()}/fd/{self._descriptor}")
+        super().__init__(path, os.dup(self._descriptor), mmap.ACCESS_WRITE)
+        self._deadlines[:] = memoryview(array("d", [math.inf, math.inf]))
+
+    def close(self) -> None:
+        super().close()
+        os.close(self._descriptor)

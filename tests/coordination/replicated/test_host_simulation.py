@@ -9,8 +9,10 @@ import pytest
 
 from inprocess.mutations import simulation_finds
 from outlast.coordination.replicated.leader import Leader
+from outlast.coordination.replicated.node import Node
 from outlast.coordination.replicated.own_host import OwnRequests
 from outlast.coordination.replicated.quorum import Configuration, Timing
+from outlast.coordination.replicated.read_leases import ReadLeases
 from outlast.coordination.replicated.serving import HostLeases, Serving
 from outlast.coordination.replicated.table import Table
 from outlast.coordination.replicated.voter import Voter
@@ -31,7 +33,7 @@ def _vary(results: list[HostsResult]) -> None:
     reached = {name for r in results for name, count in r.sometimes.items() if count}
     assert reached >= {
         *("pre-vote granted", "pre-vote denied", "vote granted", "vote denied", "entries refused"),
-        *("Refusal", "Handover", "Leave", "Announce"),
+        *("Refusal", "Handover", "Leave", "Announce", "read lease"),
     }
 
 
@@ -154,6 +156,31 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
         OwnRequests.message,
         "pending.due = now + pending.delay",
         "pending.due = now + 1000",
+    ),
+    "a covered key is told of before all read leases count it": (
+        Serving._answer,
+        "not self._read_leases.settled",
+        "False",
+    ),
+    "a new leader counts on what was confirmed to another": (
+        ReadLeases.begin,
+        "self._recall(table.state.covered)",
+        "self.settled = True",
+    ),
+    "a new leader does not know who has a read lease": (
+        ReadLeases.begin,
+        "& table.sessions.keys()",
+        "& {self._me}",
+    ),
+    "a host that does not confirm is given up": (
+        ReadLeases.to_tell,
+        "return sorted(self._behind)",
+        "behind, self._behind, self.settled = self._behind, set(), True; return behind",
+    ),
+    "the leader's own host learns last": (
+        Node._apply,
+        "self._host.learn(self._voter.table.state.covered)",
+        "pass",
     ),
 }
 

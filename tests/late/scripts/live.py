@@ -40,6 +40,7 @@ from outlast import inprocess
 from outlast.inprocess import Compose
 from outlast.inprocess.interruption.interrupter import AtomicSection
 from outlast.inprocess.rank_assignment import AwaitReplacements, ShiftRanks
+from outlast.inprocess.read_lease import ReadLease
 
 PLAN: dict[str, Any] = {
     "steps": 8,
@@ -57,6 +58,7 @@ PLAN: dict[str, Any] = {
     "timeouts": {},
     "job": {},
     "deaf": False,
+    "untold": False,
     "faults": [],
 }
 PLAN.update(json.loads(sys.argv[1]))
@@ -152,6 +154,8 @@ def train(call: inprocess.CallWrapper) -> None:
     rank = dist.get_rank()
     if PLAN["deaf"] and rank == 0:
         deafen()
+    if PLAN["untold"]:
+        setattr(ReadLease, "recall", lambda _: None)  # noqa: B010
     model = build()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, **PLAN["optimizer"])
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if PLAN["ema"] else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import signal
 import threading
@@ -93,6 +94,33 @@ def test_a_change_makes_the_wakeup_descriptor_readable_until_it_is_polled(
     group.close(leave=True)
     with pytest.raises(StoreError, match="has left"):
         group.store.read("k")
+
+
+def test_nobody_is_told_of_a_restart_before_a_host_with_a_read_lease(
+    group: ReplicatedGroup, page: LeasePage, tmp_path: Path
+) -> None:
+    second = LeasePage.create(tmp_path)
+    spec = dataclasses.replace(group._spec, page=second, local_addr="127.0.0.2")
+    joined = ReplicatedGroup(spec)
+    joined.start()
+    try:
+        pages = {group.me.id: page, joined.me.id: second}
+        for host in pages:
+            joined.workers.put(f"outlast/0/1/read-lease/{host}", b"1")
+        for each in pages.values():
+            while not each.unchanged(each.covered):  # until its next heartbeat is answered
+                time.sleep(0.01)
+        for number, asks in enumerate([group, joined, group], 1):
+            waiting = threading.Thread(
+                target=joined.workers.wait_for, args=(f"outlast/0/1/over/{number}", NET_S)
+            )
+            waiting.start()
+            assert asks.workers.claim(f"outlast/0/1/over/{number}", b"restart") == b"restart"
+            assert [each.covered for each in pages.values()] == [number, number]
+            waiting.join()
+    finally:
+        joined.close(leave=True)
+        second.remove()
 
 
 class Interrupt(BaseException):

@@ -49,6 +49,7 @@ class Model:
         self.written: dict[tuple[str, int], tuple[int, Result]] = {}
         self.hosts: set[str] = set()
         self.gone: set[str] = set()
+        self.covered: dict[str, int] = {}  # the keys of ends, by their order
         self._chained = 0
         self._floors: Counter[str] = Counter()
 
@@ -107,6 +108,8 @@ class Model:
             after = op.value
         if after != before:
             self.keys[op.key] = after
+            if "/over/" in op.key:
+                self.covered.setdefault(op.key, len(self.covered) + 1)
             self.versions[op.key].append((self.position, after))
         return result
 

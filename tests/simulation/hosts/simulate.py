@@ -5,6 +5,7 @@ In every step it checks what must hold:
 * at most one leader acts: no two have a valid lease;
 * what is committed stays, and is equal on all hosts; the tables are those of a plain model;
 * no host is declared lost while its own lease is valid, by its own clock; it never gets one later;
+* nobody is told of a covered key while a host has a read lease without it;
 * all operations are linearizable, and each is performed once (`history.check`);
 * once the network has healed, and if a quorum lives, every operation is answered.
 """
@@ -19,7 +20,7 @@ from outlast.coordination.replicated.hosts import HostInfo, HostLost
 from outlast.coordination.replicated.messages import Change, decode, encode
 from outlast.coordination.replicated.operations import Operation
 from outlast.coordination.replicated.quorum import Configuration, Timing
-from simulation.hosts.history import FOREVER, Model, check
+from simulation.hosts.history import FOREVER, Call, Model, check
 from simulation.hosts.schedule import HostSchedule
 from simulation.hosts.simulated_host import SimulatedHost
 from simulation.hosts.world import World
@@ -176,6 +177,23 @@ class HostSimulation(World):
                 not lost.alive or lost.lease_end() <= self.now,
                 f"{lost.name} is lost, and has a lease until {lost.lease_end():.3f} s",
             )
+
+    def saw_answer(self, call: Call) -> None:
+        """A host is told of a covered key: no other may have a read lease that does not count it,
+        as its ranks see it, whether its service runs or is stopped. One that leaves has no ranks.
+        """
+        number = self.model.covered.get(call.operation.key)
+        if number is None or call.result is None:
+            return
+        for host in self.hosts.values():
+            covered, until = host.page
+            if host.alive and not host.leaving and self.now < host.true(until):
+                self.sometimes["read lease"] += 1
+                self.must(
+                    covered >= number,
+                    f"{call.host} is told of {call.operation.key}, and {host.name} has a read "
+                    f"lease for {covered} covered keys",
+                )
 
     def quorum_lives(self) -> bool:
         """Whether the hosts that are left can go on, by every configuration that they know."""

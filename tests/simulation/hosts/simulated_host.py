@@ -32,6 +32,7 @@ class SimulatedHost(HostClock):
 
     Attributes:
         acts_until: until when it may act as the leader, by the true clock.
+        page: what its ranks see of its read lease.
     """
 
     def __init__(self, sim: HostSimulation, name: str, founding: Configuration | None) -> None:
@@ -42,6 +43,7 @@ class SimulatedHost(HostClock):
         self.paused = False
         self.leaving = False
         self.acts_until = PAST
+        self.page = 0, PAST
         self.calls: list[Call] = []
         super().__init__(r, 0.95, 0.1)
         self._open: dict[int, Call] = {}
@@ -150,7 +152,9 @@ class SimulatedHost(HostClock):
     def end_round(self) -> None:
         """Sends what there is to send, takes the results, and checks what must hold."""
         sim, node = self.sim, self.node
-        for to, message in node.outbox():
+        sending = node.outbox()
+        self.page = node.read_lease
+        for to, message in sending:
             sim.send(self.name, to, message)
         self._keep(node.configurations)
         for ticket, result in node.results():
@@ -158,6 +162,7 @@ class SimulatedHost(HostClock):
             call.failed = isinstance(result, Failed)
             if not call.failed:
                 call.result, call.end = result, sim.now
+                sim.saw_answer(call)
         self._observe()
         if node.refused is not None and node.refused.orderly:
             self.alive = False

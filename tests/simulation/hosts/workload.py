@@ -12,7 +12,12 @@ def next_operation(r: random.Random, host: str, number: int, free_entry: str) ->
     of the chain that was free a moment ago.
     """
     unique = f"{host}.{number};".encode()
-    kind = r.randrange(10)
+    kind = r.randrange(12)
+    if kind == 10 and r.random() < 0.6:
+        return Operation("put", f"w/read-lease/{host}", b"1")
+    if kind >= 10:
+        over = f"w/over/{r.randrange(6)}"
+        return Operation(r.choice(["claim", "claim", "read", "wait_for"]), over, unique)
     if kind == 0 and r.random() < 0.3:
         return Operation("claim", free_entry, unique)
     if kind == 0:

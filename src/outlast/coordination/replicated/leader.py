@@ -17,6 +17,7 @@ from outlast.coordination.replicated.messages import (
 )
 from outlast.coordination.replicated.operations import MESSAGE_BYTES
 from outlast.coordination.replicated.quorum import NEVER, Configuration, Voters
+from outlast.coordination.replicated.read_leases import ReadLeases
 from outlast.coordination.replicated.serving import HostLeases, Serving
 from outlast.coordination.replicated.voter import Voter
 
@@ -54,7 +55,8 @@ class Leader:
         self.term = voter.term
         self.elected = now
         self.leases = HostLeases(voter.timing, now, predecessor)
-        self.serving = Serving(voter)
+        self.read_leases = ReadLeases(voter.me, voter.timing)
+        self.serving = Serving(voter, self.read_leases)
         self._peers: dict[str, Progress] = {}
         self._changes: list[Change] = []
         self._joining: set[str] = set()

@@ -112,16 +112,32 @@ class AppendAnswer(_Message, frozen=True):
 
 
 class Heartbeat(_Message, frozen=True):
-    """A host asks the leader for a lease that counts from `sent`."""
+    """A host asks the leader for a lease that counts from `sent`; `covered` is what it confirms,
+    see `read_leases`.
+    """
 
     sent: float
+    covered: int
 
 
 class Grant(_Message, frozen=True):
-    """The leader grants the lease that was asked for at `sent`."""
+    """Grants the lease that was asked for at `sent`; with `covered`, the read lease too."""
 
     term: int
     sent: float
+    covered: int | None
+
+
+class Recall(_Message, frozen=True):
+    """There are `covered` covered keys now; the receiver, which has a read lease, confirms it."""
+
+    covered: int
+
+
+class Recalled(_Message, frozen=True):
+    """The ranks of the sender can know of as many covered keys."""
+
+    covered: int
 
 
 class Announce(_Message, frozen=True):
@@ -177,6 +193,8 @@ Message: TypeAlias = (
     | AppendAnswer
     | Heartbeat
     | Grant
+    | Recall
+    | Recalled
     | Announce
     | Requests
     | Answers

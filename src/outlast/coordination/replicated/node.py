@@ -18,6 +18,8 @@ from outlast.coordination.replicated.messages import (
     Heartbeat,
     Leave,
     Message,
+    Recall,
+    Recalled,
     Refusal,
     Requests,
     Snapshot,
@@ -124,6 +126,14 @@ class Node:
         return self._host.until
 
     @property
+    def read_lease(self) -> tuple[int, float]:
+        """How many covered keys this host knows of, and until when nobody is told of a further one,
+        by its own clock, see `read_leases`. The ranks must be able to see it before anything that
+        `outbox` or `results` has returned leaves the host.
+        """
+        return self._host.covered, self._host.reads_until
+
+    @property
     def refused(self) -> Refusal | None:
         return self._host.refused
 
@@ -146,7 +156,8 @@ class Node:
     def _renew(self, leader: Leader) -> None:
         """The lease of the leader's own host counts from the moment that a quorum has answered."""
         if leader.ready and self.me not in leader.leases.losing:
-            self._host.extend(leader.quorum_heard(self._now))
+            granted = leader.read_leases.granted(self.me)
+            self._host.extend(leader.quorum_heard(self._now), granted)
 
     def next_tick(self) -> float:
         """When `tick` is due at the latest."""
@@ -175,7 +186,7 @@ class Node:
         elif isinstance(message, Handover):
             if (message.term, sender) == (voter.term, voter.leader) and self._may_lead():
                 self._campaign(pre_vote=False, handover=True)
-        elif isinstance(message, Announce | Grant | Answers | Refusal):
+        elif isinstance(message, Announce | Grant | Answers | Refusal | Recall):
             self._host.receive(sender, message, voter.term, now)
         elif self._leader is not None:
             self._lead(self._leader, sender, message)
@@ -318,9 +329,13 @@ class Node:
             return  # it is told when this leader is ready, and sends it again
         elif isinstance(message, Heartbeat):
             leader.leases.hear(sender, self._now)
+            leader.read_leases.confirm(sender, message.covered)
             may_act = sender != self.me and sender not in leader.leases.losing
             if may_act and leader.lease_valid(self._now):
-                self._outbox.append((sender, Grant(leader.term, message.sent)))
+                covered = leader.read_leases.granted(sender)
+                self._outbox.append((sender, Grant(leader.term, message.sent, covered)))
+        elif isinstance(message, Recalled):
+            leader.read_leases.confirm(sender, message.covered)
         elif isinstance(message, Requests):
             leader.serving.take(sender, message, lease_valid=leader.lease_valid(self._now))
         elif isinstance(message, Leave) and sender != self.me:
@@ -353,11 +368,17 @@ class Node:
                 self._began = True
                 others = [host for host in self._voter.table.sessions if host != self.me]
                 leader.leases.begin(others)
+                leader.read_leases.begin(self._voter.table)
                 self._host.follow(self.me, leader.term, self._now)
                 self._renew(leader)
+            if self._began:
+                leader.read_leases.follow(self._voter.table)
+            self._host.learn(self._voter.table.state.covered)
             for change, results in performed:
                 leader.serving.performed(change, results)
                 self._follow_up(leader, change)
+            for host in leader.read_leases.to_tell(self._now):
+                self._outbox.append((host, Recall(leader.read_leases.covered)))
             for host, answers in leader.serving.answers():
                 if host == self.me:
                     self._host.requests.answered(answers)
@@ -378,6 +399,7 @@ class Node:
         elif isinstance(change, HostLost) and change.host != self.me:
             leader.leases.removed(change.host)
             leader.serving.removed(change.host)
+            leader.read_leases.removed(change.host)
             if change.host in leader.voters.all:
                 leader.leases.departing.add(change.host)
             self._refuse(change.host)

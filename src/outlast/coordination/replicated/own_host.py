@@ -11,6 +11,8 @@ from outlast.coordination.replicated.messages import (
     Heartbeat,
     Leave,
     Message,
+    Recall,
+    Recalled,
     Refusal,
     Requests,
 )
@@ -118,6 +120,8 @@ class OwnHost:
     Attributes:
         leader, term: the leader that this host knows, and its term.
         until: until when this host may act.
+        covered, reads_until: the read lease: the number of covered keys that this host knows, and
+            until when nobody is told of a further one.
         joined: whether this host had a lease at any time.
         refused: why this host must not act any more, for good.
     """
@@ -127,6 +131,7 @@ class OwnHost:
         self.leader: str | None = None
         self.term = 0
         self.until = NEVER
+        self.covered, self.reads_until = 0, NEVER
         self.joined = founder
         self.refused: Refusal | None = None
         self.requests = OwnRequests(timing)
@@ -134,6 +139,7 @@ class OwnHost:
         self._heartbeat_due = NEVER
         self._leaving: str | None = None
         self._heard = NEVER
+        self._confirm = False
 
     def submit(self, operation: Operation, now: float) -> int:
         """Starts an operation; it fails at once if the lease is over."""
@@ -156,11 +162,14 @@ class OwnHost:
             self.refuse(message)
         elif isinstance(message, Answers):
             self.requests.answered(message.results)
+        elif isinstance(message, Recall):
+            self.learn(message.covered)
+            self._confirm = True
         elif isinstance(message, Announce | Grant) and message.term >= max(self.term, voter_term):
             self.follow(sender, message.term, now)
             self._heard = now
             if isinstance(message, Grant):
-                self.extend(message.sent)
+                self.extend(message.sent, message.covered)
 
     def follow(self, leader: str, term: int, now: float) -> None:
         """Follows the leader of a term, which has begun."""
@@ -169,17 +178,24 @@ class OwnHost:
             self.requests.send_again(now)
             self._heartbeat_due = NEVER
 
-    def extend(self, heard: float) -> None:
-        """The lease counts from `heard`."""
+    def extend(self, heard: float, covered: int | None) -> None:
+        """The lease counts from `heard`; with `covered`, the read lease too."""
         if self.refused is None:
             self.joined = True
             self.until = max(self.until, heard + self._timing.lease)
+            if covered is not None:
+                self._confirm |= covered > self.covered
+                self.learn(covered)
+                self.reads_until = self.until
+
+    def learn(self, covered: int) -> None:
+        self.covered = max(self.covered, covered)
 
     def refuse(self, refusal: Refusal) -> None:
         """This host is not in the job any more."""
         if self.refused is None:
             self.refused = refusal
-        self.until = NEVER
+        self.until = self.reads_until = NEVER
         self.requests.fail(f"host {self.me} is not in the job any more: {self.refused.reason}")
 
     def is_out_of_touch(self, now: float) -> bool:
@@ -199,7 +215,7 @@ class OwnHost:
     def due(self) -> float:
         if self.leader is None or self.refused is not None:
             return float("inf")
-        return min(self._heartbeat_due, self.requests.due())
+        return NEVER if self._confirm else min(self._heartbeat_due, self.requests.due())
 
     def messages(self, now: float) -> list[Message]:
         if self.leader is None or self.refused is not None:
@@ -207,6 +223,11 @@ class OwnHost:
         sending: list[Message] = []
         if now >= self._heartbeat_due:
             self._heartbeat_due = now + self._timing.heartbeat
-            sending.append(Heartbeat(now) if self._leaving is None else Leave(self._leaving))
+            self._confirm = False
+            leaving, beat = self._leaving, Heartbeat(now, self.covered)
+            sending.append(beat if leaving is None else Leave(leaving))
+        elif self._confirm:
+            self._confirm = False
+            sending.append(Recalled(self.covered))
         message = self.requests.message(now)
         return sending if message is None else [*sending, message]

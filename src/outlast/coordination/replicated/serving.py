@@ -15,6 +15,7 @@ from outlast.coordination.replicated.operations import (
     size_bytes,
 )
 from outlast.coordination.replicated.quorum import Timing
+from outlast.coordination.replicated.read_leases import ReadLeases, concerns_covered
 from outlast.coordination.replicated.voter import Voter
 
 
@@ -25,13 +26,14 @@ class Serving:
     which send again what was not answered.
     """
 
-    def __init__(self, voter: Voter) -> None:
-        self._voter = voter
+    def __init__(self, voter: Voter, read_leases: ReadLeases) -> None:
+        self._voter, self._read_leases = voter, read_leases
         self._gathered: deque[tuple[str, int, list[tuple[int, Operation]]]] = deque()
         self._underway: set[tuple[str, int]] = set()
         self._waits: dict[str, dict[int, str]] = {}
         self._waiters: defaultdict[str, set[tuple[str, int]]] = defaultdict(set)
         self._answers: defaultdict[str, list[tuple[int, Result]]] = defaultdict(list)
+        self._held: list[tuple[str, int, Result]] = []  # until all read leases are settled
 
     def take(self, host: str, requests: Requests, *, lease_valid: bool) -> None:
         """Takes the operations of a host that is in the job, when the leader's term has begun.
@@ -48,7 +50,7 @@ class Serving:
         for number, operation in requests.operations:
             if operation.writes:
                 if number in answers:
-                    self._answers[host].append((number, answers[number]))
+                    self._answer(host, number, operation, answers[number])
                 elif (host, number) not in self._underway:
                     self._underway.add((host, number))
                     writes.append((number, operation))
@@ -59,12 +61,18 @@ class Serving:
 
     def _look(self, host: str, number: int, operation: Operation) -> None:
         if operation.name != WAIT:
-            self._answers[host].append((number, self._voter.table.perform(operation)))
+            self._answer(host, number, operation, self._voter.table.perform(operation))
         elif (value := self._voter.table.keys.get(operation.key)) is not None:
-            self._answers[host].append((number, value))
+            self._answer(host, number, operation, value)
         else:
             self._waits.setdefault(host, {})[number] = operation.key
             self._waiters[operation.key].add((host, number))
+
+    def _answer(self, host: str, number: int, operation: Operation, result: Result) -> None:
+        if not self._read_leases.settled and concerns_covered(operation):
+            self._held.append((host, number, result))
+        else:
+            self._answers[host].append((number, result))
 
     def _forget_waits(self, host: str, kept: set[int]) -> None:
         waits = self._waits.get(host, {})
@@ -93,12 +101,12 @@ class Serving:
         if isinstance(change, Written):
             for host, _, writes in change.by_host:
                 self._underway.difference_update((host, number) for number, _ in writes)
-        for host, numbered in results.items():
-            for number, result in numbered.items():
-                self._answers[host].append((number, result))
+                for number, operation in writes:
+                    if number in results[host]:
+                        self._answer(host, number, operation, results[host][number])
         for key, value in self._voter.table.appeared:
             for host, number in sorted(self._waiters.get(key, ())):
-                self._answers[host].append((number, value))
+                self._answer(host, number, Operation(WAIT, key), value)
                 self._forget_wait(host, number)
 
     def removed(self, host: str) -> None:
@@ -108,6 +116,10 @@ class Serving:
 
     def answers(self) -> Iterable[tuple[str, tuple[tuple[int, Result], ...]]]:
         """The answers since the last call, by host, and cut into messages."""
+        if self._read_leases.settled:
+            for host, number, result in self._held:
+                self._answers[host].append((number, result))
+            self._held.clear()
         taken, self._answers = self._answers, defaultdict(list)
         for host, results in taken.items():
             first = size = 0

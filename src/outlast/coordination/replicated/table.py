@@ -26,8 +26,15 @@ from outlast.coordination.replicated.operations import (
     Single,
 )
 
+_COVERED = "/over/"
+
 FULL_BYTES = 128 << 20
 """Of keys and values, so that the state of a table fits into one message."""
+
+
+def is_covered(key: str) -> bool:
+    """Whether a key is covered by read leases, see `read_leases`."""
+    return _COVERED in key
 
 
 def entry_key(number: int) -> str:
@@ -53,12 +60,14 @@ class TableState(msgspec.Struct):
     Attributes:
         gone: the hosts that were removed.
         chained: no entry of the chain before this one is free.
+        covered: how many covered keys were set, see `read_leases`.
     """
 
     keys: dict[str, bytes] = {}
     sessions: dict[str, Session] = {}
     gone: dict[str, HostLost] = {}
     chained: int = 1
+    covered: int = 0
 
 
 class Table:
@@ -170,7 +179,8 @@ class Table:
         return value is not None
 
     def _set(self, key: str, value: bytes) -> None:
-        self._delete(key)
+        if not self._delete(key) and is_covered(key):
+            self.state.covered += 1
         self._size += len(key) + len(value)
         self.keys[key] = value
         self.appeared.append((key, value))

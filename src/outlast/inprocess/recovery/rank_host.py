@@ -190,6 +190,7 @@ class RankHost(RankFaults):
             return
         self.torch_log.begin()
         self.releaser.hold()
+        self.running.read_lease.recall()
         run_all(self.settings.abort_parts, self.running.state.copy())
 
     async def settle(self) -> None:

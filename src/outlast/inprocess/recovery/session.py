@@ -141,6 +141,7 @@ class _Session:
         with ExitStack() as stack:
             stack.callback(self.emitter.sink.close)
             stack.callback(self.page.close)
+            stack.callback(self.running.read_lease.close)
             stack.callback(host.note_kept, host.foreign_handlers.kept)
             stack.callback(host.foreign_handlers.release)
             stack.enter_context(observed_steps(self._reached))

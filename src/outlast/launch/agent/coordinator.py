@@ -27,6 +27,7 @@ from outlast.launch.agent.death_log import Death
 from outlast.launch.agent.decisions import JobRecord, faults_that_count
 from outlast.launch.agent.job_keys import JobKeys
 from outlast.launch.config.job_spec import Placement
+from outlast.system.lease_page import HostPage
 
 if TYPE_CHECKING:
     from outlast.coordination.stores.torch_store import TorchStore
@@ -119,6 +120,7 @@ class OneHost:
         self._store = JobStore(job.master_addr, job.master_port)
         self._agent = agent
         self._attempt = 0
+        self._aborts = HostPage()
         self._clock, self._window_s = resources.loop.clock, job.restart_window_s
         self._faults: list[tuple[str, float]] = []  # after which progress, and when
 
@@ -140,7 +142,8 @@ class OneHost:
         if self._attempt:
             self._store.renew()
         store = (self._store.host, self._store.port)
-        self._agent.start(Placement(store=store, attempt=self._attempt))
+        variables = {"OUTLAST_READ_LEASE": str(self._aborts.path)}
+        self._agent.start(Placement(store=store, attempt=self._attempt, variables=variables))
         self._attempt += 1
 
     def take_replacement(self, limit: int) -> bool:
@@ -166,6 +169,7 @@ class OneHost:
         self._agent.finish(Outcome(job=self.keys.ended_job()))
 
     def close(self) -> None:
+        self._aborts.close()
         self._store.close()
 
 

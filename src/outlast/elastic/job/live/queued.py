@@ -6,13 +6,12 @@ queued runs: the parameters are those of no step, and nothing shows it. So no ke
 is queued before its gradients are complete and valid:
 
     1. the host waits for what the device has been given, the collectives of the gradients included
-    2. it makes sure that no restart has begun on any rank: it reads `over/k` in the job's store
+    2. it makes sure that no restart has begun on any rank (`inprocess.read_lease`)
 
-Every rank aborts its collectives only after `over/k` is there. If 2 does not find it, any abort
-comes later than all of 1. If 2 finds it, the optimizer does not run. To look at this rank alone
-would not do: when a peer aborts, this rank's half of a collective may end with garbage, too, before
-this rank has heard of the restart. The price: the host does not run ahead of the device over an
-optimizer's step, and reads a key.
+If 2 finds none, any abort comes later than all of 1. If 2 finds one, the optimizer does not run. To
+look at this rank alone would not do: when a peer aborts, this rank's half of a collective may end
+with garbage, too, before this rank has heard of the restart. The price: the host does not run ahead
+of the device over an optimizer's step, and looks at its memory.
 
 The same before a step of the job is noted, if a collective has begun since: its result may be a
 metric in `states`, or have decided that the optimizer makes no step (a `GradScaler`).

@@ -351,6 +351,7 @@ class ManyHosts:
             "OUTLAST_HOST": me.id,
             "OUTLAST_HOST_ADDR": me.address,
             "OUTLAST_FENCE": str(self.lease_page),
+            "OUTLAST_READ_LEASE": str(self.lease_page),
             **environment.gloo_interface(me.address),
         }
         self._agent.start(

@@ -88,6 +88,7 @@ class Membership:
         group: the id of the host that founded the group.
         endpoints: the addresses of the endpoints other than this host.
         renewed: called with the deadline of the lease when it changes.
+        reads_renewed: called with the read lease when it changes, see `Node.read_lease`.
         ended: called once, with the reason; it is empty if this host has left in order.
         host_refused: called with a line about a host that was not admitted.
     """
@@ -104,6 +105,7 @@ class Membership:
         endpoints: Iterable[Address],
         known: Iterable[HostInfo],
         renewed: Callable[[float], None],
+        reads_renewed: Callable[[int, float], None],
         changed: Callable[[], None],
         ended: Callable[[str], None],
         host_refused: Callable[[str], None],
@@ -116,6 +118,7 @@ class Membership:
         self._endpoints = tuple(endpoints)
         self._addresses = {host.id: (host.address, host.port) for host in (me, *known)}
         self._renewed, self._changed, self._ended = renewed, changed, ended
+        self._reads_renewed, self._read_lease = reads_renewed, (0, NEVER)
         self._host_refused = host_refused
         self._done: dict[int, Done] = {}
         self._joining: dict[str, Peer] = {}  # those that the leader waits to see in the chain
@@ -187,6 +190,9 @@ class Membership:
                 self._admits_itself = not self._node.add_host(self._me, now)
                 self._submitted = True
             sending = self._node.outbox()
+            if self._node.read_lease != self._read_lease:
+                self._read_lease = self._node.read_lease
+                self._reads_renewed(*self._read_lease)
             self._keep_voters()
             for host, message in sending:
                 self._send(host, message)

@@ -268,6 +268,7 @@ class HostService:
             [address for address in others if address is not None],
             known,
             self._on_renewed,
+            self._page.renew_reads,
             self._on_changed,
             self._end,
             self._on_host_refused,

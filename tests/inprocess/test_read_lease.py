@@ -1,0 +1,156 @@
+"""What a rank knows of a restart without asking the store."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from outlast.coordination.membership import RESTART, MembershipProtocol
+from outlast.coordination.ops import Link, perform_on, run
+from outlast.coordination.stores.store import MemoryStore
+from outlast.inprocess.environment import Launch, read_launch
+from outlast.inprocess.read_lease import ReadLease
+from outlast.system.lease_page import HostPage, LeasePage, now
+
+ASKS = "read-lease/h1"
+
+
+class Rank:
+    """A rank, and how often it has asked the store."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.store = MemoryStore()
+        self.membership = MembershipProtocol(Link(perform=perform_on(self.store)), 2)
+        self.lease = ReadLease(launch)
+
+    def has_begun(self, iteration: int = 0) -> bool:
+        return self.lease.has_begun(self.membership, iteration)
+
+    @property
+    def asked(self) -> int:
+        return self.store.ops["read"]
+
+
+def launched(**given: str) -> Launch:
+    return dataclasses.replace(read_launch(), **given)
+
+
+@pytest.fixture
+def host_page() -> Iterator[HostPage]:
+    page = HostPage()
+    yield page
+    page.close()
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Iterator[LeasePage]:
+    page = LeasePage.create(tmp_path)
+    yield page
+    page.remove()
+
+
+def test_on_one_host_the_store_is_asked_once_for_each_iteration(host_page: HostPage) -> None:
+    rank = Rank(launched(read_lease=str(host_page.path)))
+    assert [rank.has_begun() for _ in range(5)] == [False] * 5
+    assert rank.asked == 1
+    assert [rank.has_begun(1) for _ in range(5)] == [False] * 5
+    assert rank.asked == 2
+    assert not rank.store.ops["put"]
+
+
+def test_on_one_host_an_abort_of_any_rank_is_known_before_it(host_page: HostPage) -> None:
+    launch = launched(read_lease=str(host_page.path))
+    rank, peer = Rank(launch), ReadLease(launch)
+    assert not rank.has_begun()
+    run(rank.membership.end(0, RESTART))
+    assert not rank.has_begun()  # nobody has begun an abort
+    peer.recall()
+    assert rank.has_begun()
+    assert rank.has_begun()
+    peer.close()
+
+
+def test_an_abort_in_another_call_costs_one_question(host_page: HostPage) -> None:
+    launch = launched(read_lease=str(host_page.path))
+    rank, peer = Rank(launch), ReadLease(launch)
+    rank.has_begun()
+    peer.recall()
+    assert [rank.has_begun() for _ in range(3)] == [False] * 3
+    assert rank.asked == 2
+    peer.close()
+
+
+def test_without_a_page_the_store_is_asked_each_time() -> None:
+    rank = Rank(launched(read_lease=""))
+    assert [rank.has_begun() for _ in range(3)] == [False] * 3
+    rank.lease.recall()
+    assert rank.asked == 3
+
+
+def test_a_page_that_is_gone_is_said_and_the_store_is_asked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank = Rank(launched(read_lease=str(tmp_path / "gone")))
+    assert f"page {tmp_path / 'gone'} cannot be read" in caplog.text
+    assert [rank.has_begun() for _ in range(3)] == [False] * 3
+    assert rank.asked == 3
+
+
+def test_on_many_hosts_a_host_asks_for_its_read_lease_once(page: LeasePage) -> None:
+    rank = Rank(launched(read_lease=str(page.path), host_id="h1"))
+    assert not rank.has_begun()
+    assert rank.store.table == {ASKS: b"1"}
+    assert not rank.has_begun()
+    assert rank.asked == 2  # as long as there is none
+    page.renew_reads(7, now() + 60)
+    assert [rank.has_begun() for _ in range(5)] == [False] * 5
+    assert rank.asked == 3
+    assert rank.store.ops["put"] == 1
+
+
+def test_a_read_lease_that_counts_another_key_or_is_over_vouches_for_nothing(
+    page: LeasePage,
+) -> None:
+    rank = Rank(launched(read_lease=str(page.path), host_id="h1"))
+    page.renew_reads(7, now() + 60)
+    assert not rank.has_begun()
+    run(rank.membership.end(0, RESTART))
+    page.renew_reads(8, now() + 60)
+    assert rank.has_begun()
+    page.renew_reads(7, now() - 1)
+    assert rank.has_begun()
+
+
+def test_on_many_hosts_a_rank_does_not_write_to_the_page(page: LeasePage) -> None:
+    rank = Rank(launched(read_lease=str(page.path), host_id="h1"))
+    page.renew_reads(7, now() + 60)
+    rank.lease.recall()
+    assert page.covered == 7
+
+
+def test_a_lease_that_is_renewed_while_a_rank_looks(page: LeasePage) -> None:
+    """The old one is over, so others may have been told; the new one counts what they were told."""
+
+    class Renewed:
+        """Fields of a page that is renewed after the first look at any of them."""
+
+        def __init__(self, fields: memoryview) -> None:
+            self.fields = fields
+
+        def __getitem__(self, at: int) -> float:
+            found: float = self.fields[at]
+            page.renew_reads(8, now() + 60)
+            return found
+
+        def release(self) -> None:
+            self.fields.release()
+
+    reader = LeasePage.open(page.path)
+    page.renew_reads(7, now() - 1)
+    reader._deadlines = Renewed(reader._deadlines)  # type: ignore[assignment]
+    reader._covered = Renewed(reader._covered)  # type: ignore[assignment]
+    assert not reader.unchanged(7)
+    reader.close()
