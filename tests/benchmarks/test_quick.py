@@ -8,44 +8,43 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = [pytest.mark.exhaustive, pytest.mark.slow]
 
 
-@pytest.mark.slow
-def test_scale_counts_a_constant_number_of_operations(tmp_path: Path) -> None:
+def quick(tmp_path: Path, name: str, limit_s: float) -> tuple[Any, str]:
+    """What a quick run of one benchmark has measured, and what it printed."""
     out = tmp_path / "results.json"
-    command = [sys.executable, "-m", "benchmarks", "scale", "--quick", "--out", str(out)]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=120, capture_output=True)
-    result = json.loads(out.read_text())["scale"]
+    command = [sys.executable, "-m", "benchmarks", name, "--quick", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, timeout=limit_s, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())[name]
     assert result["quick"]
     assert "torch" in result["machine"]
-    small, large = result["data"]["4"], result["data"]["16"]
+    return result["data"], done.stdout
+
+
+def test_scale_counts_a_constant_number_of_operations(tmp_path: Path) -> None:
+    data, _ = quick(tmp_path, "scale", 120)
+    small, large = data["4"], data["16"]
     for what in ("barrier", "view change"):
         assert large[what]["operations"] < 1.3 * small[what]["operations"]
 
 
-@pytest.mark.slow
 def test_replacement_measures_standbys_and_new_processes(tmp_path: Path) -> None:
-    out = tmp_path / "results.json"
-    command = [sys.executable, "-m", "benchmarks", "replacement", "--quick", "--out", str(out)]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=170, capture_output=True)
-    data = json.loads(out.read_text())["replacement"]["data"]
+    data, _ = quick(tmp_path, "replacement", 170)
     assert [len(data[kind]) for kind in ("standby", "new")] == [2, 2]
     assert all(taken > 0 for taken in data["standby"] + data["new"])
 
 
-@pytest.mark.slow
 def test_the_load_of_the_store_grows_with_hosts_and_not_with_ranks(tmp_path: Path) -> None:
-    out = tmp_path / "results.json"
-    command = [sys.executable, "-m", "benchmarks", "hosts", "--quick", "--out", str(out)]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=120, capture_output=True)
-    data = json.loads(out.read_text())["hosts"]["data"]
+    data, _ = quick(tmp_path, "hosts", 120)
     found = {(one["hosts"], one["combined"]): one for one in data["simulated"]}
     alone, few, many = found[16, False], found[4, True], found[16, True]
     assert many["messages"] < alone["messages"] / 4
@@ -56,14 +55,9 @@ def test_the_load_of_the_store_grows_with_hosts_and_not_with_ranks(tmp_path: Pat
     assert several["operations"] < 8 * one["operations"]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_recovery_runs_each_system_through_the_same_faults(tmp_path: Path) -> None:
-    out = tmp_path / "results.json"
-    command = [sys.executable, "-m", "benchmarks", "recovery", "--quick", "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, timeout=400, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    systems = json.loads(out.read_text())["recovery"]["data"]["systems"]
+    data, printed = quick(tmp_path, "recovery", 400)
+    systems = data["systems"]
     for name in ("outlast", "torchrun, torch.save", "torchrun, DCP async_save"):
         found = systems[name]["5"]
         assert found["error"] == ""
@@ -73,11 +67,9 @@ def test_recovery_runs_each_system_through_the_same_faults(tmp_path: Path) -> No
     assert systems["outlast"]["5"]["faults"][0]["useful"] is not None
     for name in ("nvidia-resiliency-ext", "torchrun, lm-resiliency", "torchft"):  # not installed
         missing = systems[name].get("missing")
-        assert f"{missing} is not installed" in done.stdout if missing else "5" in systems[name]
+        assert f"{missing} is not installed" in printed if missing else "5" in systems[name]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_contender_that_fails_is_in_the_table_and_leaves_no_process(tmp_path: Path) -> None:
     script = (
         "import sys, psutil; from benchmarks.recovery import contenders, figures, job;"
@@ -99,8 +91,6 @@ def test_a_contender_that_fails_is_in_the_table_and_leaves_no_process(tmp_path: 
     assert "pkg is not installed" in done.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_benchmark_that_is_told_to_stop_ends_what_it_has_started(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", "recovery", "--quick"]
     with subprocess.Popen(
@@ -115,14 +105,8 @@ def test_a_benchmark_that_is_told_to_stop_ends_what_it_has_started(tmp_path: Pat
     assert not [process for process in found if process.is_running()]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_rollback_restores_each_way_and_redoes_only_what_a_checkpoint_lacks(tmp_path: Path) -> None:
-    out = tmp_path / "results.json"
-    command = [sys.executable, "-m", "benchmarks", "rollback", "--quick", "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, timeout=500, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    data = json.loads(out.read_text())["rollback"]["data"]
+    data, printed = quick(tmp_path, "rollback", 500)
     for ways in data["faults"].values():
         for way, faults in ways.items():
             assert [each["kind"] for each in faults] == ["exception", "sigkill"]
@@ -132,42 +116,25 @@ def test_rollback_restores_each_way_and_redoes_only_what_a_checkpoint_lacks(tmp_
         assert alone["moved_bytes"] == 0
         assert killed["moved_bytes"] >= killed["size_bytes"]
     assert set(data["cost"]) == {"10 tensors"}
-    assert "After a SIGKILL" in done.stdout
+    assert "After a SIGKILL" in printed
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_useful_step_has_each_part_of_each_kind_of_fault(tmp_path: Path) -> None:
-    out = tmp_path / "results.json"
-    command = [sys.executable, "-m", "benchmarks", "useful-step", "--quick", "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, timeout=500, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(out.read_text())["useful-step"]["data"]["rows"]
+    rows = quick(tmp_path, "useful-step", 500)[0]["rows"]
     assert [row["kind"] for row in rows] == ["exception", "sigkill", "hang"]
     for fault in (fault for row in rows for fault in row["faults"]):
         assert sum(fault["parts"].values()) == pytest.approx(fault["total"])
         assert fault["parts"]["first step"] > 0
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_silent_compares_whole_cycles(tmp_path: Path) -> None:
-    out = tmp_path / "results.json"
-    command = [sys.executable, "-m", "benchmarks", "silent", "--quick", "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, timeout=400, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    data = json.loads(out.read_text())["silent"]["data"]
+    data, _ = quick(tmp_path, "silent", 400)
     assert len(data["plain"]) == len(data["checked"]) == 2
     assert data["alarms"] == []
 
 
-@pytest.mark.slow
 def test_checkpoint_measures_every_way_and_source(tmp_path: Path) -> None:
-    out = tmp_path / "results.json"
-    command = [sys.executable, "-m", "benchmarks", "checkpoint", "--quick", "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, timeout=300, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    data = json.loads(out.read_text())["checkpoint"]["data"]
+    data, printed = quick(tmp_path, "checkpoint", 300)
     for part in ("one", "ranks"):
         assert data[part]["sources"] == ["memory"] * 2 + ["storage"] * 4
         timed = data[part]["seconds"]
@@ -176,17 +143,11 @@ def test_checkpoint_measures_every_way_and_source(tmp_path: Path) -> None:
             assert 0 < blocked <= durable
     descriptors = [sample[1] for sample in data["flat"]["writer"][1:]]
     assert max(descriptors) == min(descriptors)
-    assert "Goals" in done.stdout
+    assert "Goals" in printed
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_slowdown_compares_each_interval_with_the_best_other_way(tmp_path: Path) -> None:
-    out = tmp_path / "results.json"
-    command = [sys.executable, "-m", "benchmarks", "slowdown", "--quick", "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, timeout=300, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    rates = json.loads(out.read_text())["slowdown"]["data"]["rates"]
+    rates = quick(tmp_path, "slowdown", 300)[0]["rates"]
     assert set(rates) == {"1", "10"}
     for found in rates.values():
         for way in ("ours, overlapped", "ours, eager", "torch.save", "async_save, cached stager"):
@@ -206,26 +167,16 @@ def test_slowdown_compares_each_interval_with_the_best_other_way(tmp_path: Path)
     assert done.stdout.strip() == "['yes', 'no: every 1, 10', '-']", done.stderr
 
 
-@pytest.mark.slow
 def test_copies_measure_each_way_back_from_the_loss_of_a_host(tmp_path: Path) -> None:
-    out = tmp_path / "results.json"
-    command = [sys.executable, "-m", "benchmarks", "copies", "--quick", "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, timeout=300, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    data = json.loads(out.read_text())["copies"]["data"]
+    data, printed = quick(tmp_path, "copies", 300)
     assert set(data["rate"]["rates"]) == {"without saves", "saves", "saves with copies"}
     assert set(data["loss"]) == {"copies", "storage", "torchrun"}
     assert all(len(found["seconds"]) == 1 for found in data["loss"].values())
-    assert "torchrun, from storage" in done.stdout
+    assert "torchrun, from storage" in printed
 
 
-@pytest.mark.slow
 def test_elastic_finds_bit_identical_weights_at_any_size(tmp_path: Path) -> None:
-    out = tmp_path / "results.json"
-    command = [sys.executable, "-m", "benchmarks", "elastic", "--quick", "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, timeout=300, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    data = json.loads(out.read_text())["elastic"]["data"]
+    data, printed = quick(tmp_path, "elastic", 300)
     assert data["position"]["grown_bytes"] < 1 << 20
     assert data["position"]["stored_bytes"] > 1 << 20
     registry = data["registry"]["seconds"]
@@ -240,11 +191,10 @@ def test_elastic_finds_bit_identical_weights_at_any_size(tmp_path: Path) -> None
     runs = data["consistent"]["runs"]
     (weights,) = {tuple(run["weights"]["ConsistentDDP, 4 parts"]) for run in runs}
     assert len(weights) == 1
-    assert "x DDP in as many parts" in done.stdout
-    assert "The registry of states" in done.stdout
+    assert "x DDP in as many parts" in printed
+    assert "The registry of states" in printed
 
 
-@pytest.mark.slow
 def test_the_page_is_updated_between_its_markers(tmp_path: Path) -> None:
     page = tmp_path / "benchmarks.md"
     page.write_text(

@@ -12,7 +12,7 @@ from network import Network
 from hosts.cluster import Cluster, Started
 
 # It waits for timeouts of ranks, and the machine may have much to do.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parent / "scripts" / "short_soft_timeout.py"
 

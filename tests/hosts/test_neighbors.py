@@ -10,7 +10,7 @@ from network import Network
 
 from hosts.cluster import Cluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 FULL = ("--health-check=full", "--health-free=0")
 SPEED = r"checked with neighbors: all-reduce with h\d at [\d.]+ \w?B/s \(cpu:1\)"

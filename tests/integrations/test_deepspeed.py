@@ -32,7 +32,6 @@ INSTALLED = importlib.util.find_spec("deepspeed")
 
 @pytest.mark.skipif(not INSTALLED, reason="needs the extra `deepspeed`: make test-ports")
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_zero_survives_faults_bit_by_bit(tmp_path: Path, stage: int, zygote: Zygote) -> None:
     expected = losses_of(tmp_path / "undisturbed", SCRIPT, [str(stage), "saved"], nprocs=2)
@@ -61,7 +60,6 @@ def _train(folder: Path, stage: int, steps: int, nprocs: int, **environment: str
 
 @pytest.mark.skipif(not INSTALLED, reason="needs the extra `deepspeed`: make test-ports")
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_without_zero_any_number_of_ranks_continues(tmp_path: Path, zygote: Zygote) -> None:
     """Also with the client state that `restore` has returned, saved again: by the program, or for a
     stop that was requested before a restart in place.
@@ -77,7 +75,6 @@ def test_without_zero_any_number_of_ranks_continues(tmp_path: Path, zygote: Zygo
 
 @pytest.mark.skipif(not INSTALLED, reason="needs the extra `deepspeed`: make test-ports")
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_zero_refuses_another_number_of_ranks_until_it_is_converted(
     tmp_path: Path, stage: int, zygote: Zygote

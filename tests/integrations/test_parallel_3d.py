@@ -25,7 +25,6 @@ ARGUMENTS = ["--steps", str(STEPS), "--save-every=5", "--state", "state"]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_all_parallel_dimensions_survive_faults_bit_by_bit(tmp_path: Path, zygote: Zygote) -> None:
     undisturbed = losses_of(tmp_path / "undisturbed", EXAMPLE, ARGUMENTS, nprocs=4)
     assert set(undisturbed) == {(rank, step) for rank in (2, 3) for step in range(1, STEPS + 1)}

@@ -11,7 +11,7 @@ from procs import Job
 
 Ranks = Callable[..., Job]
 # The first test builds the device, which takes a core for a minute.
-pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("scenario", ["a_copy_needs_its_event", "a_training_is_that_of_the_cpu"])

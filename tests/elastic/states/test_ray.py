@@ -20,9 +20,8 @@ def test_outside_of_a_trial_ray_is_not_even_imported() -> None:
 
 
 # 25 s of processor time, most of it in processes that import Ray and torch one after another: with
-# four times as many busy processes as cores it takes 130 s. The script ends itself before this net.
+# four times as many busy processes as cores it takes 130 s. The script ends itself before the net.
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_trial_that_fails_goes_on_from_its_states(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="needs the extra `ray`: make test-ray")
     # Ray is a cluster of processes that lives as long as the program that starts it.
