@@ -134,6 +134,18 @@ def test_the_table_of_dtypes_is_that_of_torch() -> None:
 HUGE = 1 << 61
 PATH = ("tensors", "m.w")
 SHARD = (*PATH, "shards", 0)
+
+
+def empty_file(name: str) -> tuple[tuple[Any, ...], Any]:
+    return ("files", name), {"name": name, "size_bytes": 0, "checksums": []}
+
+
+def value_at(*path: Any) -> tuple[tuple[Any, ...], Any]:
+    """A value without bytes."""
+    name = ".".join(str(key[0] if isinstance(key, list) else key) for key in path)
+    return ("values", name), {"path": list(path), "file": "v", "at": 0, "size_bytes": 0}
+
+
 LIES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "a hole": ((*PATH, "shards", 1, "sizes"), [4, 2]),
     "an overlap": ((*PATH, "shards", 1, "offsets"), [0, 2]),
@@ -157,19 +169,13 @@ LIES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "no dtype": ((*PATH, "dtype"), "load"),
     "a dtype that is a list": ((*PATH, "dtype"), []),
     "a file that is not there": ((*SHARD, "file"), "g"),
-    "a path out of the folder": (
-        ("files", "../f"),
-        {"name": "../f", "size_bytes": 0, "checksums": []},
-    ),
-    "an absolute path": (("files", "/f"), {"name": "/f", "size_bytes": 0, "checksums": []}),
-    "the folder itself": (("files", "."), {"name": ".", "size_bytes": 0, "checksums": []}),
-    "a zero byte": (("files", "a\0"), {"name": "a\0", "size_bytes": 0, "checksums": []}),
-    "half a character": (("files", "\ud800"), {"name": "\ud800", "size_bytes": 0, "checksums": []}),
-    "a long name": (("files", "a" * 256), {"name": "a" * 256, "size_bytes": 0, "checksums": []}),
-    "itself": (
-        ("files", "manifest.json"),
-        {"name": "manifest.json", "size_bytes": 0, "checksums": []},
-    ),
+    "a path out of the folder": empty_file("../f"),
+    "an absolute path": empty_file("/f"),
+    "the folder itself": empty_file("."),
+    "a zero byte": empty_file("a\0"),
+    "half a character": empty_file("\ud800"),
+    "a long name": empty_file("a" * 256),
+    "itself": empty_file("manifest.json"),
     "another name": (("files", "f", "name"), "v"),
     "a huge file": (("files", "f", "size_bytes"), HUGE),
     "a smaller file": (("files", "f", "size_bytes"), 2000),
@@ -187,26 +193,11 @@ LIES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "an empty path": ((*PATH, "path"), []),
     "a deep index": (("tensors", "l.0", "path"), ["l", [[0]]]),
     "a list and a dict": (("tensors", "l.0", "path"), ["l", 0]),
-    "a negative index": (
-        ("values", "l.-1"),
-        {"path": ["l", [-1]], "file": "v", "at": 0, "size_bytes": 0},
-    ),
-    "a huge index": (
-        ("values", "l.999999999"),
-        {"path": ["l", [999999999]], "file": "v", "at": 0, "size_bytes": 0},
-    ),
-    "a value in a tensor": (
-        ("values", "m.w.x"),
-        {"path": ["m", "w", "x"], "file": "v", "at": 0, "size_bytes": 0},
-    ),
-    "a value and a tensor": (
-        ("values", "m.w"),
-        {"path": ["m", "w"], "file": "v", "at": 0, "size_bytes": 0},
-    ),
-    "a value around a tensor": (
-        ("values", "m"),
-        {"path": ["m"], "file": "v", "at": 0, "size_bytes": 0},
-    ),
+    "a negative index": value_at("l", [-1]),
+    "a huge index": value_at("l", [999999999]),
+    "a value in a tensor": value_at("m", "w", "x"),
+    "a value and a tensor": value_at("m", "w"),
+    "a value around a tensor": value_at("m"),
     "a value beyond its file": (("values", "l.1", "size_bytes"), 11),
     "a huge value": (("values", "l.1", "size_bytes"), HUGE),
     "a huge chunk": (("chunk_bytes",), 1 << 30),
