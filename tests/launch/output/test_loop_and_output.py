@@ -195,7 +195,14 @@ def test_a_full_outlet_stops_the_reading_from_workers(
         loop.run_once()
     loop.run_once()
     assert list(capture.last) == ["first", "second"]
-    outlet.drop()
+    outlet.write(b"x" * (PENDING_LIMIT + 65536))
+    os.write(worker, b"third\n")
+    loop.run_once()
+    os.write(worker, b"fourth\n")
+    outlet.drop()  # what is dropped leaves room, although its reader has taken nothing
+    loop.call_later(0, lambda: None)
+    loop.run_once()
+    assert list(capture.last)[-1] == "fourth"
     capture.close()
     capture.close()
     os.close(worker)
