@@ -73,7 +73,7 @@ def test_endpoints_that_are_no_agents(run: MakeRun) -> None:
 
 def test_hosts_that_do_not_fit_are_refused(run: MakeRun) -> None:
     here = run()
-    settings = [("torch", "2.13"), ("--nproc-per-node", "4")]
+    settings = [("torch", "2.13"), ("--nproc-per-node", "4"), ("outlast version", "1.0")]
     first = here.host(2, settings=settings)
     first.joined()
     name = socket.gethostname()
@@ -89,6 +89,10 @@ def test_hosts_that_do_not_fit_are_refused(run: MakeRun) -> None:
         f"--rdzv-id: {name} asks for the run 'another', and {name} was started for another one": {
             "settings": settings,
             "run_id": "another",
+        },
+        f"outlast version: {name} has 1.0, {name} has 2.0": {
+            "settings": [*settings[:2], ("outlast version", "2.0")],
+            "protocol": 1 << 16,
         },
     }
     hosts = [here.host(3 + i, **options) for i, options in enumerate(misfits.values())]

@@ -18,7 +18,7 @@ from outlast.launch.config.secret import read_secret
 from outlast.launch.hosts.etcd.group import EtcdGroup
 from outlast.launch.hosts.host_group import GroupSpec
 from outlast.launch.hosts.plan import End, JobPlan
-from outlast.launch.hosts.replicated import founding
+from outlast.launch.hosts.replicated import founding, service
 from outlast.launch.hosts.replicated.group import ReplicatedGroup
 from outlast.system.lease_page import LeasePage
 from outlast.system.processes import readable
@@ -116,6 +116,7 @@ def main() -> None:
     given["conf"] = {"record_dir": given.pop("record_dir")} if "record_dir" in given else {}
     given["page"] = page = LeasePage.create(Path(given.pop("folder")))
     founding.SILENCE_S = given.pop("silence_s")
+    service.PROTOCOL = given.pop("protocol", service.PROTOCOL)
     given["endpoints"] = tuple((host, port) for host, port in given["endpoints"])
     if "secret" in given:
         given["secret"] = read_secret(given["secret"], None)

@@ -248,7 +248,7 @@ class PeerConnections:
     def _refusal(self, theirs: Hello) -> Refused | None:
         mine = self._hello
         if theirs.protocol != PROTOCOL:
-            setting = "the version of outlast"
+            setting = "outlast version"
             versions = [h.settings.get(setting, "another") for h in (mine.host, theirs.host)]
             return Refused(
                 f"{setting}: {mine.host.name} has {versions[0]}, {theirs.host.name} has "
