@@ -23,7 +23,7 @@ from outlast.coordination import barrier, deciding, membership
 from outlast.coordination.decision import Decision, ViewRecord, decode_record, encode_record
 from outlast.coordination.ops import Link, Op, request
 from outlast.coordination.replicated.operations import Operation, Result
-from outlast.coordination.replicated.table import Table
+from outlast.coordination.replicated.table import Table, is_covered
 from outlast.inprocess.recovery import waits
 from outlast.inprocess.recovery.host_protocol import Interrupted, Raised, Returned
 from outlast.inprocess.recovery.state_machine import Machine
@@ -45,6 +45,7 @@ class Model:
     request: float = 30e-6  # work of a host's server for a request
     message: float = 40e-6  # work of the leader for a message with one operation, and its answer
     wait: float = 20e-6  # the same for a wait: half when it comes, half when it ends
+    recall: float = 20e-6  # the same for a recall of a read lease
     operation: float = 4e-6  # and for each further operation in it
 
 
@@ -103,8 +104,9 @@ class _Worker:
 class _Leader:
     """The store of all hosts: the real table, and a queue before it."""
 
-    def __init__(self, time: _Time, model: Model) -> None:
+    def __init__(self, time: _Time, model: Model, leases: int) -> None:
         self.time, self.model, self.worker = time, model, _Worker(time)
+        self.leases = leases  # of reads
         self.table = Table()
         self.outcome = Outcome()
         self.waits: dict[str, dict[Hashable, Done]] = {}
@@ -138,7 +140,30 @@ class _Leader:
         result = self.table.perform(operation)
         appeared, self.table.appeared = self.table.appeared, []
         delay = self.model.commit if operation.writes else 0.0
-        self.time.later(delay, lambda: self._committed(result, answer, appeared))
+        if any(is_covered(key) for key, _ in appeared) and self.leases:
+            told = functools.partial(self._committed, result, answer, appeared)
+            self.time.later(delay, lambda: self._recall(told))
+        else:
+            self.time.later(delay, lambda: self._committed(result, answer, appeared))
+
+    def _recall(self, then: Callable[[], None]) -> None:
+        """Every host is told, and confirms it; then the others may be told, too."""
+        left = self.leases
+
+        def confirmed() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                then()
+
+        def arrive() -> None:
+            self.outcome.messages += 1
+            self.worker.work(self.model.recall / 2, confirmed)
+
+        for _ in range(self.leases):
+            self.worker.work(
+                self.model.recall / 2, lambda: self.time.later(2 * self.model.network, arrive)
+            )
 
     def _committed(self, result: Result, answer: Done, appeared: list[tuple[str, bytes]]) -> None:
         self._send(result, answer)
@@ -258,9 +283,11 @@ class _Task:
 
 
 class _Job:
-    def __init__(self, hosts: int, ranks: int, model: Model, *, combined: bool) -> None:
+    def __init__(
+        self, hosts: int, ranks: int, model: Model, *, combined: bool, read_leases: bool
+    ) -> None:
         self.size, self.model, self.time = hosts * ranks, model, _Time()
-        self.leader = _Leader(self.time, model)
+        self.leader = _Leader(self.time, model, hosts if read_leases else 0)
         self.first = Decision(ViewRecord(0, tuple(range(self.size))))
         self.inside: list[_Task] = []
         self.tasks: list[_Task] = []
@@ -319,12 +346,14 @@ def _kind(key: str) -> str:
     return "/".join(part for part in key.split("/") if not part.isdigit()).removeprefix("c/")
 
 
-def restart(hosts: int, ranks: int, model: Model, *, combined: bool = True) -> Outcome:
+def restart(
+    hosts: int, ranks: int, model: Model, *, combined: bool = True, read_leases: bool = False
+) -> Outcome:
     """One restart of a job that runs on `hosts` with `ranks` each. Without `combined`, each worker
-    is a client of the leader by itself.
+    is a client of the leader by itself. With `read_leases`, each host has one: it trains on GPUs.
     """
     with _shared_results():
-        job = _Job(hosts, ranks, model, combined=combined)
+        job = _Job(hosts, ranks, model, combined=combined, read_leases=read_leases)
         job.start()
         return job.restart(ranks)
 

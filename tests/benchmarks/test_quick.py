@@ -45,8 +45,15 @@ def test_replacement_measures_standbys_and_new_processes(tmp_path: Path) -> None
 
 def test_the_load_of_the_store_grows_with_hosts_and_not_with_ranks(tmp_path: Path) -> None:
     data, _ = quick(tmp_path, "hosts", 120)
-    found = {(one["hosts"], one["combined"]): one for one in data["simulated"]}
-    alone, few, many = found[16, False], found[4, True], found[16, True]
+    found = {(one["hosts"], one["how"]): one for one in data["simulated"]}
+    alone, few, many = (
+        found[16, "each rank by itself"],
+        found[4, "combined"],
+        found[16, "combined"],
+    )
+    # Read leases cost a message of each host and little time: one round of small messages.
+    leased = found[16, "combined, read leases"]
+    assert leased["messages"] == many["messages"] + 16
     assert many["messages"] < alone["messages"] / 4
     assert many["messages"] / 16 < 1.3 * few["messages"] / 4
     # Nothing that all ranks read grows with their number: 16 bytes for each are far less.
