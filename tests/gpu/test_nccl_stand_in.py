@@ -4,7 +4,6 @@ same time, and torch's watchdog is told not to end the process.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from pathlib import Path
@@ -15,9 +14,12 @@ import torch
 import torch.distributed as dist
 
 from inprocess.view_strategies import state_of
-from outlast.inprocess import CallWrapper, Wrapper, abort
+from outlast.errors import HealthCheckError
+from outlast.inprocess import CallWrapper, Wrapper
 from outlast.inprocess.abort import AbortTorchDistributed
+from outlast.inprocess.interruption import communicators
 from outlast.system import devices
+from outlast.system.backends import Backend
 
 STATE = state_of(0, 1)
 WATCHDOG = {
@@ -52,6 +54,8 @@ class Group:
     def __init__(self, communicator: Communicator | None) -> None:
         self._communicator = communicator
 
+    group_name = "0"
+
     def _get_backend(self, device: torch.device) -> Communicator:
         assert device.type == "cuda"
         if self._communicator is None:
@@ -79,6 +83,7 @@ def test_all_communicators_are_aborted_at_the_same_time(two: list[Communicator])
     AbortTorchDistributed()(STATE)
     for thread in waiting:
         thread.join(60)
+    communicators.await_aborts()
     assert not any(thread.is_alive() for thread in waiting)
 
 
@@ -87,22 +92,36 @@ def test_an_abort_that_fails_is_logged_and_the_restart_continues(
 ) -> None:
     two[0].error = RuntimeError("Future for ProcessGroup abort timed out")
     AbortTorchDistributed()(STATE)
+    communicators.await_aborts()
     assert all(each.aborted.is_set() for each in two)
     assert "a communicator of the device could not be aborted" in caplog.text
 
 
-def test_an_abort_that_hangs_does_not_hold_up_the_restart(
-    two: list[Communicator], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_an_abort_that_does_not_end_is_an_error_of_the_rank(
+    two: list[Communicator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(abort, "_DEVICE_S", 0.05)
+    monkeypatch.setattr(Backend, "abort_s", 0.05)
     missing = two[0].partner = Communicator()
-    with caplog.at_level(logging.WARNING):
-        AbortTorchDistributed()(STATE)
-    assert "was not aborted within" in caplog.text
-    left = [t for t in threading.enumerate() if t.name == abort.DEVICE_THREAD]
+    AbortTorchDistributed()(STATE)
+    with pytest.raises(HealthCheckError, match=r"abort of a process group .* 0 \(Communicator\)"):
+        communicators.await_aborts()
+    assert not communicators.can_be_destroyed()
     missing.aborted.set()
-    for thread in left:
-        thread.join(60)
+    communicators.await_aborts()
+    assert communicators.can_be_destroyed()
+
+
+def test_a_communicator_that_is_made_after_the_abort_is_aborted_too(
+    two: list[Communicator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    abort = AbortTorchDistributed()
+    abort(STATE)
+    communicators.await_aborts()
+    late = Communicator()
+    monkeypatch.setitem(dist.distributed_c10d._world.pg_map, Group(late), None)  # type: ignore[arg-type]
+    abort.again(STATE)
+    assert late.aborted.wait(60)
+    communicators.await_aborts()
 
 
 def test_the_watchdog_does_not_end_a_process_that_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +167,8 @@ def test_the_wrapper_for_debugging_is_not_what_is_aborted(tmp_path: Path) -> Non
         wrapper = group._get_backend(torch.device("cpu"))
         assert wrapper is not wrapper.wrapped_pg
         found = devices.Accelerator("cpu").communicator(group)
-        assert type(found) is type(wrapper.wrapped_pg)
+        assert found is not None
+        assert found.name == wrapper.wrapped_pg._get_backend_name()
     finally:
         dist.set_debug_level(level)  # type: ignore[attr-defined]
         dist.destroy_process_group()

@@ -65,9 +65,9 @@ def _registered() -> ModuleType:
 
 
 def _new_group(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
-    store = dist.PrefixStore("gloo", store)
-    gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-    return _registered().new_group(gloo)
+    of_gloo = dist.PrefixStore("gloo", store)
+    gloo = dist.ProcessGroupGloo(of_gloo, rank, size, timeout=timeout)
+    return _registered().new_group(gloo, store)
 
 
 def _device_module(extension: ModuleType) -> ModuleType:

@@ -1,7 +1,8 @@
 """Aborts in-flight distributed work, from another thread, within milliseconds.
 
 * Groups with a backend for the accelerator, such as NCCL, are aborted by that, each in a separate
-  thread, so that a hanging abort does not delay the others.
+  thread (`interruption/communicators.py`): the interrupt does not wait for them. A communicator
+  that is still being made is ended by its sockets (`interruption/nccl_bootstrap.py`).
 * gloo groups are aborted by shutting down their sockets (`interruption/gloo.py`), including
   subgroups and DDP's groups.
 * A rank may also be blocked while creating a group, waiting on the group's store for a peer that
@@ -24,12 +25,11 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch.distributed as dist
-
 from outlast.inprocess.environment import store_endpoint
+from outlast.inprocess.interruption import nccl_bootstrap
+from outlast.inprocess.interruption.communicators import begin_aborts, communicators
 from outlast.inprocess.interruption.gloo import SETTLED_PATIENCE_S, GlooAbort
 from outlast.inprocess.state import State
-from outlast.system import devices
 from outlast.system.sockets import awaited, peer, shut_down, socket_inode, socket_inodes
 
 __all__ = ["Abort", "AbortTorchDistributed", "AbortTransformerEngine"]
@@ -37,13 +37,6 @@ __all__ = ["Abort", "AbortTorchDistributed", "AbortTransformerEngine"]
 log = logging.getLogger("outlast.inprocess")
 
 _AGAIN_S = 0.02
-DEVICE_THREAD = "outlast-abort-device"
-_DEVICE_S = 30.0
-"""How long to wait for an abort such as NCCL's, which waits for the device. torch's own limit, the
-timeout of the group, does not end it: torch then waits for its thread. A thread that is still in an
-abort is left behind; if the function's thread waits for the device too, the hard timeout ends the
-process.
-"""
 
 
 class Abort(abc.ABC):
@@ -91,26 +84,18 @@ class AbortTorchDistributed(Abort):
         self._thread = threading.get_native_id()
 
     def __call__(self, state: State) -> State:
-        abort = devices.on_this_device(_abort)
-        threads = [
-            threading.Thread(target=abort, args=(each,), name=DEVICE_THREAD, daemon=True)
-            for _, each in _communicators()
-        ]
-        for thread in threads:
-            thread.start()
+        begin_aborts()
         self._gloo = GlooAbort(keep=self._open_before)
         self._shut_down_store(self._gloo.shut_down())
-        deadline = time.monotonic() + _DEVICE_S
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        if any(thread.is_alive() for thread in threads):
-            log.warning("a communicator of the device was not aborted within %g s", _DEVICE_S)
+        nccl_bootstrap.end_creations(self._open_before)
         return state
 
     def again(self, state: State) -> None:
-        """Shuts down new connections, since a group may have been created after the abort, and
-        wakes threads that still wait when no connection is left.
+        """Shuts down new connections, since a group or a communicator may have been created after
+        the abort, and wakes threads that still wait when no connection is left.
         """
+        begin_aborts()
+        nccl_bootstrap.end_creations(self._open_before)
         connected = self._gloo.shut_down()
         self._shut_down_store(connected)
         self._shut_down_awaited()
@@ -168,10 +153,7 @@ def collectives_begun() -> list[tuple[str, int]] | None:
     those are what an abort may end with garbage. `None` if a group does not count them.
     """
     try:
-        return [
-            (group.group_name, each._get_sequence_number_for_group())
-            for group, each in _communicators()
-        ]
+        return [(group.group_name, each.begun()) for group, each in communicators()]
     except RuntimeError:
         return None
 
@@ -189,20 +171,3 @@ def interrupt_collectives(done: threading.Event) -> None:
         if done.wait(_AGAIN_S):
             return
         gloo.wake_blocked(settled=not connected)
-
-
-def _communicators() -> list[tuple[Any, Any]]:
-    """The process groups with a backend for the device, and that."""
-    accelerator = devices.available()
-    if accelerator is None or not dist.is_available():
-        return []
-    groups = list(dist.distributed_c10d._world.pg_map)
-    found = [(group, accelerator.communicator(group)) for group in groups]
-    return [each for each in found if each[1] is not None]
-
-
-def _abort(communicator: Any) -> None:
-    try:
-        communicator.abort()
-    except RuntimeError:
-        log.exception("a communicator of the device could not be aborted; the restart continues")

@@ -23,6 +23,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from outlast.system.backends import Backend, serving
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -64,9 +66,9 @@ class Accelerator:
         default_stream = getattr(self.module, "default_stream", torch.accelerator.current_stream)
         default_stream(index).query()
 
-    def communicator(self, group: Any) -> Any:
-        """What ends the collectives of a process group on this type by its `abort()`, which is
-        called in a thread of its own; `None` if the group has no backend for the type.
+    def communicator(self, group: Any) -> Backend | None:
+        """The backend that a process group has for the type; `None` if it has none that can abort
+        its collectives.
         """
         try:
             backend = group._get_backend(torch.device(self.type))
@@ -74,7 +76,7 @@ class Accelerator:
             return None
         # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it; the wrapper of torch 2.6 has no `abort`.
         backend = getattr(backend, "wrapped_pg", backend)
-        return backend if hasattr(backend, "abort") else None
+        return serving(backend) if hasattr(backend, "abort") else None
 
     def nccl_version(self) -> tuple[int, ...]:
         """The version of NCCL in this process; empty if this type does not use it."""

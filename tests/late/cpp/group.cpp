@@ -9,6 +9,14 @@
 //   stream goes on.
 // - With LATE_PEERS_END in the environment, an abort of a peer does the same: NCCL's kernel goes
 //   through its steps without data when it is aborted, and tells its peers that it has done them.
+//
+// What NCCL, and torch's group for it, do besides, each if LATE_NCCL in the environment names it:
+//
+// - `bootstrap`: the communicator is made at the first collective (`bootstrap.cpp`), and an abort
+//   before that has no effect.
+// - `destroy`: `shutdown` returns when all ranks have called it, or after an abort.
+// - `stays`: an abort does not end, and `shutdown` and the destructor wait for it: one mutex.
+// - An abort waits until no `Graph` is left: a graph that has captured a collective of the group.
 #include "group.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -16,9 +24,11 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <cstring>
 #include <map>
 #include <thread>
 
+#include "bootstrap.h"
 #include "operators.h"
 #include "memory.h"
 #include "queue.h"
@@ -137,22 +147,48 @@ void allreduce_now(c10d::Backend& gloo, Tensors& tensors, const c10d::ReduceOp& 
   }
 }
 
+bool does(const char* what) {
+  const char* all = std::getenv("LATE_NCCL");
+  return all && std::strstr(all, what);
+}
+
+std::atomic<int> graphs = 0;
+
 Tensors parts(const at::Tensor& whole, int count) { return whole.view(-1).chunk(count); }
 
 class Group final : public c10d::Backend {
  public:
-  explicit Group(Gloo gloo) : Backend(gloo->getRank(), gloo->getSize()) {
+  Group(Gloo gloo, c10::intrusive_ptr<c10d::Store> store)
+      : Backend(gloo->getRank(), gloo->getSize()), store_(std::move(store)) {
     shared_->gloo = std::move(gloo);
+    is_made_ = !does("bootstrap") || getSize() == 1;
   }
+  ~Group() override { std::lock_guard<std::mutex> lock(ends_); }
 
   const std::string getBackendName() const override { return "lategloo"; }
 
   uint64_t getSequenceNumberForGroup() override { return begun_; }
 
   void abort() override {
-    std::lock_guard<std::mutex> lock(shared_->mutex);
-    shared_->aborted = true;
-    shared_->changed.notify_all();
+    std::lock_guard<std::mutex> ends(ends_);
+    if (!is_made_)
+      return;
+    {
+      std::lock_guard<std::mutex> lock(shared_->mutex);
+      shared_->aborted = true;
+      shared_->changed.notify_all();
+    }
+    while ((graphs || does("stays")) && !stopped())
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+
+  void shutdown() override {
+    std::lock_guard<std::mutex> ends(ends_);
+    if (!does("destroy") || !is_made_)
+      return;
+    Tensors none;
+    int device = current_device();
+    perform(shared_, device, [](auto& gloo, auto&, auto&) { gloo.barrier()->wait(); }, none, none);
   }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
@@ -281,6 +317,10 @@ class Group final : public c10d::Backend {
  private:
   WorkPtr queued(
       OpType type, const Tensors& inputs, const Tensors& outputs, Collective collective) {
+    if (!is_made_) {
+      bootstrap(*store_, getRank(), getSize());
+      is_made_ = true;
+    }
     {
       std::lock_guard<std::mutex> lock(shared_->mutex);
       TORCH_CHECK(!shared_->aborted, "late: the process group was aborted");
@@ -324,14 +364,20 @@ class Group final : public c10d::Backend {
   }
 
   const std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
+  const c10::intrusive_ptr<c10d::Store> store_;
+  std::atomic<bool> is_made_ = true;
+  std::mutex ends_;
   std::atomic<uint64_t> begun_ = 0;
   std::map<std::pair<int, OpType>, int64_t> streams_;
 };
 
 } // namespace
 
-c10::intrusive_ptr<c10d::Backend> new_group(Gloo gloo) {
-  return c10::make_intrusive<Group>(std::move(gloo));
+c10::intrusive_ptr<c10d::Backend> new_group(Gloo gloo, c10::intrusive_ptr<c10d::Store> store) {
+  return c10::make_intrusive<Group>(std::move(gloo), std::move(store));
 }
+
+Graph::Graph() { ++graphs; }
+Graph::~Graph() { --graphs; }
 
 } // namespace late

@@ -17,6 +17,7 @@ PYBIND11_MODULE(_late, m) {
   py::class_<late::Signal, std::shared_ptr<late::Signal>>(m, "Gate")
       .def("release", &late::Signal::set, no_gil())
       .def("is_released", &late::Signal::is_set, no_gil());
+  py::class_<late::Graph>(m, "Graph").def(py::init());
   m.attr("device_count") = late::kDevices;
   m.attr("pool_size") = late::kPoolSize;
   m.def("register_hooks", &late::register_hooks);

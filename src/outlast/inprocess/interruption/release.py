@@ -43,6 +43,7 @@ import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
 from outlast.errors import RankShouldRestart
+from outlast.inprocess.interruption import communicators
 from outlast.inprocess.interruption.gloo import GlooAbort, any_blocked, pair_sockets
 from outlast.system import devices
 from outlast.system.parallel import start_thread
@@ -51,6 +52,8 @@ log = logging.getLogger("outlast.inprocess")
 
 _LOADER = "_MultiProcessingDataLoaderIter.__del__"
 _SHARER = resource_sharer.__file__
+_NAMES = 100_000
+"""The distance between the first names of the groups of two iterations, which are numbers."""
 _MOST_KEPT = 64
 """References to groups that the function has destroyed, until the end of the iteration."""
 _OWN_REFERENCES = 2  # the variable, and the argument of `getrefcount`
@@ -91,7 +94,9 @@ class Releaser:
 
     @contextlib.contextmanager
     def keeping_destroyed(self) -> Iterator[None]:
-        """In this block, `destroy_process_group` leaves a group that a module has to `release`."""
+        """In this block, `destroy_process_group` leaves a group that a module has to `release`, and
+        each that would wait for other ranks while an exception is on its way.
+        """
         if not dist.is_available():
             yield
             return
@@ -100,6 +105,11 @@ class Releaser:
 
         @functools.wraps(destroy)
         def keeping(*args: Any, **kwargs: Any) -> None:
+            group = args[0] if args else kwargs.get("group")
+            if communicators.keep_if_failing(group):
+                if group is None or group is dist.group.WORLD:
+                    _forget_groups()
+                return
             if len(self._held) > _MOST_KEPT:  # the function makes many, one after another
                 old, self._held = self._held, []
                 start_thread("outlast-release", devices.on_this_device(old.clear))
@@ -127,10 +137,15 @@ class Releaser:
         self.join()
         if not dist.is_available():
             return
-        held, self._held = self._held, []
+        held, self._held = [*self._held, *communicators.release_kept()], []
         held.extend(list(dist.distributed_c10d._world.pg_map))
         if held:
             _drain()
+        if not communicators.can_be_destroyed():  # nor at the end of the process
+            for each in held:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+            _forget_groups()
+            return
         if dist.is_initialized():
             try:
                 destroy = dist.destroy_process_group
@@ -191,6 +206,18 @@ def _forget_groups() -> None:
         getattr(c10d._world, name).clear()
     c10d._unregister_all_process_groups()  # type: ignore[attr-defined]
     c10d._world.group_count = 0
+    symmetric: Any = sys.modules.get("torch.distributed._symmetric_memory")
+    for name in ("_group_name_to_store", "_group_name_to_workspace_tensor"):
+        getattr(symmetric, name, {}).clear()
+
+
+def name_groups_of(iteration: int) -> None:
+    """Gives the groups of an iteration names that those of the iterations before did not have, the
+    same on all ranks: torch notes some things by name and for ever, such as the store of a group
+    with symmetric memory.
+    """
+    if dist.is_available() and not dist.is_initialized():
+        dist.distributed_c10d._world.group_count = iteration * _NAMES
 
 
 _FATAL = 3  # c10's levels: INFO 0, WARNING 1, ERROR 2, FATAL 3

@@ -29,6 +29,7 @@ from outlast.inprocess.call_wrapper import CallWrapper, observers
 from outlast.inprocess.ending import Completion, Terminate
 from outlast.inprocess.environment import Launch, publish_rank
 from outlast.inprocess.health_check import check_device_context
+from outlast.inprocess.interruption.communicators import await_aborts
 from outlast.inprocess.interruption.error_kinds import is_consequence
 from outlast.inprocess.interruption.foreign_handlers import ForeignHandlers
 from outlast.inprocess.interruption.interrupter import AtomicSection
@@ -38,7 +39,7 @@ from outlast.inprocess.interruption.monitor_thread import (
     sample_of_error,
 )
 from outlast.inprocess.interruption.program_stores import ProgramStores
-from outlast.inprocess.interruption.release import ModesAtStart, Releaser
+from outlast.inprocess.interruption.release import ModesAtStart, Releaser, name_groups_of
 from outlast.inprocess.monitor.shared_page import Activity
 from outlast.inprocess.rank_assignment import ShiftRanks
 from outlast.inprocess.recovery.host_protocol import (
@@ -210,6 +211,8 @@ class RankHost(RankFaults):
         train_ex = None if error is None or is_consequence(error) else error
         if error is not None:
             release_frames(error)
+        with self._user_code(Activity.LEAVING):
+            await_aborts()
         log.debug("rank %d: iteration %d: finalize", self.place.rank, self.place.iteration)
         check_device_context(self.place.rank)
         with self._user_code(Activity.LEAVING), self.emitter.span(ev.FinalizeDone):
@@ -320,6 +323,7 @@ class RankHost(RankFaults):
         loop.begin()
         self.watch = self.monitor_thread.watch_iteration(self._over)
         self.stores.replace()
+        name_groups_of(self.place.iteration)
         publish_rank(
             self.place.rank,
             self.running.state.active_world_size,

@@ -1,0 +1,139 @@
+"""The communicators of the device, which belong to torch's process groups, and their aborts.
+
+An abort waits for what it ends: for kernels, for a mutex that the function's thread may hold, and
+for each CUDA graph that has captured a collective, which lives until the function's frames are
+gone. So each runs in a thread of its own, `begin_aborts` waits for none of them, the function is
+interrupted meanwhile, and `await_aborts` waits once it has been left.
+
+While an abort lives, nothing of its group may be destroyed: `shutdown` and the destructor wait for
+the same mutex. Such a process cannot be used any more, and leaves for its replacement.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import sys
+import threading
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from outlast.errors import HealthCheckError
+from outlast.inprocess.interruption.error_kinds import USER_REGION
+from outlast.system import devices
+from outlast.system.backends import Backend
+
+log = logging.getLogger("outlast.inprocess")
+
+DEVICE_THREAD = "outlast-abort-device"
+_CYCLES_S = 0.5  # after which a captured graph may be in a reference cycle
+
+_kept: list[Any] = []  # process groups that the function has destroyed, but that are only kept
+_aborts: list[Abort] = []  # those begun in this iteration
+
+
+class Abort(threading.Thread):
+    """The abort of one communicator."""
+
+    def __init__(self, group: Any, backend: Backend) -> None:
+        super().__init__(name=DEVICE_THREAD, daemon=True)
+        self.group, self.backend = group, backend
+        self._abort = devices.on_this_device(backend.abort)
+
+    def run(self) -> None:
+        try:
+            self._abort()
+        except RuntimeError:
+            log.exception("a communicator of the device could not be aborted")
+
+
+def communicators() -> list[tuple[Any, Backend]]:
+    """The process groups with a backend for the device, and that."""
+    accelerator = devices.available()
+    if accelerator is None or not dist.is_available():
+        return []
+    groups = dict.fromkeys([*dist.distributed_c10d._world.pg_map, *_kept])
+    found = [(group, accelerator.communicator(group)) for group in groups]
+    return [(group, backend) for group, backend in found if backend is not None]
+
+
+def begin_aborts() -> None:
+    """Aborts all communicators, each in its thread, except those that are being aborted. Called
+    again, it aborts those that were made since: a group may make one at any collective.
+    """
+    aborting = {id(each.group) for each in _aborts if each.is_alive()}
+    for group, backend in communicators():
+        if id(group) not in aborting:
+            abort = Abort(group, backend)
+            _aborts.append(abort)
+            abort.start()
+
+
+def await_aborts() -> None:
+    """Waits for the aborts. Called when the function has been left, and its frames are gone.
+
+    Raises:
+        HealthCheckError: if one does not end. Its group is never destroyed then.
+    """
+    begun = time.monotonic()
+    for cycles in (False, True):
+        if cycles and any(each.is_alive() for each in _aborts):
+            gc.collect()
+        for each in _aborts:
+            limit_s = each.backend.abort_s if cycles else min(each.backend.abort_s, _CYCLES_S)
+            each.join(max(0.0, begun + limit_s - time.monotonic()))
+    stay = [each for each in _aborts if each.is_alive()]
+    if not stay:
+        _aborts.clear()
+        return
+    for each in stay:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each.group))
+    names = ", ".join(f"{each.group.group_name} ({each.backend.name})" for each in stay)
+    raise HealthCheckError(
+        f"the abort of a process group has not ended within {stay[0].backend.abort_s:g} s: "
+        f"{names}. This process leaves for its replacement"
+    )
+
+
+def can_be_destroyed() -> bool:
+    """Whether no abort lives: destroying a process group would wait for it."""
+    return not any(each.is_alive() for each in _aborts)
+
+
+def keep_if_failing(group: Any) -> bool:
+    """Keeps the group that is to be destroyed, or all for `None`, if it has a communicator and an
+    exception is on its way out of the function, and returns whether. To destroy a communicator is
+    to wait for its other ranks, which may wait for this one, as in `finally:
+    destroy_process_group()`: they hear of the fault once the exception has left the function. The
+    same once an abort has begun, after which the function may go on until it is interrupted.
+    """
+    if not (_aborts or _is_failing()):
+        return False
+    whole = group is None or group is dist.group.WORLD
+    found = [each for each, _ in communicators() if whole or each is group]
+    if not found:
+        return False
+    _kept.extend(dist.distributed_c10d._world.pg_map if whole else found)
+    return True
+
+
+def release_kept() -> list[Any]:
+    """The groups kept, which are the caller's from now on."""
+    kept = list(_kept)
+    _kept.clear()
+    return kept
+
+
+def _is_failing() -> bool:
+    """Whether an exception is being handled that a frame of the function has seen."""
+    error = sys.exc_info()[1]
+    seen_by = error.__traceback__.tb_frame if error and error.__traceback__ else None
+    frame = sys._getframe()
+    while frame.f_code is not USER_REGION and frame is not seen_by:
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return frame is seen_by

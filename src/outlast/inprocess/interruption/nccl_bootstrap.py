@@ -1,0 +1,145 @@
+"""Ends the creation of an NCCL communicator, for which no other rank comes any more.
+
+`ncclCommInitRank` returns when all ranks have called it. Until then torch does not know of the
+communicator, so no abort reaches it (`ncclCommSplit` besides holds the mutex of its parent). It
+waits in `accept`, which NCCL calls again and again, on sockets of its own: once they are shut down,
+`accept` fails, and the creation with it.
+
+Which sockets are these? NCCL has others, such as those of its RAS thread, which would not notice
+and use a core for ever. A listener belongs to a creation if its address is on the stack of a thread
+either after its own descriptor, as in NCCL's `ncclSocket`, or 28 bytes after an address of the same
+host, as in the `extInfo` that a rank sends to the root: both are so from NCCL 2.18 to 2.30. The
+thread that serves the root's address has a name, and waits in one call of `accept`.
+
+With `TORCH_NCCL_USE_COMM_NONBLOCKING=1`, NCCL creates the communicator in a thread of its own,
+which is not looked at: the wait ends after `TORCH_NCCL_NONBLOCKING_TIMEOUT` (`docs/gpu.md`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple
+
+from outlast.system.sockets import peer, shut_down, socket_inode, socket_inodes
+
+_ROOT_THREAD = "NCCL BootstrapR"
+_ACCEPT = {"x86_64": b"43", "aarch64": b"202"}.get(os.uname().machine, b"none")
+_NUMBERS_BEFORE = 4  # of an `ncclSocket`, before its address, the descriptors among them
+_ADDRESS = 28  # bytes of an address in NCCL: a sockaddr_in6
+_CHUNK, _MOST = 1 << 16, 1 << 21  # of a stack, in bytes, from its base
+
+
+class _Listener(NamedTuple):
+    descriptor: int
+    inode: int
+    name: tuple[str, int]
+    start: bytes  # of its address in memory: family, port and, for IPv4, the number of the host
+    host: slice  # where the number of the host is in an address
+
+
+def end_creations(keep: Collection[int]) -> int:
+    """Ends all creations, except by sockets of these inodes; returns how many were found."""
+    inodes = socket_inodes()
+    new = [item for item in inodes.items() if item[1] not in keep]
+    listeners = [found for item in new if (found := _listener(*item)) is not None]
+    if not listeners:
+        return 0
+    serving = _served_by_root()
+    ended = [each for each in listeners if each.descriptor in serving]
+    for stack in _stacks():
+        ended += [each for each in listeners if each not in ended and _is_in(stack, each)]
+    names = {each.name for each in ended}
+    for each in ended:
+        shut_down(each.descriptor, each.inode)
+    for descriptor, inode in new:  # the ring, once a rank has accepted
+        if peer(descriptor) is not None and _name(descriptor) in names:
+            shut_down(descriptor, inode)
+    return len(ended)
+
+
+def _listener(descriptor: int, inode: int) -> _Listener | None:
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
+        if not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return None
+        if found.family not in (socket.AF_INET, socket.AF_INET6):
+            return None
+        address, port = found.getsockname()[:2]
+        number = socket.inet_pton(found.family, address.partition("%")[0])
+        start = struct.pack("=H", found.family) + struct.pack("!H", port)
+        if found.family == socket.AF_INET:
+            return _Listener(descriptor, inode, (address, port), start + number, slice(4, 8))
+        return _Listener(descriptor, inode, (address, port), start, slice(8, 24))
+    return None  # closed meanwhile
+
+
+def _name(descriptor: int) -> tuple[str, int] | None:
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
+        address, port = found.getsockname()[:2]
+        return str(address), int(port)
+    return None
+
+
+def _is_in(stack: bytes, listener: _Listener) -> bool:
+    at = stack.find(listener.start)
+    while at >= 0:
+        numbers = stack[max(0, at - 4 * _NUMBERS_BEFORE) : at]
+        if len(numbers) % 4 == 0 and listener.descriptor in struct.unpack(
+            f"={len(numbers) // 4}i", numbers
+        ):
+            return True
+        before, own = stack[max(0, at - _ADDRESS) : at], stack[at : at + _ADDRESS]
+        if before[:2] == own[:2] and before[listener.host] == own[listener.host]:
+            return True
+        at = stack.find(listener.start, at + 1)
+    return False
+
+
+def _stacks() -> list[bytes]:
+    """The stacks of the threads that run Python, but for this one: the main thread, and those in
+    which autograd calls hooks.
+    """
+    idents = [ident for ident in sys._current_frames() if ident != threading.get_ident()]
+    memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return [_stack(memory, ident) for ident in idents]
+    finally:
+        os.close(memory)
+
+
+def _stack(memory: int, ident: int) -> bytes:
+    library = ctypes.CDLL(None)
+    attributes = ctypes.create_string_buffer(128)  # a pthread_attr_t, of 56 or 64 bytes
+    low, size = ctypes.c_void_p(), ctypes.c_size_t()
+    if library.pthread_getattr_np(ctypes.c_ulong(ident), attributes):
+        return b""
+    library.pthread_attr_getstack(attributes, ctypes.byref(low), ctypes.byref(size))
+    library.pthread_attr_destroy(attributes)
+    end = (low.value or 0) + size.value
+    parts: list[bytes] = []
+    for begin in range(end - _CHUNK, max(end - min(size.value, _MOST), _CHUNK) - 1, -_CHUNK):
+        try:
+            parts.insert(0, os.pread(memory, _CHUNK, begin))
+        except (OSError, OverflowError):
+            break  # the stack of the main thread is mapped as it grows
+    return b"".join(parts)
+
+
+def _served_by_root() -> set[int]:
+    """The descriptors from which the threads accept that serve a root."""
+    found = set()
+    for tid in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            task = Path(f"/proc/self/task/{tid}")
+            if task.joinpath("comm").read_text().strip() == _ROOT_THREAD:
+                call, *arguments = task.joinpath("syscall").read_bytes().split()
+                if call == _ACCEPT and socket_inode(int(arguments[0], 16)) is not None:
+                    found.add(int(arguments[0], 16))
+    return found

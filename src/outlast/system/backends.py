@@ -1,0 +1,82 @@
+"""The backends of process groups on a device: what a fault of a rank needs of them.
+
+torch has one interface for all, and says nothing of how long a call may block. What is used here
+was read in the source of each backend: see "Backends" in `docs/gpu.md`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+log = logging.getLogger("outlast.devices")
+
+
+class Backend:
+    """The backend of one process group. This class serves every backend that is not known: its
+    abort may do nothing, or not return, so a rank does not wait for it for long.
+    """
+
+    abort_s = 10.0
+    """After which its abort is taken for one that does not end, in seconds."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    @property
+    def name(self) -> str:
+        return _name(self._backend)
+
+    def abort(self) -> None:
+        """Ends all collectives. Called in a thread of its own, as it may not return; never in two
+        threads at once. A communicator that is still being made is not ended.
+        """
+        self._backend.abort()
+
+    def begun(self) -> int:
+        """How many collectives have begun; a `RuntimeError` if the backend does not count them."""
+        return int(self._backend._get_sequence_number_for_group())
+
+
+class Nccl(Backend):
+    """`ProcessGroupNCCL`, which is `nccl` up to torch 2.14 and `nccl-legacy` since 2.14. Its abort
+    waits for the device, for no longer than the timeout of the group.
+    """
+
+    abort_s = 30.0
+
+
+class Nccl2(Nccl):
+    """`ProcessGroupNCCL2`, which is `nccl` since torch 2.15, and `nccl-lazy`."""
+
+    def abort(self) -> None:
+        options: Any = getattr(self._backend, "options", None)
+        if getattr(options, "abort_process_on_timeout_or_error", False):  # torch 2.14
+            options.abort_process_on_timeout_or_error = False  # else it ends the process
+        super().abort()
+
+
+_KNOWN: dict[str, type[Backend]] = {"nccl": Nccl, "nccl2": Nccl2, "nccl-lazy": Nccl2}
+
+
+def serving(backend: Any) -> Backend:
+    """What serves this backend of torch."""
+    name = _name(backend)
+    if name not in _KNOWN:
+        _say_unknown(name)
+    return _KNOWN.get(name, Backend)(backend)
+
+
+def _name(backend: Any) -> str:
+    return str(getattr(backend, "_get_backend_name", lambda: type(backend).__name__)())
+
+
+@functools.cache
+def _say_unknown(name: str) -> None:
+    log.info(
+        "the backend %s is not one that outlast knows: a rank whose abort of it does not end "
+        "within %g s leaves for its replacement",
+        name,
+        Backend.abort_s,
+    )
