@@ -12,7 +12,8 @@
 #   make campaign  1,000 faults in a training that must end with the same bits; takes about 40 minutes on two cores
 #   make torture   crash states and failing calls of saves, histories of hosts, and generated training
 #                  programs and states, for TORTURE_SECONDS, by SEED; ONLY=programs: these alone
-#   make gpu       what needs a GPU: tests and benchmarks; PYTHON= has a CUDA build of torch, or TORCH=
+#   make gpu       what needs a GPU, in nine minutes with one: tests, then measurements; PYTHON= has a
+#                  CUDA build of torch, or TORCH=
 #   make bench     the benchmarks, compared with another library that restarts in place
 #   make docs      the documentation, into build/site; its Python examples are type-checked
 #   make dist      sdist and wheel, into dist/; the README's first program runs from the wheel

@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from benchmarks.gpu import runs
+from benchmarks.gpu.plan import MEASURED_S, ONE_GPU, ONE_GPU_S, SEVERAL_GPUS, Part
 from benchmarks.gpu.results import Figure, Outcome, Results
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +65,6 @@ def test_the_page_and_the_json_say_the_same(tmp_path: Path) -> None:
         Results(MACHINE, [], [COPY], 1.0),
         Results(MACHINE, [PASSED, Outcome("b", "failed", 1.0, "why")], [COPY], 1.0),
         Results(MACHINE, [PASSED], [Figure("x", "s", None, error="exit code 1")], 1.0),
-        Results(MACHINE, [PASSED], [COPY], 1.0, stopped="the tests took more than 1 s"),
     ],
 )
 def test_a_run_that_is_not_whole_has_not_passed(results: Results) -> None:
@@ -80,6 +81,42 @@ def test_a_measurement_that_fails_gives_its_error_and_no_figure() -> None:
     assert figure.error.startswith("exit code ")
     (late,) = runs.run_measurement("restart_with_nccl", 0.0)
     assert late.error == "it ran out of time"
+
+
+@pytest.mark.slow
+def test_a_test_that_hangs_ends_with_its_part(tmp_path: Path) -> None:
+    script = tmp_path / "test_two.py"
+    script.write_text(
+        "import pytest, time\n"
+        "pytestmark = pytest.mark.gpu\n"
+        "def test_a(): pass\n"
+        "def test_b(): time.sleep(600)\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
+    tests = (f"-c{tmp_path}/pytest.ini", str(script))
+    parts = [Part("hangs", 20.0, tests), Part("comes too late", 20.0, tests)]
+    found = runs.run_parts(parts, tmp_path, time.monotonic() + 20.0)
+    assert [(each.name, each.outcome) for each in found] == [
+        ("test_two: test_a", "passed"),
+        ("hangs", "failed"),
+        ("comes too late", "failed"),
+    ]
+    assert [each.reason for each in found[1:]] == ["it took more than 20 s", "no time was left"]
+
+
+def test_the_plan_has_every_test_on_a_gpu_once_and_fits_its_time() -> None:
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "--collect-only", "-q", "tests/gpu"]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
+    collected = {line.partition("[")[0] for line in done.stdout.splitlines() if "::" in line}
+    planned = [test for part in (*ONE_GPU, *SEVERAL_GPUS) for test in part.tests]
+    for test in collected:
+        matching = [each for each in planned if each in (test, test.partition("::")[0])]
+        assert matching, test
+    assert all(any(each.startswith(test) for each in collected) for test in planned)
+    assert len(set(planned)) == len(planned)
+    assert MEASURED_S < ONE_GPU_S <= 540
 
 
 @pytest.mark.slow

@@ -82,8 +82,10 @@ class Run:
         args: Iterable[str] = (),
         env: Mapping[str, str] | None = None,
         module: bool = False,
+        quiet: bool = True,
     ) -> None:
         self.id = uuid.uuid4().hex
+        self.quiet = quiet  # torch logs no warnings of its own
         self.temporary = tmp_path / "tmp"
         self.temporary.mkdir(exist_ok=True)
         self.script = tmp_path / "script.py"
@@ -121,7 +123,7 @@ class Run:
             stream.close()
         if error is None:
             assert not left, f"left behind: {left}\n{self.err}"
-            assert not (noise := torch_noise(self.err)), noise
+            assert not (self.quiet and (noise := torch_noise(self.err))), noise
 
     # ---------------------------------------------------------------------------- waiting
 

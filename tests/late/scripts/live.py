@@ -35,6 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import outlast
+from gpu.sharing import own_index
 from late import device, orderings
 from outlast import inprocess
 from outlast.inprocess import Compose
@@ -149,7 +150,7 @@ def content(values: Iterable[Any]) -> str:
 @inprocess.Wrapper(rank_assignment=Compose(ShiftRanks(), AwaitReplacements(60)), **PLAN["timeouts"])
 def train(call: inprocess.CallWrapper) -> None:
     if PLAN["own_device"] or PLAN["backend"] == "nccl":
-        torch.accelerator.set_device_index(int(os.environ["RANK"]))
+        torch.accelerator.set_device_index(own_index())
     dist.init_process_group(f"cpu:gloo,{PLAN['device']}:{PLAN['backend']}")
     rank = dist.get_rank()
     if PLAN["deaf"] and rank == 0:

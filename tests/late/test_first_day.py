@@ -1,0 +1,47 @@
+"""What users of a GPU meet first (`tests/gpu/test_first_day.py`), on the device `late`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gpu import first_day
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("zygote")]
+LATE = {"DEVICE": "late"}
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        ("before_the_first_collective",),
+        ("in_a_collective", "raise"),
+        ("in_a_collective", "finally"),
+        ("in_a_subgroup",),
+        ("between_pairs",),
+        ("sharded",),
+    ],
+    ids=" ".join,
+)
+def test_an_exception(tmp_path: Path, scenario: tuple[str, ...]) -> None:
+    first_day.run(tmp_path, *scenario, env=LATE)
+
+
+@pytest.mark.parametrize("scenario", [("in_a_collective", "kill"), ("with_workers",)], ids=" ".join)
+def test_a_kill(tmp_path: Path, scenario: tuple[str, ...]) -> None:
+    first_day.run(tmp_path, *scenario, replaced=1, env=LATE)
+
+
+def test_many_restarts(tmp_path: Path) -> None:
+    out = first_day.run(tmp_path, "many_aborts", "40", ranks=1, env=LATE)
+    assert "grown []" in out
+
+
+def test_a_save_and_a_fault(tmp_path: Path) -> None:
+    first_day.run(tmp_path, "saves", str(tmp_path / "c"), env=LATE)
+
+
+@pytest.mark.fsdp2
+def test_other_numbers_of_ranks(tmp_path: Path) -> None:
+    first_day.resize(tmp_path, 2, 1, 2, env=LATE)
