@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from outlast.coordination.stores.etcd import layout
 from outlast.coordination.stores.etcd.connection import Refused
 from outlast.coordination.stores.etcd.operations import NOT_FOUND, NoAnswer
 from outlast.errors import StoreError
@@ -20,8 +21,17 @@ from outlast.system.lease_page import LeasePage
 NET_S = 60.0
 
 
+HOST_KEY = b"/outlast/r/g/h/h1"
+
+
+def header(term: int, member: int = 1) -> dict[str, Any]:
+    return {"header": {"member_id": str(member), "raft_term": str(term)}}
+
+
 class FakeEtcd:
-    """Grants a lease, and renews it as `renew` says; `now` is the clock of the host."""
+    """Grants a lease, and renews it as `renew` says; `now` is the clock of the host, `leader` who
+    answers a linearizable read, `key` whether that finds the key of the host.
+    """
 
     where = "h:2379"
 
@@ -29,15 +39,21 @@ class FakeEtcd:
         self.now = 1000.0
         self.renewals = threading.Semaphore(0)
         self.renew: Callable[[], dict[str, Any]] = lambda: {"result": {"TTL": "2"}}
+        self.leader, self.key = header(2), True
 
     def repeat(self, path: str, body: object, limit: float) -> dict[str, str]:
         assert path == "/v3/lease/grant"
         return {"ID": "7", "TTL": "2"}
 
     def call(self, path: str, body: object, limit: float) -> dict[str, Any]:
+        if path == "/v3/kv/range":
+            assert body == layout.range_of(HOST_KEY)
+            found = {"key": layout.text(HOST_KEY), "value": ""}
+            return {**self.leader, "kvs": [found] * self.key}
         assert path == "/v3/lease/keepalive"
         self.renewals.release()
-        return self.renew()
+        renewed = self.renew()
+        return {"result": header(2) | renewed["result"]}
 
     def close(self) -> None:
         return
@@ -55,6 +71,7 @@ def held(etcd: FakeEtcd, folder: Path) -> Iterator[tuple[Lease, LeasePage, threa
     """A lease of 1 s, with its page, and the event of its end."""
     page, ended = LeasePage.create(folder), threading.Event()
     lease = Lease(etcd, 1.0, page, ended.set)  # type: ignore[arg-type]
+    lease.key = HOST_KEY
     lease.grant(1.0)
     try:
         yield lease, page, ended
@@ -64,6 +81,10 @@ def held(etcd: FakeEtcd, folder: Path) -> Iterator[tuple[Lease, LeasePage, threa
 
 
 def test_the_deadline_counts_from_when_the_renewal_was_sent(etcd: FakeEtcd, tmp_path: Path) -> None:
+    def next_one() -> dict[str, Any]:
+        etcd.now, etcd.renew = 1000.2, slowly  # it has been sent; the next one is at this time
+        return {"result": {"TTL": "2"}}
+
     def slowly() -> dict[str, Any]:
         etcd.renew = unanswered
         etcd.now += 0.3
@@ -73,7 +94,12 @@ def test_the_deadline_counts_from_when_the_renewal_was_sent(etcd: FakeEtcd, tmp_
         raise NoAnswer("lost")
 
     with held(etcd, tmp_path) as (lease, page, _):
-        etcd.now, etcd.renew = 1000.2, slowly
+        etcd.now = 1000.1
+        while page.deadline != 1001.1:
+            assert etcd.renewals.acquire(timeout=NET_S)
+        etcd.renew = next_one
+        while etcd.renew is not unanswered:
+            assert etcd.renewals.acquire(timeout=NET_S)
         for _ in range(2):  # the first has been taken note of
             assert etcd.renewals.acquire(timeout=NET_S)
         assert page.deadline == 1001.2
@@ -113,3 +139,47 @@ def test_a_lease_that_is_not_renewed_ends(etcd: FakeEtcd, tmp_path: Path, how: s
         assert not lease.ok
         expected = "Connection refused" if how == "no answer" else "has expired in etcd"
         assert expected in lease.error
+
+
+def test_a_leader_that_another_has_replaced_renews_nothing(etcd: FakeEtcd, tmp_path: Path) -> None:
+    """Its disk has stalled, and it answers renewals; another answers reads, in a later term."""
+    with held(etcd, tmp_path) as (lease, page, ended):
+        etcd.now = 1000.2
+        while page.deadline != 1001.2:
+            assert etcd.renewals.acquire(timeout=NET_S)
+        etcd.leader = header(3)
+        etcd.renewals = threading.Semaphore(0)
+        etcd.now = 1000.6
+        for _ in range(5):
+            assert etcd.renewals.acquire(timeout=NET_S)
+        assert page.deadline == 1001.2
+        etcd.now = 1001.3
+        assert ended.wait(NET_S)
+        assert "could not be renewed" in lease.error
+
+
+@pytest.mark.parametrize("answered", [header(3, 1), header(2, 2), header(3, 2)])
+def test_after_a_change_of_the_member_or_its_term_the_next_renewal_counts(
+    etcd: FakeEtcd, tmp_path: Path, answered: dict[str, Any]
+) -> None:
+    def renew() -> dict[str, Any]:
+        etcd.now, etcd.leader = 1000.4, answered
+        deadlines.append(page.deadline)
+        return {"result": {"TTL": "2", **etcd.leader}}
+
+    with held(etcd, tmp_path) as (_, page, _):
+        deadlines: list[float] = []
+        etcd.now = 1000.2
+        while page.deadline != 1001.2:
+            assert etcd.renewals.acquire(timeout=NET_S)
+        etcd.renew = renew
+        while page.deadline != 1001.4:
+            assert etcd.renewals.acquire(timeout=NET_S)
+        assert deadlines[:2] == [1001.2, 1001.2]  # the first alone shows nothing
+
+
+def test_a_host_whose_key_is_gone_may_not_act(etcd: FakeEtcd, tmp_path: Path) -> None:
+    with held(etcd, tmp_path) as (lease, _, ended):
+        etcd.key = False
+        assert ended.wait(NET_S)
+        assert "has expired in etcd" in lease.error

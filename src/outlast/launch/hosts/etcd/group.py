@@ -110,7 +110,8 @@ class EtcdGroup:
         patience_s = 2.0 * lease.ttl_s + 2.0  # etcd looks for expired leases now and then
         joining = Admission(self._client, spec.run_id, me, lease.id, patience_s)
         self._root = root = joining.join(lambda: secrets.token_hex(4))
-        fence = Fence(host_key(root, me.id), lease.id)
+        lease.key = host_key(root, me.id)
+        fence = Fence(lease.key, lease.id)
         limit_s = max(30.0, 2 * spec.lease_s)
         self._store = EtcdStore(
             self._client, root.decode(), me.id, fence, limit_s=limit_s, check=lease.check

@@ -5,6 +5,15 @@ the host when the time is over. This host counts from when it has sent that rene
 time (`MARGIN`): so its workers have been killed before any other host can see its end, even if the
 clocks of this host and of etcd's leader do not run equally fast. A new leader of etcd starts the
 time of every lease again, which only makes it longer.
+
+Not every answer to a renewal is one. A leader whose disk stalls does not learn that another was
+elected, and goes on renewing leases that the other lets expire (etcd-io/etcd 15247). So a renewal
+counts only when a linearizable read that follows it has found this host's key, and when that read,
+the renewal, and the read before it were answered by one member in one term:
+
+- The read was answered in that term, so no other leader had been elected when it was.
+- A member's term never goes back. So the member was in it when it passed the renewal on, to the
+  only leader that the term has, and a later leader starts the time again.
 """
 
 from __future__ import annotations
@@ -13,8 +22,10 @@ import math
 import threading
 from collections.abc import Callable
 
+from outlast.coordination.stores.etcd import layout
 from outlast.coordination.stores.etcd.client import EtcdClient
 from outlast.coordination.stores.etcd.connection import Refused
+from outlast.coordination.stores.etcd.layout import Json
 from outlast.coordination.stores.etcd.operations import NOT_FOUND, NoAnswer
 from outlast.errors import StoreError
 from outlast.system.lease_page import LeasePage, now
@@ -39,6 +50,8 @@ class Lease:
         self._client, self._lease_s, self._page, self._on_end = client, lease_s, page, on_end
         self.ttl_s = max(1, math.ceil(lease_s * (1 + MARGIN)))
         self.id = 0
+        self.key = b""  # exists while this host is in the group; empty before that
+        self._answered: tuple[str, str] | None = None  # who has answered the last read
         self._error = ""
         self._deadline = 0.0
         self._end = threading.Event()
@@ -102,25 +115,40 @@ class Lease:
                 self._ended(self._expired() + problem)
                 return
             try:
-                body = {"ID": str(self.id)}
-                answer = self._client.call("/v3/lease/keepalive", body, self._deadline - sent)
-            except (NoAnswer, Refused) as e:
-                if isinstance(e, Refused) and e.code == NOT_FOUND:
-                    answer = {"result": {}}
-                else:
-                    problem = f" (last: {e})"
-                    pause = min(0.05, self._lease_s / 20)
-                    continue
-            if int(answer.get("result", {}).get("TTL", 0)) <= 0:
-                self._ended("the lease of this host is over: it has expired in etcd")
-                return
-            if not self._extend(sent):
+                counts = self._renew(self._deadline - sent)
+            except NoAnswer as e:
+                problem, counts = f" (last: {e})", False
+            except Refused as e:
+                if e.code == NOT_FOUND:
+                    self._ended("the lease of this host is over: it has expired in etcd")
+                    return
+                problem, counts = f" (last: {e})", False
+            if counts and not self._extend(sent):
                 self._ended(self._expired() + problem)
                 return
-            pause = self._lease_s / _RENEWALS
+            pause = self._lease_s / _RENEWALS if counts else min(0.05, self._lease_s / 20)
+
+    def _renew(self, limit: float) -> bool:
+        """Whether a renewal counts, see the module; a `Refused` if the lease is over in etcd."""
+        body = {"ID": str(self.id)}
+        renewed = self._client.call("/v3/lease/keepalive", body, limit).get("result", {})
+        if int(renewed.get("TTL", 0)) <= 0:
+            raise Refused(NOT_FOUND, "the lease has expired")
+        key = self.key
+        read = self._client.call("/v3/kv/range", layout.range_of(key or b"/outlast/"), limit)
+        if key and not layout.entries(read):
+            raise Refused(NOT_FOUND, "the key of this host is gone")
+        before, self._answered = self._answered, _answered(read)
+        return before == _answered(renewed) == self._answered
 
     def _ended(self, why: str) -> None:
         if self._end.is_set():
             return  # closed: the end of the client is no fault
         self._error = why
         self._on_end()
+
+
+def _answered(answer: Json) -> tuple[str, str]:
+    """The member that has answered, and its term."""
+    header = answer["header"]
+    return header["member_id"], header["raft_term"]
