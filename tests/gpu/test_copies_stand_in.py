@@ -38,8 +38,7 @@ class Stream:
 
 
 class Event:
-    def __init__(self, device: Any, enable_timing: bool) -> None:
-        assert not enable_timing
+    def __init__(self, device: Any) -> None: ...
 
     def record(self, stream: Stream) -> None:
         self.stream = stream
@@ -74,8 +73,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
     for module in (device_copy, overlap, snapshot):
         monkeypatch.setattr(module, "on_accelerator", lambda tensor: tensor.dim() > 1)
-    monkeypatch.setattr(device_copy, "Event", Event)
-    monkeypatch.setattr(device_copy, "Stream", cuda.new_stream)
+    monkeypatch.setattr(device_copy, "new_event", Event)
+    monkeypatch.setattr(device_copy, "side_stream", cuda.new_stream)
     monkeypatch.setattr(device_copy, "current_stream", cuda.current_stream)
     monkeypatch.setattr(device_copy, "_queue_copy", queue_copy)
     return cuda

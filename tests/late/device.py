@@ -32,6 +32,15 @@ import torch.distributed as dist
 
 DELAYS = "LATE_DELAYS"
 """In the environment of a process: `SEED:LONGEST_US`."""
+WITHOUT = "LATE_WITHOUT"
+"""In the environment of a process: an optional hook that the device lacks. One of `pinned memory`,
+`streams`, `events`, `times` (of events), `queries` (of streams), `generators` and `figures` (of
+memory), which raise as in torch's base classes; or are no functions of `torch.late`.
+"""
+_FUNCTIONS_OF = {
+    "generators": ("get_rng_state", "set_rng_state", "default_generators"),
+    "figures": ("memory_allocated", "max_memory_allocated", "memory_reserved", "mem_get_info"),
+}
 
 _SOURCES = Path(__file__).with_name("cpp")
 _BUILT = Path(__file__).parents[2] / "build" / "late"
@@ -119,7 +128,10 @@ def _device_module(extension: ModuleType) -> ModuleType:
         "mem_get_info": mem_get_info,
         "get_amp_supported_dtype": lambda: [torch.bfloat16],
     }
+    lacking = os.environ.get(WITHOUT)
     for name, value in contents.items():
+        if name in _FUNCTIONS_OF.get(lacking or "", ()):
+            continue
         setattr(module, name, value)
     return module
 

@@ -44,6 +44,12 @@ FIRST = {
     "inprocess": ["a_health_check_waits_for_every_device_of_the_rank"],
     "system/devices.py: on_this": ["a_save_during_training"],
     "system/devices.py": ["an_error_of_a_device_stays"],
+    "system/streams.py: has_": [
+        "without_events",
+        "times_of_events_are_tried_when_the_device_is_busy",
+    ],
+    "system/streams.py: HostEvent": ["without_events"],
+    "system/streams.py: make_": ["without_events", "digests_are_of_the_state_after_the_step"],
     "system/streams.py: on_stream": ["digests_are_of_the_state_after_the_step"],
     "system/streams.py: wait_for": ["an_eager_save_waits_for_the_devices"],
     "async_checkpoint/snapshot/device_copy.py: DeviceCopy.run": [

@@ -41,7 +41,7 @@ def capture() -> Generators:
 def of_devices() -> Generators:
     """The state of the generator of each accelerator, if this process uses them."""
     accelerator = devices.in_use()
-    if accelerator is None:
+    if accelerator is None or not accelerator.has_generators:
         return {}
     states, current = {}, torch.accelerator.current_device_index()
     for index in range(torch.accelerator.device_count()):
@@ -159,8 +159,8 @@ def _device_setter(name: str, value: torch.Tensor | int) -> Callable[[], object]
     """A type, such as `cuda`, is the current device; others have their number in the name."""
     type, _, number = name.partition(":")
     accelerator = devices.available()
-    if accelerator is None or accelerator.type != type:
-        log.info("the state of generator %s is skipped: there is no such device here", name)
+    if accelerator is None or accelerator.type != type or not accelerator.has_generators:
+        log.info("the state of generator %s is skipped: there is no such generator here", name)
         return lambda: None
 
     def apply() -> None:

@@ -6,9 +6,9 @@ the module that torch has for it, such as `torch.xpu`. `Cuda` serves NVIDIA's an
 are both `cuda` in torch. To serve another type in its own way, `register` a subclass.
 
 A process uses at most one type, the one that torch calls the current accelerator. Tensors on other
-devices are copied as by `Tensor.copy_`, without streams. The streams of a type must be able to run
-beside each other: `torch.Stream` raises where there is only one (MPS), and so does an overlapped
-save or a check of replicas there.
+devices are copied as by `Tensor.copy_`, without streams. What a type may lack (`optional_hooks`) is
+replaced, above all in `streams.py`: where there is one stream only (MPS), the copies of an
+overlapped save and the checks of replicas take their turn in it.
 
 Nothing here initializes a device, unless a method says that it does.
 """
@@ -24,6 +24,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from outlast.system.backends import Backend, serving
+from outlast.system.optional_hooks import has
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -64,7 +65,14 @@ class Accelerator:
         are not reported by a stream, it finds nothing.
         """
         default_stream = getattr(self.module, "default_stream", torch.accelerator.current_stream)
-        default_stream(index).query()
+        errors_are_found = has(
+            self.type,
+            "queries of streams",
+            lambda: default_stream(index).query(),
+            "an error of a device that stays is found only when the device is used",
+        )
+        if errors_are_found:
+            default_stream(index).query()
 
     def communicator(self, group: Any) -> Backend | None:
         """The backend that a process group has for the type; `None` if it has none that can abort
@@ -98,10 +106,18 @@ class Accelerator:
         """
         return None
 
+    @property
+    def has_generators(self) -> bool:
+        """Whether the state of a random generator can be read; initializes the current device."""
+        return has(
+            self.type,
+            "random generators",
+            lambda: self.random_state(torch.accelerator.current_device_index()),
+            "what a program draws there is not repeated after a restart",
+        )
+
     def random_state(self, index: int) -> torch.Tensor:
-        """The state of a device's random generator; initializes the device. `AttributeError` if the
-        module has no `get_rng_state`: what a job draws there could not be repeated.
-        """
+        """The state of a device's random generator; initializes the device."""
         state: torch.Tensor = self.module.get_rng_state(index)
         return state
 

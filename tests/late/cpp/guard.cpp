@@ -72,7 +72,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getDefaultStream(c10::Device device) const override {
     return stream_of(index(device), kDefaultStream);
   }
-  c10::Stream getNewStream(c10::Device device, int = 0) const override {
+  c10::Stream getNewStream(c10::Device device, int priority = 0) const override {
+    if (lacks("streams"))
+      return DeviceGuardImplInterface::getNewStream(device, priority);
     return stream_of(index(device), new_stream(index(device)));
   }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
@@ -84,6 +86,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return before;
   }
   bool queryStream(const c10::Stream& stream) const override {
+    if (lacks("queries"))
+      return DeviceGuardImplInterface::queryStream(stream);
     return idle(stream.device_index(), stream.id());
   }
   void synchronizeStream(const c10::Stream& stream) const override {
@@ -95,8 +99,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 
   void record(
-      void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag)
-      const override {
+      void** event, const c10::Stream& stream, const c10::DeviceIndex device,
+      const c10::EventFlag flag) const override {
+    if (lacks("events"))
+      DeviceGuardImplInterface::record(event, stream, device, flag);
     On on(stream.device_index());
     if (*event == nullptr)
       *event = new Event;
@@ -121,7 +127,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     Event of = *static_cast<Event*>(event);
     synchronize_signal(of.device, *of.signal);
   }
-  double elapsedTime(void* start, void* end, const c10::DeviceIndex) const override {
+  double elapsedTime(void* start, void* end, const c10::DeviceIndex device) const override {
+    if (lacks("times"))
+      return DeviceGuardImplInterface::elapsedTime(start, end, device);
     On on(static_cast<Event*>(start)->device);
     auto *from = static_cast<Event*>(start), *to = static_cast<Event*>(end);
     if (from->device != to->device) // as CUDA

@@ -102,9 +102,12 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
 
   const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override {
-    return generator_of(device);
+    return lacks("generators") ? at::PrivateUse1HooksInterface::getDefaultGenerator(device)
+                               : generator_of(device);
   }
   at::Generator getNewGenerator(c10::DeviceIndex device) const override {
+    if (lacks("generators"))
+      return at::PrivateUse1HooksInterface::getNewGenerator(device);
     return new_generator(device < 0 ? current_device() : device);
   }
 
@@ -112,7 +115,10 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return device_at(device_of(address));
   }
   bool isPinnedPtr(const void* address) const override { return is_pinned(address); }
-  c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
+  c10::Allocator* getPinnedMemoryAllocator() const override {
+    return lacks("pinned memory") ? at::PrivateUse1HooksInterface::getPinnedMemoryAllocator()
+                                  : &pinned_allocator;
+  }
 
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t size) const override {
     auto data = allocator.allocate(size);

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <cstdlib>
 #include <deque>
 #include <stdexcept>
 #include <thread>
@@ -338,6 +339,11 @@ void check(int device) {
   std::lock_guard<std::mutex> lock(each.mutex);
   throw c10::AcceleratorError(
       {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, 1, "late error: " + each.message);
+}
+
+bool lacks(const std::string& hook) {
+  static const char* const lacking = std::getenv("LATE_WITHOUT");
+  return lacking != nullptr && hook == lacking;
 }
 
 bool in_use() { return used; }

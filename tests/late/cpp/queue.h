@@ -72,6 +72,9 @@ bool has_failed(int device);
 // Throws c10::AcceleratorError if the device has failed, std::runtime_error in a forked child.
 void check(int device);
 
+// Whether LATE_WITHOUT, in the environment when this is asked first, names this optional hook.
+bool lacks(const std::string& hook);
+
 bool in_use(); // whether anything was ever queued or allocated
 void mark_in_use();
 bool forked(); // whether this is the child of a process that had used the device

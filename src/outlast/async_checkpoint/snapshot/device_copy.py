@@ -18,11 +18,19 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
-from torch import Event, Stream
+from torch import Stream
 
 from outlast.system.devices import on_accelerator
 from outlast.system.error_text import first_line
-from outlast.system.streams import current_stream, on_stream, wait_for
+from outlast.system.streams import (
+    Event,
+    current_stream,
+    make_wait,
+    new_event,
+    on_stream,
+    side_stream,
+    wait_for,
+)
 
 CopyPair = tuple[torch.Tensor, torch.Tensor]  # from, to
 
@@ -78,7 +86,7 @@ class DeviceChunks:
         self._ready: dict[torch.device, Event] = {}
         for source, _ in copies:
             if source.device not in self._ready:
-                event = self._ready[source.device] = Event(source.device, enable_timing=False)
+                event = self._ready[source.device] = new_event(source.device)
                 event.record(current_stream(source.device))
         self._queued = False
         self._streams: list[Stream] = []
@@ -109,8 +117,8 @@ class DeviceChunks:
     def _queue(self, called_off: Callable[[], bool]) -> None:
         streams: dict[torch.device, Stream] = {}
         for device, ready in self._ready.items():
-            streams[device] = Stream(device)
-            streams[device].wait_event(ready)
+            streams[device] = side_stream(device)
+            make_wait(streams[device], ready)
             self._streams.append(streams[device])
         for group in self._groups:
             if called_off():
@@ -120,7 +128,7 @@ class DeviceChunks:
                     _queue_copy(to, source, streams[source.device])
             ended = []
             for device in dict.fromkeys(source.device for source, _ in group):
-                event = Event(device, enable_timing=False)
+                event = new_event(device)
                 event.record(streams[device])
                 ended.append((device, event))
             self._done.append(ended)

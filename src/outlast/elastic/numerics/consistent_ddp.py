@@ -187,7 +187,7 @@ class ConsistentDDP(nn.Module):
 def _seeded(seed: int, part: int) -> dict[str, torch.Tensor]:
     number = mix64(seed * 0x1_0000_0001 + part) >> 1
     states = {"cpu": torch.Generator().manual_seed(number).get_state()}
-    if (accelerator := devices.available()) is not None:
+    if (accelerator := _drawn_from()) is not None:
         index = torch.accelerator.current_device_index()
         states[accelerator.type] = accelerator.seeded(index, number)
     return states
@@ -195,7 +195,7 @@ def _seeded(seed: int, part: int) -> dict[str, torch.Tensor]:
 
 def _random_state() -> dict[str, torch.Tensor]:
     states = {"cpu": torch.get_rng_state()}
-    if (accelerator := devices.available()) is not None:
+    if (accelerator := _drawn_from()) is not None:
         index = torch.accelerator.current_device_index()
         states[accelerator.type] = accelerator.random_state(index)
     return states
@@ -203,7 +203,13 @@ def _random_state() -> dict[str, torch.Tensor]:
 
 def _set_random_state(states: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(states["cpu"])
-    accelerator = devices.available()
+    accelerator = _drawn_from()
     if accelerator is not None and accelerator.type in states:
         index = torch.accelerator.current_device_index()
         accelerator.set_random_state(index, states[accelerator.type])
+
+
+def _drawn_from() -> devices.Accelerator | None:
+    """The accelerator, if it has random generators."""
+    found = devices.available()
+    return found if found is not None and found.has_generators else None

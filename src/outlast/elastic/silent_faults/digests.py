@@ -19,7 +19,16 @@ from torch.distributed.tensor import DTensor
 from outlast.async_checkpoint.subclasses import wraps
 from outlast.elastic.silent_faults.layout import Part, Piece
 from outlast.elastic.tensors import local, memory_of
-from outlast.system.streams import current_stream, on_stream
+from outlast.system.streams import (
+    Event,
+    current_stream,
+    make_follow,
+    make_wait,
+    new_event,
+    on_stream,
+    side_stream,
+    to_host,
+)
 
 Digest = Callable[[], str]
 """Returns the digest, as 16 hexadecimal digits; waits for it if needed."""
@@ -44,8 +53,8 @@ class SideStreams:
     """Starts digests on devices: the kernels of training and of the digests run side by side."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._streams = {device: torch.Stream(device) for device in devices}
-        self._done: list[tuple[torch.device, torch.Event]] = []
+        self._streams = {device: side_stream(device) for device in devices}
+        self._done: list[tuple[torch.device, Event]] = []
         self._read: list[torch.Tensor] = []
 
     def __contains__(self, device: torch.device) -> bool:
@@ -64,10 +73,10 @@ class SideStreams:
             own = [part for part in parts if tensors[part.parameter].device == device]
             if not own:
                 continue
-            stream.wait_stream(current_stream(device))
+            make_follow(stream, current_stream(device))
             with on_stream(stream), torch.no_grad():
                 sums.update(_sums(own, tensors))
-                done = torch.Event(device, enable_timing=False)
+                done = new_event(device)
                 done.record(stream)
             self._done.append((device, done))
             # Freed before training waits, the memory could be used again while it is read. So a
@@ -87,7 +96,7 @@ class SideStreams:
     def hold_training(self) -> None:
         """Makes the training streams wait until the started digests have read their bytes."""
         for device, done in self._done:
-            current_stream(device).wait_event(done)
+            make_wait(current_stream(device), done)
         self._done, self._read = [], []
 
 
@@ -96,7 +105,7 @@ def _sums(parts: Sequence[Part], tensors: Sequence[torch.Tensor]) -> dict[Part, 
     if not parts:
         return {}
     sums = torch.stack([_column_sums(_bytes_of(tensors[p.parameter], p)) for p in parts])
-    return dict(zip(parts, sums.to("cpu", non_blocking=True), strict=True))
+    return dict(zip(parts, to_host(sums), strict=True))
 
 
 def _column_sums(content: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ import socket
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import msgspec
 import torch
@@ -45,7 +45,7 @@ from outlast.events.emitter import Emitter
 from outlast.events.types import NonFiniteFound
 from outlast.system.arguments import as_int
 from outlast.system.devices import on_accelerator
-from outlast.system.streams import current_stream
+from outlast.system.streams import Event, current_stream, new_event, to_host
 
 __all__ = ["FiniteCheck", "RunningFiniteCheck"]
 
@@ -114,7 +114,7 @@ class _Look:
     step: int
     number: int
     sums: torch.Tensor
-    ready: Any
+    ready: Event
 
 
 class RunningFiniteCheck(Running):
@@ -334,7 +334,7 @@ class RunningFiniteCheck(Running):
 
 def _on_its_way(step: int, number: int, sums: list[torch.Tensor]) -> _Look:
     device = next(each.device for each in sums if on_accelerator(each))
-    together = torch.stack([each.float().to(device) for each in sums]).to("cpu", non_blocking=True)
-    ready = torch.Event(device, enable_timing=False)
+    together = to_host(torch.stack([each.float().to(device) for each in sums]))
+    ready = new_event(device)
     ready.record(current_stream(device))
     return _Look(step, number, together, ready)

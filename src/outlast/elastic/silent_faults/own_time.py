@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from outlast.system.devices import on_accelerator
-from outlast.system.streams import current_stream
+from outlast.system.streams import current_stream, has_times
 
 _LEARNING_STEPS = 3
 
@@ -58,13 +58,23 @@ class OwnTime:
         return _seconds(self.began, self.ended) - waited
 
 
+def have_times(module: nn.Module) -> bool:
+    """Whether the times of a module's steps can be taken."""
+    device = _device_of(module.parameters())
+    return device is None or has_times(device)
+
+
+def _device_of(parameters: Iterable[torch.Tensor]) -> torch.device | None:
+    return next((p.device for p in parameters if on_accelerator(p)), None)
+
+
 class OwnTimes:
     """Takes the own times of this rank and its thread, step by step, until `close`."""
 
     def __init__(self, module: nn.Module) -> None:
         parameters = [p for p in module.parameters() if p.requires_grad and p.is_leaf]
         # All of one device: no time passes between events of two.
-        device = next((p.device for p in parameters if on_accelerator(p)), None)
+        device = _device_of(parameters)
         self._now: Callable[[], Any] = (
             time.perf_counter if device is None else functools.partial(_device_moment, device)
         )

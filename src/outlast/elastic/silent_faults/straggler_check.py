@@ -20,7 +20,7 @@ from torch import nn
 
 from outlast.coordination.call_ledger import CallLedger
 from outlast.elastic.silent_faults.exchange import Exchange, Running, Startable
-from outlast.elastic.silent_faults.own_time import OwnTime, OwnTimes
+from outlast.elastic.silent_faults.own_time import OwnTime, OwnTimes, have_times
 from outlast.events.emitter import Emitter
 from outlast.events.types import StragglerFound
 from outlast.system.arguments import as_int
@@ -85,7 +85,8 @@ class RunningStragglerCheck(Running):
         self._check, self._emitter = check, emitter
         self._exchange = Exchange(ledger, "stragglers", SlowRanks(check.factor, check.windows))
         self._step = step
-        self._times = None if ledger.world_size == 1 else OwnTimes(module)
+        is_measured = ledger.world_size > 1 and have_times(module)
+        self._times = OwnTimes(module) if is_measured else None
         self._steps: list[OwnTime] = []
         self._told_of_no_times = False
 
