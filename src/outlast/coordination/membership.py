@@ -64,7 +64,7 @@ from outlast.coordination.decision import (
 from outlast.coordination.records import LostRecord, SizeRecord, StopRecord, belongs_to, to_line
 from outlast.events.fault_record import FaultRecord
 from outlast.events.first_cause import first_cause
-from outlast.events.restart_causes import RestartCount
+from outlast.events.restart_causes import HUNG, RestartCount
 
 __all__ = ["COMPLETED", "RESTART", "MembershipProtocol", "decision_key", "resume_key"]
 
@@ -232,13 +232,24 @@ class MembershipProtocol(Decisions):
         for view in views:  # at last: the store may end with the last goodbye
             await barrier.complete(self.link, "goodbye", view.expected)
 
-    async def announce_kill(self, process: str, why: str) -> None:
-        """Records, for the launcher, that a monitor is about to kill its process."""
-        await self.link.put(f"killed/{process}", why.encode())
+    async def announce_kill(self, process: str, fault: FaultRecord, why: str) -> None:
+        """Records, for the launcher, that a monitor is about to kill its process with this fault,
+        and the rank that had ended the iteration before by a fault of its own. Not after a hang, in
+        which a rank may also fail in what the interrupt has it do.
+        """
+        faults = await self.faults(fault.iteration)
+        first = next((each for each in faults if not each.may_be_harmless), fault)
+        hung = any(each.interruption == HUNG for each in faults)
+        before = "" if hung or first.member == fault.member else str(first.rank)
+        await self.link.put(f"killed/{process}", f"{why}\n{before}".encode())
 
-    async def announced_kill(self, process: str) -> str:
-        """Why its monitor has killed this process; empty if it has not."""
-        return (await self.link.read(f"killed/{process}") or b"").decode()
+    async def announced_kill(self, process: str) -> tuple[str, str]:
+        """Why its monitor has killed this process, empty if it has not; and the rank of whose fault
+        that is a consequence, empty if it is not one.
+        """
+        record = (await self.link.read(f"killed/{process}") or b"").decode()
+        why, _, before = record.partition("\n")
+        return why, before
 
     async def is_registered(self, rank: int) -> bool:
         return await self.link.read(f"claim/{rank}") is not None

@@ -57,6 +57,31 @@ def train():
 train()
 """
 
+CONSEQUENCES = """
+import ctypes, os, pathlib, time
+import outlast
+from outlast import inprocess
+
+RANK = int(os.environ["RANK"])
+
+@inprocess.Wrapper(soft_timeout=5, hard_timeout=6, termination_grace_time=1)
+def train(call: inprocess.CallWrapper):
+    if call.iteration > 0:
+        return
+    if RANK == 3:
+        while len(list(pathlib.Path().glob("blocked *"))) < 3:
+            time.sleep(0.01)
+        raise RuntimeError("the first cause")
+    mutex = ctypes.create_string_buffer(64)
+    lock = ctypes.CDLL(None).pthread_mutex_lock
+    lock(mutex)
+    pathlib.Path(f"blocked {RANK}").touch()
+    lock(mutex)  # for ever: what no interrupt and no abort reaches
+
+train()
+print("size", os.environ["WORLD_SIZE"], flush=True)
+"""
+
 OWN_PORT = """
 import os, signal
 import torch.distributed as dist
@@ -183,3 +208,14 @@ def test_a_port_of_its_own_does_not_hide_the_wrapped_call(tmp_path: Path) -> Non
         assert any(
             "killed by SIGKILL from outside: replacement 1 of 3" in line for line in run.words
         )
+
+
+@pytest.mark.slow
+def test_consequences_of_one_fault_do_not_count(tmp_path: Path) -> None:
+    """Three ranks are ended by the hard timeout, because of the fault of the fourth."""
+    with Run(tmp_path, CONSEQUENCES, "--nproc-per-node=4", "--max-restarts=1") as run:
+        assert run.wait() == 0, run.err
+    assert run.out.count("size 4") == 4, run.err
+    told = [line for line in run.words if "does not count against --max-restarts" in line]
+    assert len(told) == 3, run.err
+    assert all("rank 3 had failed first" in line for line in told)

@@ -155,15 +155,15 @@ class FaultReports:
         """The main process is terminated after `idle` seconds of `what`; see `death`."""
         cause = f"{what} for {idle:.3f} s (hard timeout): terminated by its monitor process"
         self._hard_timeout_cause, self._idle_from = cause, self._emitter.clock.now() - idle
-        rank = self._fault(Interruption.HARD_TIMEOUT, cause).rank
+        fault = self._fault(Interruption.HARD_TIMEOUT, cause)
         # Before its end, which the launcher sees at once.
         process = process_name(self._plan.host_id, self._main)
         why = f"{what} for {idle:.0f} s (hard timeout)"
-        self._store.perform(self._membership.announce_kill(process, why))
+        self._store.perform(self._membership.announce_kill(process, fault, why))
         # Without it, the launcher's line about a killed process would be all that is seen.
         write_for(
             self._main,
-            f"rank {rank} on {self._emitter.host}: {why}: "
+            f"rank {fault.rank} on {self._emitter.host}: {why}: "
             f"process {self._main} is terminated by its monitor process",
         )
 

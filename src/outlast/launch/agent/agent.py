@@ -253,7 +253,13 @@ class Agent:
         there = f"{death.who(self._resources.host)} {death.how}"
         limit = self._resources.job.max_restarts
         if decision is Decision.REPLACED:
-            self._say(f"{what}: replacement {coordinator.used} of {replacements(limit)}")
+            first = self._first_to_fail(worker, job)
+            self._say(
+                f"{what}: replaced, which does not count against --max-restarts: "
+                f"rank {first} had failed first"
+                if first
+                else f"{what}: replacement {coordinator.used} of {replacements(limit)}"
+            )
             self._replacements.schedule(death)
         elif decision is Decision.RESTARTED:
             budget = f"restart {coordinator.used + 1} of {limit}, of all workers"
@@ -289,10 +295,19 @@ class Agent:
         process = process_name(coordinator.host_id, worker.pid)
         wrapped = self._resources.job.program.wrapped
         early = self._call_watch.begins_job and self._call_watch.is_early(worker, job)
-        decision = decisions.decide(code, process, job, coordinator.used, limit, wrapped, early)
-        if decision is Decision.REPLACED and not coordinator.take_replacement(replacements(limit)):
-            return Decision.LOST  # another host has taken the last one
-        return decision
+        counts = not self._first_to_fail(worker, job)
+        used = coordinator.used if counts else 0
+        decision = decisions.decide(code, process, job, used, limit, wrapped, early)
+        if decision is not Decision.REPLACED or not counts:
+            return decision
+        # Another host may have taken the last one.
+        return decision if coordinator.take_replacement(replacements(limit)) else Decision.LOST
+
+    def _first_to_fail(self, worker: Worker, job: JobRecord) -> str:
+        """The rank of whose fault the end of this worker is a consequence; empty if it is not."""
+        coordinator = self._resources.coordinator
+        process = process_name(coordinator.host_id, worker.pid)
+        return coordinator.keys.killed_by_monitor(job, process)[1]
 
     def _record(
         self, worker: Worker, code: int, when: float, decision: Decision, job: JobRecord
@@ -325,7 +340,7 @@ class Agent:
             return worker.killer
         coordinator = self._resources.coordinator
         process = process_name(coordinator.host_id, worker.pid)
-        if why := coordinator.keys.killed_by_monitor(job, process):
+        if why := coordinator.keys.killed_by_monitor(job, process)[0]:
             return f"its monitor process, after {why}"
         if code == -signal.SIGKILL and self._oom_kills.any_new():
             return "the kernel's out-of-memory killer"

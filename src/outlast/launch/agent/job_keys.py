@@ -71,9 +71,10 @@ class JobKeys:
         if record.prefix:
             run(self._membership(record.prefix).give_up(ranks))
 
-    def killed_by_monitor(self, job: JobRecord, process: str) -> str:
+    def killed_by_monitor(self, job: JobRecord, process: str) -> tuple[str, str]:
+        """See `MembershipProtocol.announced_kill`."""
         if not job.prefix:
-            return ""
+            return "", ""
         return run(self._membership(job.prefix).announced_kill(process))
 
     def has_come(self, job: JobRecord, rank: int) -> bool:
