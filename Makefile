@@ -14,6 +14,7 @@
 #                  programs and states, for TORTURE_SECONDS, by SEED; ONLY=programs: these alone
 #   make gpu       what needs a GPU, in nine minutes with one: tests, then measurements; PYTHON= has a
 #                  CUDA build of torch, or TORCH=
+#   make cuda-names  the names that are relied on, in a build of torch for CUDA: CUDA_TORCH=2.13.0
 #   make bench     the benchmarks, compared with another library that restarts in place
 #   make docs      the documentation, into build/site; its Python examples are type-checked
 #   make dist      sdist and wheel, into dist/; the README's first program runs from the wheel
@@ -48,7 +49,7 @@ FRAMEWORKS_STAMP := $(FRAMEWORKS_VENV)/.installed
 BUILT_FROM := pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help venv services demo demo-hosts test test-all test-hosts test-ray test-ports campaign torture gpu check format bench docs dist clean
+.PHONY: help venv services demo demo-hosts test test-all test-hosts test-ray test-ports campaign torture gpu cuda-names check format bench docs dist clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -191,6 +192,14 @@ gpu:
 	$(if $(WHEELS),$(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --upgrade \
 		--target build/gpu/site $(WHEELS)/*.whl)
 	@PYTHONPATH=src:.:build/gpu/site:$$PYTHONPATH $(GPU_PYTHON) -m benchmarks.gpu
+
+# Needs no GPU; downloads about 1 GB, and installs nothing.
+CUDA_TORCH ?= 2.13.0
+cuda-names: $(STAMP)
+	rm -rf build/cuda
+	$(BIN)/python tests/gpu/cuda_build.py $(CUDA_TORCH) build/cuda
+	OUTLAST_TORCH_BUILD=$(CURDIR)/build/cuda $(BIN)/python -m pytest -s tests/gpu/test_names.py
+	rm -rf build/cuda
 
 bench: $(BENCH_STAMP)
 	$(BENCH_BIN)/python -m benchmarks

@@ -40,24 +40,15 @@ class Backend:
 
 
 class Nccl(Backend):
-    """`ProcessGroupNCCL`, which is `nccl` up to torch 2.14 and `nccl-legacy` since 2.14. Its abort
-    waits for the device, for no longer than the timeout of the group.
+    """`ProcessGroupNCCL`, which is `nccl` up to torch 2.14 and `nccl-legacy` since then; and nccl2,
+    which is `nccl` since torch 2.15. Their abort waits for the device, for no longer than the
+    timeout of the group.
     """
 
     abort_s = 30.0
 
 
-class Nccl2(Nccl):
-    """`ProcessGroupNCCL2`, which is `nccl` since torch 2.15, and `nccl-lazy`."""
-
-    def abort(self) -> None:
-        options: Any = getattr(self._backend, "options", None)
-        if getattr(options, "abort_process_on_timeout_or_error", False):  # torch 2.14
-            options.abort_process_on_timeout_or_error = False  # else it ends the process
-        super().abort()
-
-
-_KNOWN: dict[str, type[Backend]] = {"nccl": Nccl, "nccl2": Nccl2, "nccl-lazy": Nccl2}
+_KNOWN: dict[str, type[Backend]] = {"nccl": Nccl, "nccl2": Nccl, "nccl-lazy": Nccl}
 
 
 def serving(backend: Any) -> Backend:
