@@ -16,9 +16,11 @@ from outlast.errors import RankShouldRestart, StoreError
 from outlast.events.emitter import Emitter, MemorySink
 from outlast.events.event import Event
 from outlast.events.types import AbortDone, Seen
+from outlast.inprocess.interruption import communicators
 from outlast.inprocess.interruption.interrupter import AtomicSection, Interrupter
 from outlast.inprocess.interruption.monitor_thread import IterationWatch, MonitorThread
 from outlast.inprocess.monitor.shared_page import Activity, SharedPage
+from outlast.system.backends import Backend
 
 NET_S = 60.0
 
@@ -133,6 +135,26 @@ def test_a_completed_iteration_is_left_alone(rig: Rig) -> None:
     assert watch.wait(NET_S) == COMPLETED
     assert not watch.ending.is_set()
     assert (rig.aborts, rig.events) == ([], [])
+
+
+@pytest.mark.parametrize(("answer", "aborted"), [(RESTART, 1), (StoreError("lost"), 0)])
+def test_a_rank_that_has_lost_the_store_aborts_no_communicator(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, answer: Any, aborted: int
+) -> None:
+    """Others, whom nobody can tell of the abort, would use the garbage that it leaves."""
+
+    class Group:
+        def abort(self) -> None:
+            aborts.append(self)
+
+    group, aborts = Group(), []  # type: tuple[Any, list[Group]]
+    monkeypatch.setattr(communicators, "communicators", lambda: [(group, Backend(group))])
+    rig.abort = lambda again: communicators.begin_aborts()
+    rig.run(answer)
+    communicators.await_aborts()
+    assert len(aborts) >= aborted
+    assert not aborts or aborted
+    communicators.set_has_store(True)
 
 
 def test_a_lost_store_ends_the_iteration_and_is_told(rig: Rig) -> None:

@@ -5,6 +5,10 @@ for each CUDA graph that has captured a collective, which lives until the functi
 gone. So each runs in a thread of its own, `begin_aborts` waits for none of them, the function is
 interrupted meanwhile, and `await_aborts` waits once it has been left.
 
+A rank that has lost the job's store aborts none: the others would use the garbage that this leaves
+in their collectives, as nobody can tell them of the end of the iteration before
+(`elastic.job.live.queued`). It ends; if its thread waits for the device, by the hard timeout.
+
 While an abort lives, nothing of its group may be destroyed: `shutdown` and the destructor wait for
 the same mutex. Such a process cannot be used any more, and leaves for its replacement.
 """
@@ -33,6 +37,7 @@ _CYCLES_S = 0.5  # after which a captured graph may be in a reference cycle
 
 _kept: list[Any] = []  # process groups that the function has destroyed, but that are only kept
 _aborts: list[Abort] = []  # those begun in this iteration
+_has_store = True
 
 
 class Abort(threading.Thread):
@@ -60,10 +65,18 @@ def communicators() -> list[tuple[Any, Backend]]:
     return [(group, backend) for group, backend in found if backend is not None]
 
 
+def set_has_store(has_store: bool) -> None:
+    """Whether the others can be told of an abort; without the store, none begins any more."""
+    global _has_store
+    _has_store = has_store
+
+
 def begin_aborts() -> None:
     """Aborts all communicators, each in its thread, except those that are being aborted. Called
     again, it aborts those that were made since: a group may make one at any collective.
     """
+    if not _has_store:
+        return
     aborting = {id(each.group) for each in _aborts if each.is_alive()}
     for group, backend in communicators():
         if id(group) not in aborting:

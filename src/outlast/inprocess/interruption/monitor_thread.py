@@ -27,6 +27,7 @@ from outlast.coordination.training_step import loop
 from outlast.events.emitter import Emitter
 from outlast.events.event import Event
 from outlast.events.types import AbortDone, InterruptSent, InterruptSwallowed, Seen
+from outlast.inprocess.interruption.communicators import set_has_store
 from outlast.inprocess.interruption.error_kinds import is_consequence
 from outlast.inprocess.interruption.flight_recorder import process_groups
 from outlast.inprocess.interruption.interrupter import AtomicSection, Interrupter, places_of
@@ -199,6 +200,7 @@ class MonitorThread:
         except Exception as e:  # noqa: BLE001 - raised in the function's thread, by `outcome`
             outcome = e
         failed = isinstance(outcome, Exception)
+        set_has_store(not failed)
         try:
             if outcome != COMPLETED:
                 self._end_iteration(watch, str(outcome) if failed else outcome.decode())
