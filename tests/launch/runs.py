@@ -83,6 +83,7 @@ class Run:
         env: Mapping[str, str] | None = None,
         module: bool = False,
         quiet: bool = True,
+        launcher: str = "",
     ) -> None:
         self.id = uuid.uuid4().hex
         self.quiet = quiet  # torch logs no warnings of its own
@@ -98,6 +99,10 @@ class Run:
         own_standbys = any(o.startswith("--standby") and o != "--standby=0" for o in options)
         imports = re.search(r"^\s*(from|import) (torch|outlast)\b", script, re.MULTILINE)
         command = [sys.executable, "-m", "outlast.launch", "run", "--standby=0"]
+        if launcher:  # what it changes first, for other limits
+            own = tmp_path / f"launcher-{self.id}.py"
+            own.write_text(f"{launcher}\nfrom outlast.launch.cli import main\n\nmain()\n")
+            command[1:3] = [str(own)]
         self.process = zygote.shared().start(
             [*command, *options, "script" if module else str(self.script), *args],
             env={**os.environ, "TMPDIR": str(self.temporary), **(env or {}), MARKER: self.id},

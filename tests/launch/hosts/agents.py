@@ -32,7 +32,9 @@ class Hosts:
         *options: str,
         endpoints: int = 1,
         args: Iterable[str] = (),
+        launcher: str = "",
     ) -> None:
+        self._launcher = launcher
         self._tmp_path, self._script, self._args = tmp_path, script, list(args)
         port = free_port()
         where = ",".join(f"{address(number)}:{port}" for number in range(2, 2 + endpoints))
@@ -65,7 +67,8 @@ class Hosts:
         """Starts the agent of the host 127.0.0.`number`."""
         given = self._args if args is None else list(args)
         own = [f"--local-addr={address(number)}", *options]
-        run = Run(self._tmp_path, self._script, *self.options, *own, args=given)
+        options = (*self.options, *own)
+        run = Run(self._tmp_path, self._script, *options, args=given, launcher=self._launcher)
         return self._stack.enter_context(run)
 
 

@@ -260,7 +260,7 @@ class Agent:
                 if first
                 else f"{what}: replacement {coordinator.used} of {replacements(limit)}"
             )
-            self._replacements.schedule(death)
+            self._replacements.schedule(death, worker.holders)
         elif decision is Decision.RESTARTED:
             budget = f"restart {coordinator.used + 1} of {limit}, of all workers"
             self._say(f"{what}: {budget}")

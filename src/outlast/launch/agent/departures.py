@@ -35,7 +35,7 @@ from outlast.coordination.job_record import JobState
 from outlast.coordination.records import process_name
 from outlast.launch.agent.decisions import TOLD_TO_STOP
 from outlast.launch.agent.resources import JobResources
-from outlast.launch.workers import descendants
+from outlast.launch.workers import descendants, device_holders
 from outlast.launch.workers.descendants import LINGER_S, TERMINATE_S
 from outlast.launch.workers.worker_group import Worker
 from outlast.system.departure import Departure
@@ -144,6 +144,7 @@ def reap_workers(resources: JobResources) -> list[tuple[Worker, int, float | Non
         if worker is not None and worker.ended_by_launcher and code < 0:
             code = worker.departure.code if worker.departure is not None else code
         if worker is not None and code != 0:
+            worker.holders = device_holders.kill_holders(pid)
             descendants.terminate_group(pid)
             resources.loop.call_later(LINGER_S, functools.partial(descendants.kill_group, pid))
         descendants.reap(pid)

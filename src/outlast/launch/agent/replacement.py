@@ -1,11 +1,13 @@
 """What follows the death of a worker of a wrapped function: a replacement, at once or after a
-back-off; or the others are told not to wait for it.
+back-off, once the memory of its device is free; or the others are told not to wait for it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+
+import psutil
 
 from outlast.coordination.job_record import JobState
 from outlast.errors import LaunchError
@@ -14,10 +16,15 @@ from outlast.launch.agent.decisions import Decision, JobRecord
 from outlast.launch.agent.resources import JobResources
 from outlast.launch.config.job_spec import Placement
 from outlast.launch.event_loop import Timer
+from outlast.launch.workers import device_holders
+from outlast.launch.workers.device_holders import HeldMemory
 from outlast.launch.workers.worker_group import Worker
 from outlast.system.error_text import exit_text
 
 _CHECK_S = 0.5
+_LOOK_S, _ASK_S, _TELL_S = 0.05, 1.0, 2.0
+"""For the memory of a device: between two looks; until the driver is asked; until the user is told.
+"""
 
 
 class Replacements:
@@ -29,12 +36,12 @@ class Replacements:
         self, resources: JobResources, deaths: list[Death], given_up: Callable[[], None]
     ) -> None:
         self._resources, self._deaths, self._given_up = resources, deaths, given_up
-        self._waiting: list[tuple[Timer, Death]] = []
+        self._waiting: list[tuple[Timer, Death, HeldMemory]] = []
 
     @property
     def pending(self) -> frozenset[int]:
-        """The ranks whose replacements wait for their back-off."""
-        return frozenset(death.rank for _, death in self._waiting)
+        """The ranks whose replacements wait: for their back-off, or for the memory of a device."""
+        return frozenset(death.rank for _, death, _ in self._waiting)
 
     @property
     def are_useful(self) -> bool:
@@ -43,25 +50,58 @@ class Replacements:
         wrapped = self._resources.job.program.wrapped
         return state is JobState.RUNNING or (wrapped and state is JobState.PLAIN)
 
-    def schedule(self, death: Death) -> None:
+    def schedule(self, death: Death, holders: list[psutil.Process]) -> None:
+        """Replaces a worker after its back-off, and once `holders` have left its devices."""
+        memory = HeldMemory(holders, self._resources.loop.clock.now())
         delay_s = self._resources.workers.delay_s(death.local_rank)
         if delay_s == 0:
-            self._replace(death)
+            self._await_memory(death, memory)
             return
         self._resources.console.say(
             f"rank {death.rank} died soon after its start again: replaced in {delay_s:g} s"
         )
-        timer = self._resources.loop.call_later(delay_s, lambda: self._replace(death))
-        self._waiting.append((timer, death))
+        self._later(delay_s, death, memory)
 
     def cancel(self) -> None:
-        for timer, death in self._waiting:
+        for timer, death, memory in self._waiting:
             timer.cancel()
+            memory.close()
             self._lost(death)
         self._waiting.clear()
 
+    def _later(self, seconds: float, death: Death, memory: HeldMemory) -> None:
+        def due() -> None:
+            self._waiting = [item for item in self._waiting if item[1] is not death]
+            self._await_memory(death, memory)
+
+        self._waiting.append((self._resources.loop.call_later(seconds, due), death, memory))
+
+    def _await_memory(self, death: Death, memory: HeldMemory) -> None:
+        """Replaces once the memory of the predecessor is free, or after a while: a replacement that
+        runs out of memory would use up the next one.
+        """
+        limit_s = device_holders.FREE_S
+        is_free, waited_s = memory.is_free, self._resources.loop.clock.now() - memory.since
+        if is_free or waited_s >= limit_s:
+            if not is_free:
+                self._resources.console.say(
+                    f"rank {death.rank}: the memory of its device is not free after {limit_s:g} s, "
+                    f"held by {memory.held_by()}: replaced all the same"
+                )
+            memory.close()
+            self._replace(death)
+            return
+        if waited_s >= _ASK_S:
+            memory.ask()
+        if waited_s >= _TELL_S and not memory.is_told:
+            memory.is_told = True
+            self._resources.console.say(
+                f"rank {death.rank} waits, for at most {limit_s:g} s, until the memory of its "
+                f"device is free, held by {memory.held_by()}"
+            )
+        self._later(_LOOK_S, death, memory)
+
     def _replace(self, death: Death) -> None:
-        self._waiting = [item for item in self._waiting if item[1] is not death]
         resources = self._resources
         if self.are_useful:
             try:

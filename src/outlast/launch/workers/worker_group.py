@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+import psutil
+
 from outlast.errors import LaunchError
 from outlast.events.emitter import Emitter
 from outlast.events.types import WorkerExited, WorkerStarted
@@ -51,6 +53,8 @@ class Worker:
     settled: bool = False  # its rank is treated as if this process had ended
     ended_by_launcher: bool = False  # because it did not end by itself
     killer: str = ""  # who kills it, and why, if the launcher does
+    # what had inherited its devices, and was killed
+    holders: list[psutil.Process] = dataclasses.field(default_factory=list)
 
     @property
     def pid(self) -> int:
