@@ -83,6 +83,18 @@ def test_a_step_that_is_left_out_because_of_garbage(
     check(faulty, undisturbed(guard=True), 4)
 
 
+@pytest.mark.parametrize(("waits", "source"), [("0", "live"), ("1", "memory")])
+def test_a_state_that_torch_may_have_aborted_is_not_continued(
+    ranks: Ranks, tmp_path: Path, undisturbed: Any, waits: str, source: str
+) -> None:
+    """With `TORCH_NCCL_BLOCKING_WAIT`, torch aborts before a rank knows of the fault."""
+    ranks = functools.partial(ranks, env={"TORCH_NCCL_BLOCKING_WAIT": waits})
+    plan = {"every": 4, "nccl": True}
+    faulty = run(ranks, tmp_path / "c", *later(1, 4, "forward 6", "raise"), **plan)
+    steps = {"live": 5, "memory": 4}
+    check(faulty, undisturbed(every=4), steps[source], sources=(source,))
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_save_of_what_the_device_has_not_computed(
     ranks: Ranks, tmp_path: Path, undisturbed: Any, overlap: bool

@@ -59,6 +59,7 @@ PLAN: dict[str, Any] = {
     "timeouts": {},
     "job": {},
     "deaf": False,
+    "nccl": False,
     "untold": False,
     "faults": [],
 }
@@ -152,6 +153,8 @@ def train(call: inprocess.CallWrapper) -> None:
     if PLAN["own_device"] or PLAN["backend"] == "nccl":
         torch.accelerator.set_device_index(own_index())
     dist.init_process_group(f"cpu:gloo,{PLAN['device']}:{PLAN['backend']}")
+    if PLAN["nccl"]:  # the group seems to be one of NCCL
+        dist.distributed_c10d._world.pg_backend_config[dist.group.WORLD] += ",cuda:nccl"
     rank = dist.get_rank()
     if PLAN["deaf"] and rank == 0:
         deafen()
