@@ -6,6 +6,7 @@ import base64
 import contextlib
 import re
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,25 @@ def test_a_job_that_begins_again_finds_an_empty_store(etcd: Cluster, on: RunFact
     after.joined()
     assert after.ask("store", "read", "completed") is None
     assert after.ask("state")["lost"] == {}
+
+
+@pytest.mark.slow
+def test_an_agent_waits_for_the_lease_of_the_one_before_that_etcd_starts_again(
+    on: RunFactory,
+) -> None:
+    """Each new leader of etcd, as after each of its restarts, starts the time of all leases."""
+    require_etcd()
+    with Cluster() as cluster, contextlib.closing(cluster.client()):
+        run = on(cluster, lease_s=3.0)
+        [before] = start(run, 2)
+        before.close()
+        after = run.host(2)
+        for _ in range(7):  # in sum longer than the patience, 10 s
+            time.sleep(1.0)
+            cluster.members[0].end()
+            cluster.restart(cluster.members[0])
+        (line,) = after.joined()["said"]
+        assert "another agent at 127.0.0.2 is in this run" in line
 
 
 @pytest.mark.slow

@@ -108,7 +108,7 @@ class EtcdGroup:
         stack.callback(server.close)
         self._me = me = spec.host(address, server.port)
         patience_s = 2.0 * lease.ttl_s + 2.0  # etcd looks for expired leases now and then
-        joining = Admission(self._client, spec.run_id, me, lease.id, patience_s)
+        joining = Admission(self._client, spec.run_id, me, lease.id, patience_s, spec.say)
         self._root = root = joining.join(lambda: secrets.token_hex(4))
         lease.key = host_key(root, me.id)
         fence = Fence(lease.key, lease.id)

@@ -91,13 +91,21 @@ class Admission:
     Args:
         lease: of this host; its key in the group is under it.
         patience_s: for how long another host may hold this host's address: the agent that ran here
-            before may have been killed, and its lease not be over.
+            before may have been killed, and its lease not be over. It counts from the last change
+            of etcd's leader, which starts the time of every lease again.
+        say: prints a line, before this host waits for that lease.
     """
 
     def __init__(
-        self, client: EtcdClient, run_id: str, me: HostInfo, lease: int, patience_s: float
+        self,
+        client: EtcdClient,
+        run_id: str,
+        me: HostInfo,
+        lease: int,
+        patience_s: float,
+        say: Callable[[str], None],
     ) -> None:
-        self._client, self._me = client, me
+        self._client, self._me, self._say, self._said = client, me, say, False
         self._lease, self._patience_s = lease, patience_s
         self._top = top_of(run_id)
         self._current = self._top + b"current"
@@ -107,9 +115,11 @@ class Admission:
         keys. A `LaunchError` naming the host and the setting that differ. A `StoreError` if etcd
         does not answer.
         """
-        began = time.monotonic()
+        began, term = 0.0, ""
         while True:
             answer = self._client.repeat("/v3/kv/range", layout.range_of(self._current), LIMIT_S)
+            if answer["header"]["raft_term"] != term:
+                began, term = time.monotonic(), answer["header"]["raft_term"]
             current = layout.entries(answer)
             root = b"" if not current else self._top + current[0].value + b"/"
             found = _look(self._client, root, Chain()) if root else None
@@ -177,6 +187,12 @@ class Admission:
         no = objection(self._me, first, present, 0.0) or objection(first, self._me, (), 0.0)
         if no is not None and not (no.limit_s and patient):
             raise LaunchError(no.reason)
+        if no is not None and not self._said:
+            self._said = True
+            self._say(
+                f"another agent at {self._me.address} is in this run: if it has ended, this one is "
+                f"admitted when its lease in etcd is over, within {self._patience_s:g} s"
+            )
         return no is None
 
 
