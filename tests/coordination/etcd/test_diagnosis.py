@@ -22,6 +22,7 @@ from outlast.coordination.stores.etcd.connection import (
     Security,
     diagnose,
     explain,
+    known_fault,
 )
 from outlast.errors import StoreError
 from procs import free_port
@@ -81,6 +82,22 @@ def test_an_etcd_that_is_too_old() -> None:
     with http_server(b'{"etcdserver":"3.2.26","etcdcluster":"3.2.0"}') as endpoint:
         said = diagnose(endpoint, Security(), NET_S)
         assert said == f"{endpoint} is etcd 3.2.26: 3.4 or later is needed"
+
+
+@pytest.mark.parametrize(
+    ("version", "mended"),
+    [
+        ("3.4.23", "3.4.31 does not"),
+        ("3.5.12", "3.5.13 does not"),
+        *((each, "") for each in ("3.4.31", "3.5.13", "3.6.0", "4.0.0-alpha", "git")),
+    ],
+)
+def test_a_version_whose_leaders_harm_leases(version: str, mended: str) -> None:
+    with http_server(f'{{"etcdserver":"{version}"}}'.encode()) as endpoint:
+        assert diagnose(endpoint, Security(), NET_S) == ""
+        said = known_fault(endpoint, Security(), NET_S)
+        assert said.endswith(mended)
+        assert bool(said) == bool(mended)
 
 
 def test_a_certificate_that_cannot_be_read(tmp_path: Path) -> None:

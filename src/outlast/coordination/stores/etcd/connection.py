@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import re
 import socket
 import ssl
 import time
@@ -17,6 +18,8 @@ Json = dict[str, Any]
 _LARGEST_LINE = 256 * 2**20
 OLDEST = (3, 4)
 """The first version of etcd whose gateway serves the paths that are used here."""
+_STALLS_MENDED = {(3, 4): 31, (3, 5): 13}
+"""From which patch on a leader whose disk has stalled harms no lease (etcd-io/etcd 15247)."""
 
 
 @dataclass(frozen=True)
@@ -276,11 +279,34 @@ def diagnose(endpoint: Endpoint, security: Security, limit: float) -> str:
         if not security.uses_tls and _speaks_tls(endpoint, limit):
             return _needs_tls(endpoint)
         return f"{endpoint} answers, but is not etcd"
-    numbers = version["etcdserver"].split(".")[:2]
-    if all(part.isdigit() for part in numbers) and tuple(map(int, numbers)) < OLDEST:
+    if _numbers(version["etcdserver"])[:2] < OLDEST:
         needed = ".".join(map(str, OLDEST))
         return f"{endpoint} is etcd {version['etcdserver']}: {needed} or later is needed"
     return ""
+
+
+def known_fault(endpoint: Endpoint, security: Security, limit: float) -> str:
+    """What is known to disturb a job in this version of etcd; empty if nothing is."""
+    try:
+        version = str(_version(endpoint, security, limit)["etcdserver"])
+    except (OSError, http.client.HTTPException, KeyError, TypeError):
+        return ""  # it has answered `diagnose` before: it has gone
+    numbers = _numbers(version)
+    mended = _STALLS_MENDED.get(numbers[:2], 0)
+    if numbers[2] >= mended:
+        return ""
+    return (
+        f"{endpoint} is etcd {version}: when the disk of its leader stalls, hosts that live may "
+        f"lose their leases, and end their workers; {numbers[0]}.{numbers[1]}.{mended} does not"
+    )
+
+
+def _numbers(version: str) -> tuple[int, int, int]:
+    """As in `3.4.23`; of a version that is no number, very late ones."""
+    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
+    if found is None:
+        return 99, 0, 0
+    return int(found[1]), int(found[2]), int(found[3] or 0)
 
 
 def explain(refused: Refused, security: Security) -> str:

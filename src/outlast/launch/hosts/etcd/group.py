@@ -23,6 +23,7 @@ from outlast.coordination.stores.etcd.connection import (
     Security,
     diagnose,
     explain,
+    known_fault,
 )
 from outlast.coordination.stores.etcd.operations import Fence
 from outlast.coordination.stores.etcd.store import EtcdStore
@@ -182,6 +183,10 @@ class EtcdGroup:
                 limit = f" for {self._spec.join_limit_s:g} s" if waits else ""
                 raise LaunchError(f"--rdzv-endpoint: {'; '.join(problems)}{limit}")
             time.sleep(0.5)
+        for each, problem in zip(self._endpoints, problems, strict=True):
+            if not problem and (fault := known_fault(each, self._security, limit_s)):
+                self._spec.say(fault)
+                break
         self._client.repeat(
             "/v3/kv/range",
             {"key": layout.text(b"/outlast/"), "count_only": True},
