@@ -52,8 +52,6 @@ log = logging.getLogger("outlast.inprocess")
 
 _LOADER = "_MultiProcessingDataLoaderIter.__del__"
 _SHARER = resource_sharer.__file__
-_NAMES = 100_000
-"""The distance between the first names of the groups of two iterations, which are numbers."""
 _MOST_KEPT = 64
 """References to groups that the function has destroyed, until the end of the iteration."""
 _OWN_REFERENCES = 2  # the variable, and the argument of `getrefcount`
@@ -207,17 +205,13 @@ def _forget_groups() -> None:
     c10d._unregister_all_process_groups()  # type: ignore[attr-defined]
     c10d._world.group_count = 0
     symmetric: Any = sys.modules.get("torch.distributed._symmetric_memory")
-    for name in ("_group_name_to_store", "_group_name_to_workspace_tensor"):
-        getattr(symmetric, name, {}).clear()
-
-
-def name_groups_of(iteration: int) -> None:
-    """Gives the groups of an iteration names that those of the iterations before did not have, the
-    same on all ranks: torch notes some things by name and for ever, such as the store of a group
-    with symmetric memory.
-    """
-    if dist.is_available() and not dist.is_initialized():
-        dist.distributed_c10d._world.group_count = iteration * _NAMES
+    if names := list(getattr(symmetric, "_group_name_to_store", ())):
+        # It cannot be registered twice, and other names would not be those that meshes keep.
+        log.warning(
+            "torch keeps the store of symmetric memory for the life of a process (groups %s): it "
+            "does not work after a restart in place",
+            ", ".join(names),
+        )
 
 
 _FATAL = 3  # c10's levels: INFO 0, WARNING 1, ERROR 2, FATAL 3

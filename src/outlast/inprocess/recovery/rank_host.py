@@ -39,7 +39,7 @@ from outlast.inprocess.interruption.monitor_thread import (
     sample_of_error,
 )
 from outlast.inprocess.interruption.program_stores import ProgramStores
-from outlast.inprocess.interruption.release import ModesAtStart, Releaser, name_groups_of
+from outlast.inprocess.interruption.release import ModesAtStart, Releaser
 from outlast.inprocess.monitor.shared_page import Activity
 from outlast.inprocess.rank_assignment import ShiftRanks
 from outlast.inprocess.recovery.host_protocol import (
@@ -323,7 +323,6 @@ class RankHost(RankFaults):
         loop.begin()
         self.watch = self.monitor_thread.watch_iteration(self._over)
         self.stores.replace()
-        name_groups_of(self.place.iteration)
         publish_rank(
             self.place.rank,
             self.running.state.active_world_size,
