@@ -18,7 +18,7 @@ KILLED = -signal.SIGKILL
 def test_a_tree_has_a_reserve_that_a_replacement_joins(ranks: Ranks) -> None:
     with ranks("assigned", "with_a_reserve", nprocs=3) as job:
         job.start_all()
-        job.wait_for_line(2, said("entered", iteration=1))
+        job.wait_for_line(1, said("entered", iteration=1))
         assert views(job)[0] == full(2)
         job.wait(0)
         job.start(0, env={"OUTLAST_REPLACEMENT": "1"})
@@ -26,8 +26,8 @@ def test_a_tree_has_a_reserve_that_a_replacement_joins(ranks: Ranks) -> None:
         entered = {
             r: [(x["iteration"], x["rank"]) for x in events(job, r, "entered")] for r in (1, 2)
         }
-        assert entered == {1: [(0, 1), (1, 1), (2, 1)], 2: [(1, 0), (2, 0)]}
-        assert returned(job) == {0: None, 1: 1, 2: 0}
+        assert entered == {1: [(1, 0), (2, 0)], 2: [(0, 1), (1, 1), (2, 1)]}
+        assert returned(job) == {0: None, 1: 0, 2: 1}
 
 
 @pytest.mark.slow

@@ -20,13 +20,14 @@ HOST = f"host{FIRST_RANK // 2}"
     rank_assignment=Tree(
         [
             Layer(2, 2, "job", LayerFlag.RESERVE),
-            Layer(key_or_fn=lambda state: HOST, flag=LayerFlag.RESERVE),
+            # The function returns what only this process knows.
+            Layer(max_ranks=1, key_or_fn=lambda state: HOST, flag=LayerFlag.RESERVE),
         ]
     )
 )
 def with_a_reserve(call: CallWrapper) -> int:
-    """Rank 0 dies; a reserve rank takes its place. The test starts a replacement, which is admitted
-    to the reserve.
+    """Rank 0 dies; the reserve rank of its host takes its place. The test starts a replacement,
+    which is admitted to the reserve.
     """
     join_group()
     if call.iteration == 0 and rank() == 0:
@@ -38,7 +39,6 @@ def with_a_reserve(call: CallWrapper) -> int:
 
 @scenario
 @wrapped(
-    # The function returns what only this process knows.
     rank_assignment=Compose(
         ShiftRanks(), FilterGroupedByKey(lambda rank, size: HOST, lambda count: count == 2)
     ),
