@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from pathlib import Path
@@ -9,10 +10,22 @@ from pathlib import Path
 import pytest
 
 from metrics.replay import Logs, eventful_run
-from outlast.events.types import LauncherEnded, WorkerStarted
+from outlast.events.event import Event
+from outlast.events.types import (
+    Completed,
+    Entered,
+    Joined,
+    LauncherEnded,
+    LeftFunction,
+    Lost,
+    Seen,
+    StopRequested,
+    WorkerStarted,
+)
 from outlast.metrics import collect
 from outlast.metrics.collect import Collector
 from outlast.metrics.live_run import LiveRun
+from outlast.metrics.run_state import RunState, State
 
 
 @pytest.fixture
@@ -88,3 +101,24 @@ def test_records_of_steps_do_not_pile_up(logs: Logs) -> None:
     logs.write(steps * 50)
     many = run_of(logs, 0.0, alive=False)
     assert many.report() == one.report()
+
+
+@pytest.mark.parametrize(
+    ("events", "state"),
+    [
+        ([], State.RUNNING),
+        ([Entered(active=False)], State.RESERVE),
+        ([Joined()], State.WAITING),
+        ([Seen()], State.RESTARTING),
+        ([LeftFunction(outcome="raised")], State.RESTARTING),
+        ([LeftFunction(outcome="returned")], State.RETURNED),
+        ([Completed()], State.COMPLETED),
+        ([Lost()], State.LOST),
+        ([StopRequested(reason="SIGTERM"), Lost()], State.ENDED),
+    ],
+)
+def test_what_a_process_does_after_its_events(events: list[Event], state: State) -> None:
+    run = RunState()
+    for event in [Entered(), *events]:
+        run.apply(dataclasses.replace(event, host="a", pid=1, member=0))
+    assert [process.state for process in run.processes.values()] == [state]

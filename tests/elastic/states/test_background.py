@@ -115,6 +115,7 @@ def test_a_failure_that_nobody_saw_is_raised_by_the_next_save(folder: Path) -> N
     state = Text("a", "1")
     with full_disk():
         save_all_states(asynchronous=True)
+        assert load_state(state)  # of the first save
         with pytest.raises(CheckpointError, match="File too large"):
             save_all_states()
     assert save_all_states() is not None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,6 +39,18 @@ def test_it_outlives_its_process_in_a_folder_that_is_made_with_those_above(tmp_p
     assert [each.id for each in second.past.groups] == ["h2"]
     assert second.past.out == {"h1-first"}
     second.close()
+
+
+def test_a_host_that_was_killed_is_out_for_the_next_one_at_its_address(
+    run: Callable[..., Any], tmp_path: Path
+) -> None:
+    here = run()
+    host = here.host(2, record_dir=str(tmp_path / "records"))
+    joined = host.joined()
+    host.close()
+    record = open_record(here.run_id, here.endpoints, host.address, str(tmp_path / "records"))
+    assert record.past.out == {joined["id"]}
+    record.close()
 
 
 def test_what_is_on_its_way_when_the_host_leaves_is_not_written(
