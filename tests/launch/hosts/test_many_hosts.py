@@ -1,18 +1,40 @@
-"""`outlast run` on several hosts: real agents, real workers."""
+"""`outlast run` on several hosts: real agents, real workers, and for some tests real etcd."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from etcd_cluster import Cluster, require_etcd
 from launch.hosts.agents import Hosts, address
 from launch.runs import WORKER, Run, ends
 
 SHM = "/dev/shm"
+
+
+def on(cluster: Cluster, tmp_path: Path, *options: str) -> Hosts:
+    """Hosts that meet in etcd."""
+    meet = (f"--rdzv-endpoint={cluster.rdzv_endpoint}", "--rdzv-backend=etcd", "--rdzv-id=job")
+    return Hosts(tmp_path, WORKER, *meet, *options)
+
+
+@pytest.fixture(params=["c10d", "etcd"])
+def meet(
+    request: pytest.FixtureRequest, tmp_path: Path, etcd_if_installed: Cluster | None
+) -> Callable[..., Hosts]:
+    """`meet("--nnodes=2")`: hosts with these options, which meet by each of the backends."""
+    if request.param == "c10d":
+        return lambda *options: Hosts(tmp_path, WORKER, *options)
+    require_etcd()
+    assert etcd_if_installed is not None
+    return partial(on, etcd_if_installed, tmp_path)
 
 
 def codes(*runs: Run) -> list[int]:
@@ -107,8 +129,8 @@ def lease_pages(run: Run) -> list[Path]:
 
 
 @pytest.mark.slow
-def test_the_hosts_share_one_budget_of_replacements(tmp_path: Path) -> None:
-    with Hosts(tmp_path, WORKER, "--nnodes=2", "--nproc-per-node=2", "--max-restarts=1") as hosts:
+def test_the_hosts_share_one_budget_of_replacements(meet: Callable[..., Hosts]) -> None:
+    with meet("--nnodes=2", "--nproc-per-node=2", "--max-restarts=1") as hosts:
         one, two = hosts.start_all(2)
         workers = [one.ready(0), one.ready(1), two.ready(2), two.ready(3)]
         one.set_job("running")
@@ -205,21 +227,23 @@ def test_a_host_with_other_endpoints_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_host_with_other_arguments_is_refused(tmp_path: Path) -> None:
-    with Hosts(tmp_path, WORKER, "--nnodes=2") as hosts:
+def test_a_host_with_other_arguments_is_refused(meet: Callable[..., Hosts]) -> None:
+    with meet("--nnodes=2") as hosts:
         (one,) = hosts.start_all(1)
         other = hosts.start(3, args=["--lr=2"])
         assert other.wait() == 1
-        assert "command line of the script" in other.err
-        assert "--lr=2" in other.err
+        assert "command line of the script differs between the hosts of this run" in other.err
+        assert "has '--lr=2'" in other.err
         one.until_said("command line of the script")
         one.process.send_signal(signal.SIGINT)
         assert one.wait() == 130
 
 
 @pytest.mark.slow
-def test_a_host_that_was_frozen_ends_its_workers_and_comes_back_as_a_spare(tmp_path: Path) -> None:
-    with Hosts(tmp_path, WORKER, "--nnodes=2") as hosts:
+def test_a_host_that_was_frozen_ends_its_workers_and_comes_back_as_a_spare(
+    meet: Callable[..., Hosts],
+) -> None:
+    with meet("--nnodes=2") as hosts:
         one, two = hosts.start_all(2)
         survivor = one.ready(0)
         frozen = two.ready(1)
@@ -242,6 +266,30 @@ def test_a_host_that_was_frozen_ends_its_workers_and_comes_back_as_a_spare(tmp_p
         assert [run.verdict for run in (one, spare, two)] == ["job completed"] * 3
         own_time = ["; this host took part for " in run.words[-1] for run in (one, spare, two)]
         assert own_time == [False, True, True]
+
+
+@pytest.mark.slow
+def test_hosts_die_while_members_of_etcd_do(tmp_path: Path) -> None:
+    require_etcd()
+    with (
+        Cluster(3) as cluster,
+        contextlib.closing(cluster.client()),
+        on(cluster, tmp_path, "--nnodes=2", "--host-timeout=4") as hosts,
+    ):
+        first, other = hosts.start_all(2)
+        first.ready(0)
+        survivor = other.ready(1)
+        other.set_job("running")
+        spare = hosts.start(4)
+        spare.until_said("is a spare")
+        cluster.leader().end()
+        first.process.kill()
+        replacement = spare.ready(0)
+        assert replacement.env["OUTLAST_REPLACEMENT"] == "1"
+        other.set_job("completed")
+        survivor.succeed()
+        replacement.succeed()
+        assert [other.wait(), spare.wait()] == [0, 0]
 
 
 def place(run: Run) -> int:
