@@ -116,17 +116,16 @@ def test_the_parameter_and_the_step_are_named(tmp_path: Path) -> None:
     )
 
 
-def test_the_step_before_the_gradients_is_kept(tmp_path: Path) -> None:
-    text = (
-        "after step 5: values of weight, bias are not finite, first in the gradients of rank 0 "
-        f"on {HOST}; the newest checkpoint with finite parameters is that of step 4"
-    )
-    with pytest.raises(NonFinite, match=text), job_of(tmp_path, nn.Linear(4, 1)) as job:
+def test_gradients_that_are_not_finite_are_named_with_their_step(tmp_path: Path) -> None:
+    sink, text = MemorySink(), "weight, bias are not finite, first in the gradients of rank 0"
+    job = job_of(tmp_path, nn.Linear(4, 1), events=sink)
+    with pytest.raises(NonFinite, match=text), job:
         job.restore()
         steps(job, 4)
-        job.checkpointer.wait()
         job.model.register_forward_hook(lambda *found: found[-1] * torch.inf)
         steps(job, 4)
+    found = [event for event in sink.events if isinstance(event, NonFiniteFound)]
+    assert [(event.step, event.since, event.origin) for event in found] == [(5, 4, "gradients")]
 
 
 def test_a_loss_that_is_not_finite_is_enough(tmp_path: Path) -> None:
