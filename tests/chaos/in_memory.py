@@ -1,10 +1,23 @@
-"""Claims on faults in the memory of one process."""
+"""What an injector needs, in the memory of one process: claims on faults, and a call."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from outlast.chaos.fired_faults import MarkerDirectory
+
+
+@dataclass
+class State:
+    rank: int = 0
+
+
+@dataclass
+class Call:
+    iteration: int = 0
+    state: State = field(default_factory=State)
+    monitor_pid: int | None = 4321
 
 
 class MemoryFired(MarkerDirectory):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from chaos.in_memory import MemoryFired
+from chaos.in_memory import Call, MemoryFired, State
 from fake_clock import FakeClock
 from outlast import chaos
 from outlast.chaos import Kind, Plan, PlannedFault, RandomFaults, fail_at, installed
@@ -17,18 +16,6 @@ from outlast.chaos.injector import Injector
 from outlast.coordination.training_step import report_step
 from outlast.errors import ChaosError
 from outlast.inprocess import call_wrapper as observers
-
-
-@dataclass
-class State:
-    rank: int = 0
-
-
-@dataclass
-class Call:
-    iteration: int = 0
-    state: State = field(default_factory=State)
-    monitor_pid: int | None = 4321
 
 
 class Bench:

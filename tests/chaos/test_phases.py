@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from chaos.in_memory import MemoryFired
+from chaos.in_memory import Call, MemoryFired
 from outlast.chaos import Kind, Phase, PlannedFault, fail_at
 from outlast.chaos.injector import Injector
 from outlast.errors import ChaosError
-
-
-@dataclass
-class State:
-    rank: int = 0
-
-
-@dataclass
-class Call:
-    iteration: int = 0
-    state: State = field(default_factory=State)
-    monitor_pid: int | None = None
 
 
 class Bench:

@@ -133,24 +133,17 @@ def test_nothing_is_replaced_after_an_abort(tmp_path: Path) -> None:
         assert run.wait() == 3
 
 
-def test_a_worker_lost_before_completion_does_not_fail_the_job(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("completed", "code"), [([0], 0), ([0, 1], 3)])
+def test_a_failure_counts_unless_the_worker_was_lost_before_completion(
+    tmp_path: Path, completed: list[int], code: int
+) -> None:
     with Run(tmp_path, WORKER, "--nproc-per-node=2") as run:
         first = [run.ready(rank) for rank in range(2)]
-        run.set_job("completed", by=[first[0]])
+        run.set_job("completed", by=[first[rank] for rank in completed])
         first[1].fail()
         run.until_said("not replaced, the job is completed")
         first[0].succeed()
-        assert run.wait() == 0
-
-
-def test_a_worker_that_fails_after_completion_fails_the_job(tmp_path: Path) -> None:
-    with Run(tmp_path, WORKER, "--nproc-per-node=2") as run:
-        first = [run.ready(rank) for rank in range(2)]
-        run.set_job("completed", by=first)
-        first[1].fail()
-        run.until_said("not replaced, the job is completed")
-        first[0].succeed()
-        assert run.wait() == 3
+        assert run.wait() == code
 
 
 def test_the_end_of_a_job_does_not_wait_for_a_back_off(tmp_path: Path) -> None:
