@@ -15,10 +15,27 @@ from outlast.elastic.silent_faults import own_time
 from outlast.elastic.silent_faults.straggler_check import SlowRanks
 from outlast.events.report import load
 from outlast.events.types import StragglerFound
-from procs import Job
+from procs import Job, Line
 
 Ranks = Callable[..., Job]
 HOST = socket.gethostname()
+
+
+def train(
+    ranks: Ranks, path: Path, nprocs: int, **plan: Any
+) -> tuple[list[str], list[StragglerFound], list[Line]]:
+    """What each rank has logged, the stragglers that were found, and the lines of all ranks."""
+    logs = path / "events"
+    logs.mkdir()
+    arguments = json.dumps({"path": str(path / "checkpoints"), "every": None, **plan})
+    env = {"OUTLAST_EVENTS_DIR": str(logs)}
+    with ranks("silent_faults", arguments, nprocs=nprocs, env=env) as job:
+        job.start_all()
+        codes = job.wait_all()
+        errors = [job.errors(rank) for rank in range(nprocs)]
+        lines = [line for rank in range(nprocs) for line in job.lines(rank)]
+    assert set(codes.values()) == {0}, errors
+    return errors, [e for e in load(logs) if isinstance(e, StragglerFound)], lines
 
 
 @pytest.mark.parametrize(
@@ -45,52 +62,21 @@ HOST = socket.gethostname()
     ],
 )
 def test_the_slow_rank_is_named(ranks: Ranks, tmp_path: Path, blocked: dict[str, Any]) -> None:
-    logs = tmp_path / "events"
-    logs.mkdir()
-    plan = {
-        "path": str(tmp_path / "checkpoints"),
-        "every": None,
-        "slow": 1,
-        "slow_s": 0.05,
-        "await": True,
-        "stragglers": {"window": 5, "windows": 2},
-        **blocked,
-    }
-    env = {"OUTLAST_EVENTS_DIR": str(logs)}
-    with ranks("silent_faults", json.dumps(plan), nprocs=3, env=env) as job:
-        job.start_all()
-        codes = job.wait_all()
-        errors = [job.errors(rank) for rank in range(3)]
-        told = [line for rank in range(3) for line in job.lines(rank) if line["event"] == "told"]
-    assert set(codes.values()) == {0}, errors
-    first, *_ = [event for event in load(logs) if isinstance(event, StragglerFound)]
+    plan = {"slow": 1, "slow_s": 0.05, "await": True, "stragglers": {"window": 5, "windows": 2}}
+    errors, (first, *_), lines = train(ranks, tmp_path, 3, **{**plan, **blocked})
     assert (first.rank, first.straggler, first.straggler_host) == (0, 1, HOST)
     assert first.seconds > 0.05
     assert first.seconds > 1.3 * first.typical_seconds
     assert f"rank 1 on {HOST} is a straggler after step {first.step}" in errors[0]
-    assert {line["of"] for line in told} == {0, 1, 2}
+    assert {line["of"] for line in lines if line["event"] == "told"} == {0, 1, 2}
 
 
 @pytest.mark.slow
 def test_equal_ranks_of_a_sharded_model_are_not_slow(ranks: Ranks, tmp_path: Path) -> None:
     """Each step takes 50 ms: more than what a busy machine adds to most steps of one rank."""
-    logs = tmp_path / "events"
-    logs.mkdir()
-    plan = {
-        "path": str(tmp_path / "checkpoints"),
-        "every": None,
-        "steps": 80,
-        "base_s": 0.05,
-        "shards": 2,
-        "layers": True,
-        "stragglers": {"window": 10, "factor": 2.0},
-    }
-    env = {"OUTLAST_EVENTS_DIR": str(logs)}
-    with ranks("silent_faults", json.dumps(plan), nprocs=4, env=env) as job:
-        job.start_all()
-        assert set(job.wait_all().values()) == {0}, [job.errors(rank) for rank in range(4)]
-        errors = [job.errors(rank) for rank in range(4)]
-    assert not [event for event in load(logs) if isinstance(event, StragglerFound)]
+    plan = {"steps": 80, "base_s": 0.05, "shards": 2, "layers": True}
+    errors, found, _ = train(ranks, tmp_path, 4, **plan, stragglers={"window": 10, "factor": 2.0})
+    assert not found
     assert not any("stragglers cannot be found" in error for error in errors), errors
 
 
