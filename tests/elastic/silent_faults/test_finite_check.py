@@ -4,10 +4,8 @@ checkpoint from before.
 
 from __future__ import annotations
 
-import json
 import logging
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,33 +14,16 @@ import torch
 from torch import nn
 
 import outlast
+from elastic.silent_runs import Ranks, Run
 from outlast.elastic import FiniteCheck
 from outlast.elastic.silent_faults.layout import element_slices
 from outlast.errors import NO_RESTART, NonFinite
 from outlast.events.emitter import MemorySink
-from outlast.events.report import load
 from outlast.events.types import NonFiniteFound
-from procs import Job
 
-Ranks = Callable[..., Job]
 HOST = socket.gethostname()
 # The exponent of a weight below 2 becomes that of a value above 1e38.
 FLIP: dict[str, Any] = {"flip": 1, "flip_at": 7, "high": 30, "every": 3, "job": {"keep": 1}}
-
-
-def train(ranks: Ranks, path: Path, **plan: Any) -> tuple[dict[int, int], list[str], list[Any]]:
-    """The exit codes, what the ranks have logged, and the events."""
-    events = path / "events"
-    events.mkdir(exist_ok=True)
-    arguments = json.dumps({"path": str(path / "checkpoints"), **FLIP, **plan})
-    env = {"OUTLAST_EVENTS_DIR": str(events)}
-    with ranks("silent_faults", arguments, nprocs=2, env=env) as job:
-        job.start_all()
-        codes = job.wait_all()
-        errors = [job.errors(rank) for rank in range(2)]
-        restored = [line for line in job.lines(0) if line["event"] == "restored"]
-    found = [event for event in load(events) if isinstance(event, NonFiniteFound)]
-    return codes, errors, [*found, *restored]
 
 
 @pytest.mark.slow
@@ -50,8 +31,10 @@ def train(ranks: Ranks, path: Path, **plan: Any) -> tuple[dict[int, int], list[s
 def test_a_flipped_bit_ends_the_job_and_the_next_one_continues_from_before(
     ranks: Ranks, tmp_path: Path, loss: bool
 ) -> None:
-    codes, errors, (event, *_) = train(ranks, tmp_path, steps=60, loss=loss)
-    assert set(codes.values()) == {NO_RESTART}, errors
+    run = Run(ranks, tmp_path, 2, **FLIP, steps=60, loss=loss)
+    errors = run.errors
+    assert set(run.codes.values()) == {NO_RESTART}, errors
+    event = run.found(NonFiniteFound)[0]
     assert (event.step, event.first, event.first_host) == (8, 1, HOST)
     assert event.origin == ("loss" if loss else "gradients")
     assert event.parameters == ["second.weight"]
@@ -65,9 +48,9 @@ def test_a_flipped_bit_ends_the_job_and_the_next_one_continues_from_before(
     kept = "the newest checkpoint with finite parameters is that of step 6"
     assert any(kept in error for error in errors)
 
-    codes, errors, (*_, restored) = train(ranks, tmp_path, steps=12)
-    assert set(codes.values()) == {0}, errors
-    assert restored["step"] == 6
+    again = Run(ranks, tmp_path, 2, **FLIP, steps=12)
+    assert set(again.codes.values()) == {0}, again.errors
+    assert {line["step"] for line in again.of("restored")} == {6}
 
 
 @pytest.mark.slow
@@ -76,16 +59,18 @@ def test_without_the_check_training_goes_on_and_the_checkpoint_from_before_stays
 ) -> None:
     """As before there was a check: the job ends well, with NaN."""
     ignored = {"finite": {"on_non_finite": "report"}}
-    codes, errors, (event, *_) = train(ranks, tmp_path, steps=40, **ignored)
-    assert set(codes.values()) == {0}, errors
-    assert "after step 8: " in errors[0]
-    assert "first in the gradients of rank 1" in errors[1]
-    assert event.step == 8
-    codes, errors, (*_, restored) = train(ranks, tmp_path, steps=12)
-    assert set(codes.values()) == {0}, errors
-    assert restored["step"] == 6
-    assert "restored step 6, from before values of the parameters became infinite" in errors[0]
-    assert "deleted the checkpoints of later steps: 40" in errors[0]
+    run = Run(ranks, tmp_path, 2, **FLIP, steps=40, **ignored)
+    assert set(run.codes.values()) == {0}, run.errors
+    assert "after step 8: " in run.errors[0]
+    assert "first in the gradients of rank 1" in run.errors[1]
+    assert run.found(NonFiniteFound)[0].step == 8
+    again = Run(ranks, tmp_path, 2, **FLIP, steps=12)
+    assert set(again.codes.values()) == {0}, again.errors
+    assert {line["step"] for line in again.of("restored")} == {6}
+    assert (
+        "restored step 6, from before values of the parameters became infinite" in again.errors[0]
+    )
+    assert "deleted the checkpoints of later steps: 40" in again.errors[0]
 
 
 def job_of(path: Path, model: nn.Module, **options: Any) -> outlast.Job:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from elastic.silent_runs import Ranks, Run
 from outlast.async_checkpoint import CheckpointInfo
 from outlast.coordination.call_ledger import CallLedger
 from outlast.coordination.stores.store import MemoryStore
@@ -19,11 +18,8 @@ from outlast.elastic.silent_faults.comparison import Judge, Record, Result
 from outlast.elastic.silent_faults.job_checks import JobChecks
 from outlast.elastic.silent_faults.replica_check import RunningReplicaCheck
 from outlast.events.emitter import Emitter
-from outlast.events.report import load
 from outlast.events.types import ReplicaMismatch
-from procs import Job, Line
 
-Ranks = Callable[..., Job]
 HOST = socket.gethostname()
 NET_S = 60.0
 TOLD: dict[str, Any] = {
@@ -41,42 +37,13 @@ EXCLUDE: dict[str, Any] = {
 FLIP: dict[str, Any] = {"flip": 1, "flip_at": 7, "raises": True}
 
 
-class Run:
-    """A job of `silent_faults.py`, run to its end."""
-
-    def __init__(self, ranks: Ranks, path: Path, nprocs: int, **plan: Any) -> None:
-        events = path / "events"
-        events.mkdir(parents=True, exist_ok=True)
-        arguments = json.dumps({"path": str(path / "checkpoints"), **plan})
-        env = {"OUTLAST_EVENTS_DIR": str(events)}
-        with ranks("silent_faults", arguments, nprocs=nprocs, env=env) as job:
-            job.start_all()
-            self.codes = job.wait_all()
-            self.lines = [line for rank in range(nprocs) for line in job.lines(rank)]
-            self.errors = [job.errors(rank) for rank in range(nprocs)]
-        assert any(events.iterdir()), self.errors
-        self.events = load(events)
-
-    def of(self, event: str) -> list[Line]:
-        return [line for line in self.lines if line["event"] == event]
-
-    @property
-    def mismatches(self) -> list[ReplicaMismatch]:
-        return [event for event in self.events if isinstance(event, ReplicaMismatch)]
-
-    @property
-    def weights(self) -> str:
-        (weights,) = {line["weights"] for line in self.of("ended")}
-        return str(weights)
-
-
 @pytest.mark.parametrize("culprit", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_the_majority_names_the_rank_the_host_and_the_parameter(
     ranks: Ranks, tmp_path: Path, culprit: int
 ) -> None:
     run = Run(ranks, tmp_path, 3, flip=culprit, **TOLD)
     assert set(run.codes.values()) == {0}, run.errors
-    first = run.mismatches[0]
+    first = run.found(ReplicaMismatch)[0]
     assert (first.ranks, first.hosts, first.majority) == ([culprit], [HOST], True)
     assert (first.step, first.clean_step, first.replicas) == (8, 4, 3)
     assert first.parameters == ["first.weight"]
@@ -85,7 +52,9 @@ def test_the_majority_names_the_rank_the_host_and_the_parameter(
     lines = [
         line for errors in run.errors for line in errors.splitlines() if "differs from" in line
     ]
-    assert len(lines) == len(run.mismatches).bit_length()  # the 1st, 2nd, 4th, 8th... time
+    assert (
+        len(lines) == len(run.found(ReplicaMismatch)).bit_length()
+    )  # the 1st, 2nd, 4th, 8th... time
 
 
 @pytest.mark.slow
@@ -94,9 +63,9 @@ def test_a_buffer_that_nothing_writes_to_is_compared(ranks: Ranks, tmp_path: Pat
     plan = {**TOLD, "flip": 1, "flip_at": 10, "buffer": True, "batch_norm": True}
     run = Run(ranks, tmp_path, 3, **plan)
     assert set(run.codes.values()) == {0}, run.errors
-    assert run.mismatches[0].parameters == ["scale"]
-    assert (run.mismatches[0].step, run.mismatches[0].ranks) == (12, [1])
-    assert run.mismatches[0].clean_step == 8
+    assert run.found(ReplicaMismatch)[0].parameters == ["scale"]
+    assert (run.found(ReplicaMismatch)[0].step, run.found(ReplicaMismatch)[0].ranks) == (12, [1])
+    assert run.found(ReplicaMismatch)[0].clean_step == 8
 
 
 @pytest.mark.slow
@@ -105,7 +74,7 @@ def test_batch_norm_raises_no_alarm(ranks: Ranks, tmp_path: Path, broadcast: boo
     plan: dict[str, Any] = {"steps": 2000, "every": None, "batch_norm": True, "own_data": True}
     run = Run(ranks, tmp_path, 2, **plan, replicas={"every": 10}, buffer=not broadcast)
     assert set(run.codes.values()) == {0}, run.errors
-    assert run.mismatches == []
+    assert run.found(ReplicaMismatch) == []
 
 
 @pytest.mark.slow
@@ -117,11 +86,11 @@ def test_a_gradient_that_is_wrong_before_the_all_reduce_is_not_found(
     right = Run(ranks, tmp_path / "right", 3, **plan)
     before = Run(ranks, tmp_path / "before", 3, **plan, flip=1, gradient="before")
     assert set(before.codes.values()) == {0}, before.errors
-    assert before.mismatches == []
+    assert before.found(ReplicaMismatch) == []
     assert before.weights != right.weights  # one value for all ranks: see `weights`
     after = Run(ranks, tmp_path / "after", 3, **TOLD, flip=1, gradient="after")
     assert set(after.codes.values()) == {0}, after.errors
-    first = after.mismatches[0]
+    first = after.found(ReplicaMismatch)[0]
     assert (first.ranks, first.step, first.clean_step) == ([1], 8, 4)
     assert first.parameters == ["first.weight"]
 
@@ -130,7 +99,7 @@ def test_a_gradient_that_is_wrong_before_the_all_reduce_is_not_found(
 def test_two_replicas_have_no_majority(ranks: Ranks, tmp_path: Path) -> None:
     run = Run(ranks, tmp_path, 2, flip=1, **TOLD)
     assert set(run.codes.values()) == {0}, run.errors
-    first = run.mismatches[0]
+    first = run.found(ReplicaMismatch)[0]
     assert (first.ranks, first.hosts, first.majority) == ([0, 1], [HOST, HOST], False)
     assert "no majority of replicas says which is wrong" in run.errors[0]
 
@@ -145,7 +114,7 @@ def test_an_excluded_rank_leaves_and_the_others_go_back_to_before_the_flip(
     # The newest checkpoint from before the difference, which one of the later ones has outlived.
     assert {line["step"] for line in run.of("restored") if line["iteration"] == 1} == {3}
     assert "restored step 3, from before the replicas differed" in run.errors[0]
-    (mismatch,) = run.mismatches
+    (mismatch,) = run.found(ReplicaMismatch)
     assert mismatch.clean_step == 4
     assert [line["size"] for line in run.of("entered") if line["iteration"] == 1] == [2, 2]
     assert not (tmp_path / "checkpoints" / "trust").exists()
@@ -159,7 +128,7 @@ def test_without_a_majority_all_ranks_go_back_to_before_the_flip(
     undisturbed = Run(ranks, tmp_path / "undisturbed", 2, **EXCLUDE)
     run = Run(ranks, tmp_path / "flip", 2, **EXCLUDE, **FLIP)
     assert set(run.codes.values()) == set(undisturbed.codes.values()) == {0}, run.errors
-    assert not undisturbed.mismatches
+    assert not undisturbed.found(ReplicaMismatch)
     restored = {line["step"] for line in run.of("restored") if line["iteration"] == 1}
     assert restored == {3}, (run.lines, run.errors)
     assert run.weights == undisturbed.weights
@@ -176,7 +145,7 @@ def test_a_flip_from_before_an_unrelated_fault_is_undone(ranks: Ranks, tmp_path:
     assert set(run.codes.values()) == set(undisturbed.codes.values()) == {0}, run.errors
     assert len([line for line in run.of("entered") if line["iteration"] == 2]) == 2
     assert {line["step"] for line in run.of("restored") if line["iteration"] > 0} == {0}
-    assert [(each.step, each.clean_step) for each in run.mismatches] == [(7, 0)]
+    assert [(each.step, each.clean_step) for each in run.found(ReplicaMismatch)] == [(7, 0)]
     assert run.weights == undisturbed.weights
 
 
@@ -186,7 +155,7 @@ def test_the_last_state_is_compared_before_it_is_saved(ranks: Ranks, tmp_path: P
     undisturbed = Run(ranks, tmp_path / "undisturbed", 2, **plan)
     run = Run(ranks, tmp_path / "flip", 2, **plan, flip=1, flip_at=11)
     assert set(run.codes.values()) == set(undisturbed.codes.values()) == {0}, run.errors
-    assert [each.step for each in run.mismatches] == [11]
+    assert [each.step for each in run.found(ReplicaMismatch)] == [11]
     assert {line["step"] for line in run.of("restored") if line["iteration"] == 1} <= {3, 6}
     assert run.weights == undisturbed.weights
 
@@ -210,7 +179,7 @@ def test_only_ranks_with_the_same_shard_are_compared(ranks: Ranks, tmp_path: Pat
     """Two shards, each on two ranks: 0 and 2 hold one, 1 and 3 the other."""
     run = Run(ranks, tmp_path, 4, shards=2, flip=3, **TOLD)
     assert set(run.codes.values()) == {0}, run.errors
-    first = run.mismatches[0]
+    first = run.found(ReplicaMismatch)[0]
     assert (first.ranks, first.majority, first.replicas) == ([1, 3], False, 2)
     assert first.parameters == ["first.weight"]
 

@@ -5,37 +5,17 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from elastic.silent_runs import Ranks, Run
 from outlast.elastic.silent_faults import own_time
 from outlast.elastic.silent_faults.straggler_check import SlowRanks
-from outlast.events.report import load
 from outlast.events.types import StragglerFound
-from procs import Job, Line
 
-Ranks = Callable[..., Job]
 HOST = socket.gethostname()
-
-
-def train(
-    ranks: Ranks, path: Path, nprocs: int, **plan: Any
-) -> tuple[list[str], list[StragglerFound], list[Line]]:
-    """What each rank has logged, the stragglers that were found, and the lines of all ranks."""
-    logs = path / "events"
-    logs.mkdir()
-    arguments = json.dumps({"path": str(path / "checkpoints"), "every": None, **plan})
-    env = {"OUTLAST_EVENTS_DIR": str(logs)}
-    with ranks("silent_faults", arguments, nprocs=nprocs, env=env) as job:
-        job.start_all()
-        codes = job.wait_all()
-        errors = [job.errors(rank) for rank in range(nprocs)]
-        lines = [line for rank in range(nprocs) for line in job.lines(rank)]
-    assert set(codes.values()) == {0}, errors
-    return errors, [e for e in load(logs) if isinstance(e, StragglerFound)], lines
 
 
 @pytest.mark.parametrize(
@@ -63,21 +43,25 @@ def train(
 )
 def test_the_slow_rank_is_named(ranks: Ranks, tmp_path: Path, blocked: dict[str, Any]) -> None:
     plan = {"slow": 1, "slow_s": 0.05, "await": True, "stragglers": {"window": 5, "windows": 2}}
-    errors, (first, *_), lines = train(ranks, tmp_path, 3, **{**plan, **blocked})
+    run = Run(ranks, tmp_path, 3, every=None, **{**plan, **blocked})
+    assert set(run.codes.values()) == {0}, run.errors
+    first, *_ = run.found(StragglerFound)
     assert (first.rank, first.straggler, first.straggler_host) == (0, 1, HOST)
     assert first.seconds > 0.05
     assert first.seconds > 1.3 * first.typical_seconds
-    assert f"rank 1 on {HOST} is a straggler after step {first.step}" in errors[0]
-    assert {line["of"] for line in lines if line["event"] == "told"} == {0, 1, 2}
+    assert f"rank 1 on {HOST} is a straggler after step {first.step}" in run.errors[0]
+    assert {line["of"] for line in run.of("told")} == {0, 1, 2}
 
 
 @pytest.mark.slow
 def test_equal_ranks_of_a_sharded_model_are_not_slow(ranks: Ranks, tmp_path: Path) -> None:
     """Each step takes 50 ms: more than what a busy machine adds to most steps of one rank."""
     plan = {"steps": 80, "base_s": 0.05, "shards": 2, "layers": True}
-    errors, found, _ = train(ranks, tmp_path, 4, **plan, stragglers={"window": 10, "factor": 2.0})
-    assert not found
-    assert not any("stragglers cannot be found" in error for error in errors), errors
+    stragglers = {"window": 10, "factor": 2.0}
+    run = Run(ranks, tmp_path, 4, every=None, stragglers=stragglers, **plan)
+    assert set(run.codes.values()) == {0}, run.errors
+    assert not run.found(StragglerFound)
+    assert not any("stragglers cannot be found" in error for error in run.errors), run.errors
 
 
 def test_the_functions_that_are_timed_are_restored() -> None:
