@@ -143,15 +143,18 @@ def test_bad_values(options: dict[str, Any], complaint: str) -> None:
         ("{}", "no faults"),
     ],
 )
-def test_a_wrong_fault_plan_is_refused_before_anything_starts(
-    tmp_path: Path, plan: str, complaint: str
-) -> None:
-    path, script = tmp_path / "plan.json", tmp_path / "script.py"
+def test_a_wrong_fault_plan_is_refused(tmp_path: Path, plan: str, complaint: str) -> None:
+    path = tmp_path / "plan.json"
     path.write_text(plan)
-    script.write_text(f"open({str(tmp_path / 'started')!r}, 'w')")
     with pytest.raises(ValueError, match="^" + re.escape(f"--chaos {path}: ")) as error:
         job(chaos=path)
     assert complaint in str(error.value)
+
+
+def test_what_is_refused_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    path, script = tmp_path / "plan.json", tmp_path / "script.py"
+    path.write_text("{}")
+    script.write_text(f"open({str(tmp_path / 'started')!r}, 'w')")
     command = [sys.executable, "-m", "outlast.launch", "run", f"--chaos={path}", str(script)]
     env = {**os.environ, "COLUMNS": "500"}  # so that the path is not wrapped
     done = subprocess.run(command, capture_output=True, text=True, env=env)
