@@ -22,8 +22,8 @@ print(json.dumps({"pid": os.getpid(), "rank": int(os.environ["RANK"]), "env": di
 """
 # Variables for torchrun's own use, which the workers inherit.
 ITS_OWN = {"TORCHELASTIC_SIGNALS_TO_HANDLE", "COLUMNS", "LINES"}
-OURS = {f"OUTLAST_{name}" for name in ("AGENT", "EVENTS_DIR", "JOB", "REPLACEMENT", "TEST_ID")}
-OURS.add("TMPDIR")
+NAMES = ("AGENT", "EVENTS_DIR", "JOB", "READ_LEASE", "REPLACEMENT", "TEST_ID")
+OURS = {"TMPDIR", *(f"OUTLAST_{name}" for name in NAMES)}
 # They differ between any two runs.
 OF_ONE_RUN = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID"}
 

@@ -120,6 +120,9 @@ class _Page:
         if self.valid():
             self._owner.world.saw_lease(self._owner)
 
+    def renew_reads(self, covered: int, deadline: float) -> None:
+        """Nothing: no simulated worker reads by it."""
+
 
 class SimulatedLauncher(HostService):
     """Runs on a machine until it is killed, or its service is over.
