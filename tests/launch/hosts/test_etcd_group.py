@@ -6,7 +6,9 @@ import base64
 import contextlib
 import re
 import signal
+import threading
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,15 @@ from typing import Any
 import pytest
 
 from etcd_cluster import NET_S, Cluster, require_etcd
+from outlast.coordination.replicated.hosts import HostInfo
+from outlast.coordination.stores.etcd import layout
+from outlast.coordination.stores.etcd.client import EtcdClient
+from outlast.coordination.stores.etcd.connection import Security
 from outlast.coordination.stores.tcp_client import TcpClient
 from outlast.errors import LaunchError
+from outlast.launch.hosts.etcd import membership
 from outlast.launch.hosts.etcd.group import EtcdGroup
+from outlast.launch.hosts.etcd.membership import Admission
 from outlast.launch.hosts.host_group import GroupSpec
 from outlast.system.lease_page import LeasePage
 from procs import free_port
@@ -122,21 +130,56 @@ def test_a_job_that_begins_again_finds_an_empty_store(etcd: Cluster, on: RunFact
 
 @pytest.mark.slow
 def test_an_agent_waits_for_the_lease_of_the_one_before_that_etcd_starts_again(
-    on: RunFactory,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each new leader of etcd, as after each of its restarts, starts the time of all leases."""
-    require_etcd()
-    with Cluster() as cluster, contextlib.closing(cluster.client()):
-        run = on(cluster, lease_s=3.0)
-        [before] = start(run, 2)
-        before.close()
-        after = run.host(2)
-        for _ in range(7):  # in sum longer than the patience, 10 s
-            time.sleep(1.0)
-            cluster.members[0].end()
-            cluster.restart(cluster.members[0])
-        (line,) = after.joined()["said"]
-        assert "another agent at 127.0.0.2 is in this run" in line
+    """Each new leader of etcd, as after a restart, starts the time of all leases."""
+    clock = types.SimpleNamespace(now=0.0, monotonic=lambda: clock.now, sleep=time.sleep)
+    monkeypatch.setattr(membership, "time", clock)
+    said: list[str] = []
+    refused: list[str] = []
+
+    def join(name: str) -> None:
+        host = HostInfo(name, name, "10.0.0.1", 1, 2)
+        lease = int(client.repeat("/v3/lease/grant", {"TTL": "600"}, NET_S)["ID"])
+        try:
+            Admission(client, "r", host, lease, 10.0, said.append).join(lambda: "g")
+        except LaunchError as e:
+            refused.append(str(e))
+
+    class Counting(EtcdClient):
+        looks = threading.Semaphore(0)
+
+        def repeat(self, path: str, body: Any, limit: float) -> Any:
+            answer = super().repeat(path, body, limit)
+            if body == layout.range_of(membership.top_of("r") + b"current"):
+                self.looks.release()
+            return answer
+
+    with Cluster() as cluster:
+        client = Counting(cluster.endpoints, Security())
+        join("before")
+        after = threading.Thread(target=join, args=("after",))
+        after.start()
+
+        def looks_twice() -> None:  # the first may have begun before
+            Counting.looks = threading.Semaphore(0)
+            for _ in range(3):
+                assert Counting.looks.acquire(timeout=NET_S)
+
+        looks_twice()
+        assert "another agent at 10.0.0.1 is in this run" in said[0]
+        clock.now = 8.0
+        looks_twice()
+        cluster.members[0].end()
+        cluster.restart(cluster.members[0])
+        looks_twice()
+        clock.now = 17.0
+        looks_twice()
+        assert not refused
+        clock.now = 19.0
+        after.join(NET_S)
+        assert "already in this run, with another agent (before)" in refused[0]
+        client.close()
 
 
 @pytest.mark.slow

@@ -121,8 +121,6 @@ def main() -> None:
     if "secret" in given:
         given["secret"] = read_secret(given["secret"], None)
     given["settings"] = tuple(tuple(pair) for pair in given.get("settings", ()))
-    said: list[str] = []
-    given["say"] = said.append
     group: ReplicatedGroup | EtcdGroup
     if given.pop("backend", "c10d") == "etcd":
         group = EtcdGroup(GroupSpec(**given))
@@ -141,7 +139,6 @@ def main() -> None:
         address=me.address,
         store_port=me.store_port,
         page=str(page.path),
-        said=said,
         seconds=time.monotonic() - began,
     )
     commands = Commands(group)
