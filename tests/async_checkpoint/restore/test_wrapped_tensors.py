@@ -116,18 +116,16 @@ MISFITS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("kind", MISFITS)
-def test_another_tensor_is_refused_by_name(tmp_path: Path, kind: str, strict: bool) -> None:
+def test_another_tensor_is_refused_by_name(tmp_path: Path, kind: str) -> None:
     saved, target = MISFITS[kind]
     save(tmp_path, {"x": {"w": saved()}})
-    into = target()
-    before = repr(into)
-    if kind == "a value" and not strict:
-        return
-    with pytest.raises(CheckpointMismatch, match=r"x\.w"):
-        load(tmp_path, {"x": {"w": into}}, strict=strict)
-    assert repr(into) == before
+    for strict in (True, False) if kind != "a value" else (True,):
+        into = target()
+        before = repr(into)
+        with pytest.raises(CheckpointMismatch, match=r"x\.w"):
+            load(tmp_path, {"x": {"w": into}}, strict=strict)
+        assert repr(into) == before
 
 
 def test_devices_and_addresses_in_its_metadata_may_differ(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from launch.runs import WORKER, Run
 from procs import NET_S
+from zygote import shared
 
 WRITER = """
 import os, sys
@@ -168,19 +170,13 @@ def test_on_a_terminal_the_prefix_has_a_colour(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(WRITER)
     ours, theirs = pty.openpty()
     environment = {k: v for k, v in os.environ.items() if k != "NO_COLOR"} | {"TERM": "xterm"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "outlast.launch", "run", "script.py"],
-        cwd=tmp_path,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=theirs,
-        stderr=theirs,
-    )
+    command = [sys.executable, "-m", "outlast.launch", "run", "script.py"]
+    process = shared().start(command, environment, tmp_path, stdout=theirs, stderr=theirs)
     try:
         assert process.wait(NET_S) == 0
         text = os.read(ours, 65536).decode()
     finally:
-        process.terminate()  # an orderly stop of the job, if it has not ended
+        process.send_signal(signal.SIGTERM)  # an orderly stop of the job, if it has not ended
         process.wait()
         os.close(ours)
         os.close(theirs)
