@@ -26,9 +26,11 @@ NAMES = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "TORCH_NCCL_BLOCKING_WAIT",
     "TORCH_NCCL_DESYNC_DEBUG",
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS",
     "TORCH_NCCL_USE_COMM_NONBLOCKING",
 )
+NOT_BLOCKING, LIMIT = "TORCH_NCCL_USE_COMM_NONBLOCKING", "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 SOUND = {"torch": (2, 13, 0), "nccl": (2, 29, 7)}
 
 
@@ -118,7 +120,8 @@ def test_what_lets_torch_end_the_process_is_told(
         ((2, 7, 0), (2, 26, 2), {}, ["NCCL 2.26", "torch before 2.8"]),
         ((2, 7, 0), (2, 26, 2), {"TORCH_NCCL_USE_COMM_NONBLOCKING": "0"}, ["torch before 2.8"]),
         ((2, 7, 1), (2, 26, 2), {}, ["torch before 2.8"]),
-        ((2, 8, 0), (2, 26, 2), {"TORCH_NCCL_USE_COMM_NONBLOCKING": "1"}, ["NCCL 2.26"]),
+        ((2, 8, 0), (2, 26, 2), {NOT_BLOCKING: "1", LIMIT: "60"}, ["NCCL 2.26"]),
+        ((2, 13, 0), (2, 29, 7), {NOT_BLOCKING: "1"}, [f"`{NOT_BLOCKING}=1` without `{LIMIT}`"]),
         ((2, 8, 0), (2, 25, 1), {}, ["NCCL 2.25"]),
         ((2, 6, 0), (2, 21, 5), {}, ["NCCL before 2.24.1", "torch before 2.8"]),
         ((2, 6, 0), (2, 21, 5), {"NCCL_NET_PLUGIN": "none"}, ["torch before 2.8"]),

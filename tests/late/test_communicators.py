@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
     [
         ("before_the_first_collective", "bootstrap", 2),
         ("before_the_first_collective", "bootstrap", 4),
+        ("before_the_first_collective", "bootstrap nonblocking", 3),
         ("in_a_second_group", "bootstrap", 3),
         ("after_the_abort", "bootstrap", 2),
         ("destroyed_in_a_finally", "destroy", 2),
@@ -27,9 +28,8 @@ pytestmark = pytest.mark.slow
 def test_the_ranks_restart_in_place(
     ranks: Ranks, tmp_path: Path, scenario: str, nccl: str, nprocs: int
 ) -> None:
-    with ranks(
-        "communicators", scenario, str(tmp_path / "f"), nprocs=nprocs, env={"LATE_NCCL": nccl}
-    ) as job:
+    env = {"LATE_NCCL": nccl, "TORCH_NCCL_NONBLOCKING_TIMEOUT": "3"}
+    with ranks("communicators", scenario, str(tmp_path / "f"), nprocs=nprocs, env=env) as job:
         job.start_all()
         codes = job.wait_all()
         errors = "\n".join(job.errors(rank) for rank in range(nprocs))

@@ -27,7 +27,11 @@ from typing import Any
 
 from outlast.inprocess.environment import store_endpoint
 from outlast.inprocess.interruption import nccl_bootstrap
-from outlast.inprocess.interruption.communicators import begin_aborts, communicators
+from outlast.inprocess.interruption.communicators import (
+    begin_aborts,
+    communicators,
+    wait_for_aborts,
+)
 from outlast.inprocess.interruption.gloo import SETTLED_PATIENCE_S, GlooAbort
 from outlast.inprocess.state import State
 from outlast.system.sockets import awaited, peer, shut_down, socket_inode, socket_inodes
@@ -37,6 +41,7 @@ __all__ = ["Abort", "AbortTorchDistributed", "AbortTransformerEngine"]
 log = logging.getLogger("outlast.inprocess")
 
 _AGAIN_S = 0.02
+_ENDED_S = 5.0  # less than a hard timeout; an abort may wait for the interrupt
 
 
 class Abort(abc.ABC):
@@ -136,7 +141,8 @@ class AbortTorchDistributed(Abort):
 class AbortTransformerEngine(Abort):
     """Destroys the communication buffers of Transformer Engine; nothing where it is not installed.
 
-    Compose it to the left of `AbortTorchDistributed`, which ends the collectives first.
+    Compose it to the left of `AbortTorchDistributed`, which ends the collectives first, or tries
+    to for a few seconds.
     """
 
     def __call__(self, state: State) -> State:
@@ -144,6 +150,7 @@ class AbortTransformerEngine(Abort):
             base = importlib.import_module("transformer_engine.pytorch.module.base")
         except ImportError:
             return state
+        wait_for_aborts(_ENDED_S)
         base.destroy_ub()
         return state
 

@@ -129,6 +129,16 @@ CONDITIONS = (
         f"{_PYTORCH}/issues/153960",
     ),
     Condition(
+        "`TORCH_NCCL_USE_COMM_NONBLOCKING=1` without `TORCH_NCCL_NONBLOCKING_TIMEOUT`",
+        lambda use: (
+            use.on("TORCH_NCCL_USE_COMM_NONBLOCKING")
+            and "TORCH_NCCL_NONBLOCKING_TIMEOUT" not in use.environment
+        ),
+        "a rank that makes a communicator while another one fails is ended by the hard timeout",
+        "leave it out, or set a timeout below the hard timeout",
+        f"{_PYTORCH}/blob/main/torch/csrc/distributed/c10d/NCCLUtils.cpp",
+    ),
+    Condition(
         "NCCL 2.25",
         lambda use: use.has_nccl((2, 25), (2, 26)),
         "an abort hangs",

@@ -126,9 +126,11 @@ def test_a_group_that_is_left_is_not_kept(releaser: Releaser) -> None:
 
 
 def test_symmetric_memory_is_named_whose_store_cannot_be_renewed(
-    releaser: Releaser, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     symmetric = pytest.importorskip("torch.distributed._symmetric_memory")
-    monkeypatch.setitem(symmetric._group_name_to_store, make_groups()[0], dist.HashStore())
-    releaser.release()
+    release.warn_of_symmetric_memory()
+    assert not caplog.text
+    monkeypatch.setitem(symmetric._group_name_to_store, "0", dist.HashStore())
+    release.warn_of_symmetric_memory()
     assert "does not work after a restart in place" in caplog.text

@@ -14,6 +14,8 @@
 //
 // - `bootstrap`: the communicator is made at the first collective (`bootstrap.cpp`), and an abort
 //   before that has no effect.
+// - `nonblocking`: that is done in a thread of its own, and the call waits for no longer than
+//   TORCH_NCCL_NONBLOCKING_TIMEOUT.
 // - `destroy`: `shutdown` returns when all ranks have called it, or after an abort.
 // - `stays`: an abort does not end, and `shutdown` and the destructor wait for it: one mutex.
 // - An abort waits until no `Graph` is left: a graph that has captured a collective of the group.
@@ -21,10 +23,12 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/StreamGuard.h>
+#include <torch/csrc/distributed/c10d/exception.h>
 
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <future>
 #include <map>
 #include <thread>
 
@@ -315,10 +319,29 @@ class Group final : public c10d::Backend {
   }
 
  private:
+  void make() {
+    if (!does("nonblocking"))
+      return bootstrap(*store_, getRank(), getSize());
+    auto done = std::make_shared<std::promise<void>>();
+    std::thread([done, store = store_, rank = getRank(), size = getSize()] {
+      try {
+        bootstrap(*store, rank, size);
+        done->set_value();
+      } catch (...) {
+        done->set_exception(std::current_exception());
+      }
+    }).detach();
+    std::future<void> made = done->get_future();
+    std::chrono::seconds limit(std::atoi(std::getenv("TORCH_NCCL_NONBLOCKING_TIMEOUT")));
+    if (made.wait_for(limit) == std::future_status::timeout)
+      C10_THROW_ERROR(DistBackendError, "NCCL timeout in communicator initialization");
+    made.get();
+  }
+
   WorkPtr queued(
       OpType type, const Tensors& inputs, const Tensors& outputs, Collective collective) {
     if (!is_made_) {
-      bootstrap(*store_, getRank(), getSize());
+      make();
       is_made_ = true;
     }
     {

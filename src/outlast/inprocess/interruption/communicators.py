@@ -36,11 +36,11 @@ DEVICE_THREAD = "outlast-abort-device"
 _CYCLES_S = 0.5  # after which a captured graph may be in a reference cycle
 
 _kept: list[Any] = []  # process groups that the function has destroyed, but that are only kept
-_aborts: list[Abort] = []  # those begun in this iteration
+_aborts: list[DeviceAbort] = []  # those begun in this iteration
 _has_store = True
 
 
-class Abort(threading.Thread):
+class DeviceAbort(threading.Thread):
     """The abort of one communicator."""
 
     def __init__(self, group: Any, backend: Backend) -> None:
@@ -80,7 +80,7 @@ def begin_aborts() -> None:
     aborting = {id(each.group) for each in _aborts if each.is_alive()}
     for group, backend in communicators():
         if id(group) not in aborting:
-            abort = Abort(group, backend)
+            abort = DeviceAbort(group, backend)
             _aborts.append(abort)
             abort.start()
 
@@ -111,6 +111,13 @@ def await_aborts() -> None:
     )
 
 
+def wait_for_aborts(limit_s: float) -> None:
+    """Waits for the aborts, but not for those that do not end before the function is left."""
+    end = time.monotonic() + limit_s
+    for each in list(_aborts):
+        each.join(max(0.0, end - time.monotonic()))
+
+
 def can_be_destroyed() -> bool:
     """Whether no abort lives: destroying a process group would wait for it."""
     return not any(each.is_alive() for each in _aborts)
@@ -134,7 +141,8 @@ def keep_if_failing(group: Any) -> bool:
 
 
 def release_kept() -> list[Any]:
-    """The groups kept, which are the caller's from now on."""
+    """The groups kept, which are the caller's from now on. No abort is of this iteration then."""
+    _aborts[:] = [each for each in _aborts if each.is_alive()]
     kept = list(_kept)
     _kept.clear()
     return kept

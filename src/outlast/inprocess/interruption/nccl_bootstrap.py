@@ -18,7 +18,6 @@ which is not looked at: the wait ends after `TORCH_NCCL_NONBLOCKING_TIMEOUT` (`d
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import socket
 import struct
@@ -104,31 +103,25 @@ def _is_in(stack: bytes, listener: _Listener) -> bool:
 
 def _stacks() -> list[bytes]:
     """The stacks of the threads that run Python, but for this one: the main thread, and those in
-    which autograd calls hooks.
+    which autograd calls hooks. The id of a thread is an address just above its stack (glibc).
     """
-    idents = [ident for ident in sys._current_frames() if ident != threading.get_ident()]
+    main, maps = threading.main_thread().ident, Path("/proc/self/maps").read_text().splitlines()
+    ends = [int(each.split()[0].partition("-")[2], 16) for each in maps if "[stack]" in each]
+    others = sys._current_frames().keys() - {main, threading.get_ident()}
     memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return [_stack(memory, ident) for ident in idents]
+        return [_stack(memory, end) for end in (*ends, *others)]
     finally:
         os.close(memory)
 
 
-def _stack(memory: int, ident: int) -> bytes:
-    library = ctypes.CDLL(None)
-    attributes = ctypes.create_string_buffer(128)  # a pthread_attr_t, of 56 or 64 bytes
-    low, size = ctypes.c_void_p(), ctypes.c_size_t()
-    if library.pthread_getattr_np(ctypes.c_ulong(ident), attributes):
-        return b""
-    library.pthread_attr_getstack(attributes, ctypes.byref(low), ctypes.byref(size))
-    library.pthread_attr_destroy(attributes)
-    end = (low.value or 0) + size.value
+def _stack(memory: int, end: int) -> bytes:
     parts: list[bytes] = []
-    for begin in range(end - _CHUNK, max(end - min(size.value, _MOST), _CHUNK) - 1, -_CHUNK):
+    for begin in range(end - _CHUNK, max(end - _MOST, _CHUNK), -_CHUNK):
         try:
             parts.insert(0, os.pread(memory, _CHUNK, begin))
         except (OSError, OverflowError):
-            break  # the stack of the main thread is mapped as it grows
+            break  # the stack of the main thread is mapped as it grows; a thread may have ended
     return b"".join(parts)
 
 

@@ -204,9 +204,12 @@ def _forget_groups() -> None:
         getattr(c10d._world, name).clear()
     c10d._unregister_all_process_groups()  # type: ignore[attr-defined]
     c10d._world.group_count = 0
+
+
+def warn_of_symmetric_memory() -> None:
+    """It cannot be registered twice, and other names would not be those that meshes keep."""
     symmetric: Any = sys.modules.get("torch.distributed._symmetric_memory")
     if names := list(getattr(symmetric, "_group_name_to_store", ())):
-        # It cannot be registered twice, and other names would not be those that meshes keep.
         log.warning(
             "torch keeps the store of symmetric memory for the life of a process (groups %s): it "
             "does not work after a restart in place",

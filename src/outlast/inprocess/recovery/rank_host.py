@@ -39,7 +39,11 @@ from outlast.inprocess.interruption.monitor_thread import (
     sample_of_error,
 )
 from outlast.inprocess.interruption.program_stores import ProgramStores
-from outlast.inprocess.interruption.release import ModesAtStart, Releaser
+from outlast.inprocess.interruption.release import (
+    ModesAtStart,
+    Releaser,
+    warn_of_symmetric_memory,
+)
 from outlast.inprocess.monitor.shared_page import Activity
 from outlast.inprocess.rank_assignment import ShiftRanks
 from outlast.inprocess.recovery.host_protocol import (
@@ -218,6 +222,7 @@ class RankHost(RankFaults):
         with self._user_code(Activity.LEAVING), self.emitter.span(ev.FinalizeDone):
             self._notify_recovering()
             self.releaser.release()
+            warn_of_symmetric_memory()
             self.stores.watch()
             if self.settings.finalize is not None:
                 result: Any = self.settings.finalize(self.running.state, train_ex)
