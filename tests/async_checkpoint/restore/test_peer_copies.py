@@ -14,6 +14,8 @@ from async_checkpoint.restore.test_checkpointer_memory import have_ended
 from async_checkpoint.staged_writer import Plan
 from procs import Job
 
+pytestmark = pytest.mark.slow
+
 Ranks = Callable[..., Job]
 
 
@@ -69,7 +71,6 @@ def restored(ranks: Ranks, path: Path, hosts: list[dict[str, str]]) -> list[tupl
         return [(line["step"], line["source"], line["held_by"]) for line in lines]
 
 
-@pytest.mark.slow
 def test_a_lost_host_is_restored_from_its_copies(ranks: Ranks, tmp_path: Path) -> None:
     """The survivor's rank takes its own snapshot, and its keeper's copies are handed over."""
     with left_copies(ranks, tmp_path) as (job, helpers):
@@ -81,7 +82,6 @@ def test_a_lost_host_is_restored_from_its_copies(ranks: Ranks, tmp_path: Path) -
         ]
 
 
-@pytest.mark.slow
 def test_both_hosts_lost(ranks: Ranks, tmp_path: Path) -> None:
     with left_copies(ranks, tmp_path) as (job, helpers):
         lose_host(job, 0, helpers[0])
@@ -92,7 +92,6 @@ def test_both_hosts_lost(ranks: Ranks, tmp_path: Path) -> None:
         ]
 
 
-@pytest.mark.slow
 def test_a_damaged_copy_is_passed_over(ranks: Ranks, tmp_path: Path) -> None:
     with left_copies(ranks, tmp_path) as (job, helpers):
         assert flip_a_byte(helpers[0][0]) == 1
@@ -104,7 +103,6 @@ def test_a_damaged_copy_is_passed_over(ranks: Ranks, tmp_path: Path) -> None:
         ]
 
 
-@pytest.mark.slow
 def test_a_restart_in_place_with_a_replacement_on_another_host(
     ranks: Ranks, tmp_path: Path
 ) -> None:

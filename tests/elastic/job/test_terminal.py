@@ -16,6 +16,8 @@ import pytest
 from outlast.async_checkpoint.storage.directory import list_checkpoints, open_storage, verify
 from procs import Job, default_signals, marked
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[1] / "scripts" / "terminal.py"
 LAUNCH = ("-m", "outlast.launch", "run", "--standby=0", "--nproc-per-node=2")
 TAKE_TERMINAL = (
@@ -90,7 +92,6 @@ def start(tmp_path: Path, terminal: Terminal | None, *command: str) -> Job:
     return Job(tmp_path, command[0], nprocs=1, args=command[1:], **more)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("launched", [False, True])
 def test_a_closed_terminal_saves_and_stops(
     terminal: Terminal, tmp_path: Path, launched: bool
@@ -112,7 +113,6 @@ def test_a_closed_terminal_saves_and_stops(
         assert "SIGTERM" not in shown
 
 
-@pytest.mark.slow
 def test_torchrun_forwards_the_end_of_the_terminal(terminal: Terminal, tmp_path: Path) -> None:
     path = tmp_path / "checkpoints"
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -128,7 +128,6 @@ def test_torchrun_forwards_the_end_of_the_terminal(terminal: Terminal, tmp_path:
     assert re.search(r"stopping after step \d+: rank \d on .*: signal SIGHUP", terminal.shown)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("launched", [False, True])
 def test_under_nohup_nothing_stops(terminal: Terminal, tmp_path: Path, launched: bool) -> None:
     path, done = tmp_path / "checkpoints", tmp_path / "done"

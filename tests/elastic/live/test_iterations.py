@@ -15,6 +15,8 @@ import pytest
 from elastic.live_trainings import Run, fault, ranks_of, run
 from procs import Job
 
+pytestmark = pytest.mark.slow
+
 Ranks = Callable[..., Job]
 SCRIPT = Path(__file__).parents[1] / "scripts" / "iterations.py"
 KINDS = {
@@ -62,7 +64,6 @@ def ahead(rank: int, at: str, do: str, other_at: str) -> list[dict[str, Any]]:
     return [fault(1 - rank, other_at, f"mark {mark}"), fault(rank, at, f"await {mark}, {do}")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "faults", "restored"),
     [
@@ -107,7 +108,6 @@ def test_faults_between_two_steps(
     assert faulty.ended() == reference(kind).ended(), faulty.errors
 
 
-@pytest.mark.slow
 def test_a_rest_that_some_ranks_have_not_run_is_named(ranks: Ranks, tmp_path: Path) -> None:
     """Rank 0 has come back for the next batch, rank 1 has not: all go on with what both have."""
     faults = ahead(1, "rest 3", "raise", "forward 4")
@@ -120,7 +120,6 @@ def test_a_rest_that_some_ranks_have_not_run_is_named(ranks: Ranks, tmp_path: Pa
     assert len({each.partition(" ")[0] for each in faulty.ended().values()}) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["body", "functions", "plain"])
 def test_a_stop_waits_for_the_end_of_the_iteration(
     ranks: Ranks, tmp_path: Path, reference: Callable[[str], Run], kind: str

@@ -12,11 +12,10 @@ from elastic.live_trainings import Run, check_same, fault, later, run
 from procs import Job
 
 Ranks = Callable[..., Job]
-SLOW = pytest.mark.slow
+pytestmark = pytest.mark.slow
 LIVE, REPLICA = "live", "replica"
 
 
-@SLOW
 @pytest.mark.parametrize("kind", ["accumulation", "scaler", "consistent", "stream", "compiled"])
 def test_a_training_of_any_kind_continues_with_the_same_bits(
     ranks: Ranks, tmp_path: Path, kind: str
@@ -36,7 +35,6 @@ def test_a_training_of_any_kind_continues_with_the_same_bits(
     check_same(faulty, reference)
 
 
-@SLOW
 def test_a_step_with_a_closure_begins_with_the_first_write(ranks: Ranks, tmp_path: Path) -> None:
     """LBFGS evaluates its closure, writes, and evaluates it again: the second is in its step."""
     reference = run(ranks, tmp_path / "reference", script="live_kinds", kind="closure")
@@ -53,7 +51,6 @@ def test_a_step_with_a_closure_begins_with_the_first_write(ranks: Ranks, tmp_pat
     check_same(faulty, reference)
 
 
-@SLOW
 def test_a_smaller_job_continues_from_the_step_of_the_survivors(
     ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -68,7 +65,6 @@ def test_a_smaller_job_continues_from_the_step_of_the_survivors(
     assert all(faulty.times(rank, step) == 1 for rank in (0, 2) for step in range(1, 13))
 
 
-@SLOW
 def test_a_fault_of_all_ranks_between_optimizer_and_job_costs_the_steps_since_the_checkpoint(
     ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -83,7 +79,6 @@ def test_a_fault_of_all_ranks_between_optimizer_and_job_costs_the_steps_since_th
     check_same(faulty, reference)
 
 
-@SLOW
 def test_an_exception_costs_no_step_with_fsdp(ranks: Ranks, tmp_path: Path) -> None:
     """But a kill does: no replica has the part of that rank."""
     reference = run(ranks, tmp_path / "r", kind="fsdp")
@@ -95,7 +90,6 @@ def test_an_exception_costs_no_step_with_fsdp(ranks: Ranks, tmp_path: Path) -> N
     check_same(killed, reference)
 
 
-@SLOW
 def test_a_killed_rank_gets_its_part_from_a_replica_with_hsdp(ranks: Ranks, tmp_path: Path) -> None:
     reference = run(ranks, tmp_path / "r", kind="hsdp", nprocs=4)
     faults = later(1, 6, "forward 7", "SIGKILL", nprocs=4)
@@ -116,7 +110,6 @@ def ends(found: Run) -> dict[tuple[int, int], set[str]]:
     return by_rank
 
 
-@SLOW
 @pytest.mark.parametrize("do", ["raise", "SIGKILL"])
 @pytest.mark.parametrize("at", ["end 0", "forward 7", "end 1"])
 def test_the_end_of_an_epoch_is_repeated(ranks: Ranks, tmp_path: Path, at: str, do: str) -> None:

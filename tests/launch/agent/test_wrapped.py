@@ -9,6 +9,8 @@ import pytest
 
 from launch.runs import Run
 
+pytestmark = pytest.mark.slow
+
 FAILS_AFTERWARDS = """
 import os, sys
 from outlast.inprocess import Wrapper
@@ -134,14 +136,12 @@ print(os.environ.get("OUTLAST_CHAOS_STATE", ""), os.path.isdir(os.environ["OUTLA
 PLAN = json.dumps({"faults": [{"rank": 0, "step": 1, "kind": "exception"}]})
 
 
-@pytest.mark.slow
 def test_a_worker_that_fails_after_it_has_completed_fails_the_job(tmp_path: Path) -> None:
     with Run(tmp_path, FAILS_AFTERWARDS, "--nproc-per-node=3") as run:
         assert run.wait() == 4
     assert "not replaced, the job is completed" in run.err
 
 
-@pytest.mark.slow
 def test_a_job_that_no_restart_fixes_ends_with_93_and_its_cause(tmp_path: Path) -> None:
     with Run(tmp_path, CANNOT_WORK, "--nproc-per-node=3") as run:
         assert run.wait() == 93
@@ -153,7 +153,6 @@ def test_a_job_that_no_restart_fixes_ends_with_93_and_its_cause(tmp_path: Path) 
     assert "replacement" not in run.err
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("nprocs", [3, 4])
 def test_a_tree_that_needs_all_ranks_waits_for_replacements_where_it_has_no_reserve(
     tmp_path: Path, nprocs: int
@@ -166,7 +165,6 @@ def test_a_tree_that_needs_all_ranks_waits_for_replacements_where_it_has_no_rese
     assert len(done) in (3, 6)
 
 
-@pytest.mark.slow
 def test_a_rank_that_exits_with_0_within_the_call_is_not_replaced_and_the_job_says_why(
     tmp_path: Path,
 ) -> None:
@@ -177,7 +175,6 @@ def test_a_rank_that_exits_with_0_within_the_call_is_not_replaced_and_the_job_sa
     assert "replacement 1 of 2" not in run.err
 
 
-@pytest.mark.slow
 def test_the_launcher_removes_what_the_fault_plan_left(tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     plan.write_text(PLAN)
@@ -189,7 +186,6 @@ def test_the_launcher_removes_what_the_fault_plan_left(tmp_path: Path) -> None:
     assert list(run.temporary.iterdir()) == []
 
 
-@pytest.mark.slow
 def test_a_folder_of_ones_own_is_used_and_left(tmp_path: Path) -> None:
     plan, kept = tmp_path / "plan.json", tmp_path / "kept"
     plan.write_text(PLAN)
@@ -200,7 +196,6 @@ def test_a_folder_of_ones_own_is_used_and_left(tmp_path: Path) -> None:
     assert kept.is_dir()
 
 
-@pytest.mark.slow
 def test_a_port_of_its_own_does_not_hide_the_wrapped_call(tmp_path: Path) -> None:
     """Programs for nvidia-resiliency-ext give the wrapper a port other than MASTER_PORT."""
     with Run(tmp_path, OWN_PORT, "--nproc-per-node=2") as run:
@@ -210,7 +205,6 @@ def test_a_port_of_its_own_does_not_hide_the_wrapped_call(tmp_path: Path) -> Non
         )
 
 
-@pytest.mark.slow
 def test_consequences_of_one_fault_do_not_count(tmp_path: Path) -> None:
     """Three ranks are ended by the hard timeout, because of the fault of the fourth."""
     with Run(tmp_path, CONSEQUENCES, "--nproc-per-node=4", "--max-restarts=1") as run:

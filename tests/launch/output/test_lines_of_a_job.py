@@ -10,6 +10,8 @@ import pytest
 
 from launch.runs import Run
 
+pytestmark = pytest.mark.slow
+
 TRAINS = """
 import os, signal, sys
 import torch
@@ -69,7 +71,6 @@ def lines(run: Run) -> list[str]:
     return [line for line in text.splitlines() if set(line) & set("^~") == set()]
 
 
-@pytest.mark.slow
 def test_an_exception(tmp_path: Path) -> None:
     with run(tmp_path, 1, "raise") as job:
         assert job.wait() == 0
@@ -101,7 +102,6 @@ def test_an_exception(tmp_path: Path) -> None:
     assert ended == f"[outlast] TIME job completed after DURATION and {counted}"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])  # rank 0 serves the store of the process group
 def test_a_killed_rank(tmp_path: Path, rank: int) -> None:
     with run(tmp_path, rank, "SIGKILL") as job:
@@ -111,7 +111,6 @@ def test_a_killed_rank(tmp_path: Path, rank: int) -> None:
     assert job.verdict == "job completed"
 
 
-@pytest.mark.slow
 def test_a_rank_that_is_told_to_stop(tmp_path: Path) -> None:
     with run(tmp_path, 1, "SIGTERM") as job:
         assert job.wait() == 128 + signal.SIGTERM
@@ -119,7 +118,6 @@ def test_a_rank_that_is_told_to_stop(tmp_path: Path) -> None:
     assert job.words[-1].startswith("job stopped as told: saved, exit code 143, after ")
 
 
-@pytest.mark.slow
 def test_a_rank_that_dies_in_the_last_save_of_a_stop(tmp_path: Path) -> None:
     """The other one saves the step that it has."""
     with run(tmp_path, 1, "die in the last save") as job:
