@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Callable
+import signal
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import DEVNULL
 
 import pytest
 from etcd import Etcd
 from network import Network
 
-from hosts.cluster import Cluster
+from hosts.cluster import LEASE_S, Cluster
 
 WRITER = Path(__file__).parent / "scripts" / "etcd_writer.py"
 WAITER = WRITER.with_name("etcd_waiter.py")
@@ -94,3 +98,52 @@ def test_a_wait_ends_although_its_member_lost_power_and_was_back_at_once(
     etcd.leader()
     assert cluster.wait(cluster.start("h3", [str(WAITER), "h3:2379,h2:2379", "put"])) == [0]
     assert cluster.wait(waiter) == [0]
+
+
+@pytest.fixture
+def disks(network: Network, tmp_path: Path) -> Iterator[Callable[[str, bool], None]]:
+    """Each member's data on a file system of its host; `disks(host, stalls)` freezes it."""
+
+    def on(host: str, *command: str) -> int:
+        return network[host].start(command, stdout=DEVNULL, stderr=DEVNULL).wait()
+
+    def stall(host: str, stalls: bool) -> None:
+        assert on(host, "fsfreeze", "--freeze" if stalls else "--unfreeze", str(folder / host)) == 0
+
+    folder = tmp_path / "etcd"
+    for host in network.names:
+        image, place = tmp_path / f"{host}.ext4", folder / host
+        place.mkdir(parents=True)
+        with image.open("wb") as file:
+            file.truncate(300 << 20)
+        made = on(host, "mkfs.ext4", "-q", str(image)), on(host, "mount", image, str(place))
+        if any(made):
+            pytest.skip("no file system can be mounted here, whose disk could stall")
+    yield stall
+    for host in network.names:  # else nothing that is on it ends
+        on(host, "fsfreeze", "--unfreeze", str(folder / host))
+
+
+def test_a_restart_while_the_disk_of_etcds_leader_stalls(
+    network: Network, tmp_path: Path, weights: str, disks: Callable[[str, bool], None]
+) -> None:
+    etcd = Etcd(network, ["h1", "h2", "h3"], tmp_path / "etcd")
+    etcd.start_all()
+    cluster = Cluster(network, tmp_path)
+    options = ["--nnodes=3", "--rdzv-backend=etcd", "--rdzv-endpoint", etcd.endpoints]
+    options += ["--rdzv-conf=last_call_timeout=5"]
+    for host in network.names:
+        cluster.agent(host, *options)
+    cluster.until_step(20, size=3)
+    stalled = etcd.leader()
+    disks(stalled, True)
+    cluster.until(lambda: etcd.leader() != stalled, "another leader of etcd")
+    os.kill(cluster.training(stalled)[0], signal.SIGKILL)
+    cluster.until_step(21, 1, size=3)
+    time.sleep(2 * LEASE_S)  # longer than any lease that was renewed before
+    disks(stalled, False)
+    cluster.go()
+    assert cluster.wait() == [0] * 3, cluster.output()
+    assert f"weights {weights}" in cluster.output()
+    cluster.check_views()
+    assert "the lease of this host is over" not in cluster.output()
