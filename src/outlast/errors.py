@@ -156,8 +156,8 @@ class LaunchError(OutlastError):
 
 
 class HostUnfit(LaunchError):
-    """This host must not run ranks: it has failed a health check, or its ranks had too many faults;
-    names the host, the reason, and what to do.
+    """This host must not run ranks: it has failed a health check, its ranks had too many faults, or
+    a process of it cannot be ended; names the host, the reason, and what to do.
     """
 
 

@@ -20,6 +20,7 @@ from outlast.coordination.stores.torch_store import TorchStore
 from outlast.events.fault_record import FaultRecord
 from outlast.events.report import build, load
 from procs import Job
+from unkillable import unkillable
 
 Ranks = Callable[..., Job]
 KILLED = -signal.SIGKILL
@@ -58,6 +59,18 @@ def test_the_main_process_of_rank_0_is_killed(ranks: Ranks) -> None:
         assert job.wait_all() == {0: KILLED, 1: 0, 2: 0}, errors(job)
         assert views(job) == {0: full(3), 1: full(2)}
         assert_never_together(job)
+
+
+def test_a_rank_that_sigkill_does_not_end(ranks: Ranks) -> None:
+    """It waits in the kernel for ever, and the others continue."""
+    with ranks("lost", "killed_without_effect", nprocs=3) as job:
+        job.start_all()
+        _ready(job)
+        with unkillable(job.pid(1)):
+            job.send(1, signal.SIGKILL)
+            assert [job.wait(0), job.wait(2)] == [0, 0], errors(job)
+        assert job.wait(1) == KILLED
+        assert views(job) == {0: full(3), 1: full(2)}
 
 
 def test_a_monitor_process_is_killed_and_replaced(ranks: Ranks, tmp_path: Path) -> None:

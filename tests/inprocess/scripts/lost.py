@@ -16,6 +16,7 @@ from rank_actions import SHORT, collective, die, finish, join_group, rank, secon
 
 from outlast.inprocess import Adaptive, CallWrapper
 from outlast.inprocess.finalize import Finalize
+from outlast.inprocess.monitor import loop
 from outlast.inprocess.monitor.shared_page import Activity
 from outlast.inprocess.rank_filter import MaxActiveWorldSize
 from outlast.inprocess.running_call import running_call
@@ -31,6 +32,14 @@ def killed_by_the_test(call: CallWrapper) -> int:
         wait_forever()
     assert size == collective()
     return finish()
+
+
+@scenario
+def killed_without_effect() -> object:
+    """As `killed_by_the_test`, where a monitor sees only the end of the whole process."""
+    loop._STUCK_S = 1.0
+    loop.open_thread = lambda tid: None
+    return killed_by_the_test()
 
 
 @scenario

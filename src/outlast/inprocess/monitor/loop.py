@@ -1,6 +1,7 @@
 """The event loop of the monitor process: watches the main process, and reacts to its events.
 
 * The main process ends: its pidfd becomes readable. The death is reported, and the others restart.
+  So it is when SIGKILL has had no effect for long.
 * It makes no progress: the timestamps in shared memory grow old (`timeouts.py`).
 * Another member falls silent: its heartbeat stops (`heartbeat_ring.py`).
 * The main process dismisses the monitor, which exits unless other ranks need a store it serves.
@@ -31,6 +32,9 @@ from outlast.system.processes import is_dying, open_parent, open_thread, readabl
 # A wait that ends so much too late: this process was stopped, or the machine is overloaded.
 _STOPPED_S = 2.0
 
+_STUCK_S = 10.0
+"""After which a main process that is dying counts as dead: it may wait in the kernel for ever."""
+
 _OBSERVER = 1 << 40
 """The member ID of a monitor whose main process is not a member: after all others in the ring."""
 
@@ -50,6 +54,7 @@ class MonitorLoop:
             self._poll.register(self._pidfd, select.POLLIN)
         self._main_alive = self._pidfd is not None
         self._poll.register(end, select.POLLIN)
+        self._dying_since = math.inf
         self._threads: set[int] = set()  # pidfds of threads of the main process
         self._store = StoreAccess(plan)
         self._forgot = 0  # the iteration before which old ones were forgotten
@@ -134,6 +139,7 @@ class MonitorLoop:
                 self._frozen.check()
                 self._ring.beat()
                 self._forget()
+                self._main_alive = not self._is_stuck()
         return False
 
     def _forget(self) -> None:
@@ -150,6 +156,7 @@ class MonitorLoop:
         if self._clock.now() - began - pause > _STOPPED_S:
             self._timeouts.continued()
             self._ring.continued()
+            self._dying_since = math.inf
         return ready
 
     def _pause(self) -> float:
@@ -171,6 +178,12 @@ class MonitorLoop:
             os.close(descriptor)
         self._threads -= ended
         return bool(ended) and is_dying(self._main)
+
+    def _is_stuck(self) -> bool:
+        """Whether the main process has been dying for long, and has not ended."""
+        now = self._clock.now()
+        self._dying_since = min(self._dying_since, now) if is_dying(self._main) else math.inf
+        return now - self._dying_since >= _STUCK_S
 
     def _replace_iteration_store(self, dying: int | None) -> None:
         """Takes over the port of the iteration's store, which ended with the main process, until

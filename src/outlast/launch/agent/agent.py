@@ -32,7 +32,7 @@ from outlast.coordination.job_record import JobState
 from outlast.coordination.records import process_name
 from outlast.errors import NO_RESTART
 from outlast.events.types import LauncherEnded, StopRequested
-from outlast.launch.agent import death_log, decisions
+from outlast.launch.agent import death_log, decisions, stuck_workers
 from outlast.launch.agent.coordinator import OpenCoordinator, Outcome
 from outlast.launch.agent.death_log import Death
 from outlast.launch.agent.decisions import Decision, JobRecord, replacements
@@ -41,6 +41,7 @@ from outlast.launch.agent.last_lines import Ending, summary
 from outlast.launch.agent.replacement import CallWatch, Replacements
 from outlast.launch.agent.resources import JobResources
 from outlast.launch.agent.shutdown import Shutdown
+from outlast.launch.agent.stuck_workers import StuckWorkers
 from outlast.launch.config.job_spec import JobSpec, Placement
 from outlast.launch.workers.descendants import OomKills, kill_descendants
 from outlast.launch.workers.worker_group import Worker
@@ -70,6 +71,7 @@ class Agent:
         self._call_watch = CallWatch(self._resources)
         self._departed = DepartedWorkers(self._resources, self._on_left)
         self._stopped = StoppedWorkers(self._resources)
+        self._stuck = StuckWorkers(self._resources, self._on_stuck)
         self._oom_kills = OomKills()
         self._phase = Phase.WAITING
         self._received: signal.Signals | None = None
@@ -87,6 +89,7 @@ class Agent:
                 self._began = resources.loop.clock.now()
                 departures = resources.departures.socket.fileno()
                 resources.loop.watch(departures, selectors.EVENT_READ, self._departed.on_notice)
+                self._stuck.look()
                 resources.coordinator.ready()
                 while self._phase is not Phase.OVER:
                     resources.loop.run_once()
@@ -96,7 +99,7 @@ class Agent:
                 # A worker could not be started, this host may no longer act, or a bug here.
                 if self._phase is not Phase.OVER:
                     resources.workers.standbys.close()
-                    kill_descendants(resources.own_children())
+                    kill_descendants([*resources.own_children(), *self._stuck.pids])
                     reap_workers(self._resources)
         return self._exit_code
 
@@ -238,6 +241,25 @@ class Agent:
             self._on_failure(worker, code, self._resources.loop.clock.now())
         self._announce_given_up()
 
+    def _on_stuck(self, worker: Worker, place: str) -> None:
+        """Treat a worker as ended that SIGKILL does not end. No process gets its devices."""
+        what = (
+            f"rank {worker.rank} (pid {worker.pid}) was not ended by SIGKILL within "
+            f"{stuck_workers.STUCK_S:g} s (state {place})"
+        )
+        self._say(f"{what}: it counts as dead")
+        worker.stuck, counted = True, worker.settled
+        self._resources.workers.remove(worker, -signal.SIGKILL)
+        self._resources.coordinator.leave(what)
+        code, now = -signal.SIGKILL, self._resources.loop.clock.now()
+        if self._phase is Phase.RESTARTING:
+            self._record(worker, code, now, Decision.FATAL, self._resources.coordinator.keys.job())
+            self.end(what)
+        elif not counted:
+            self._on_failure(worker, code, now)
+        self._announce_given_up()
+        self._next_phase()
+
     def _on_failure(self, worker: Worker, code: int, when: float) -> None:
         coordinator = self._resources.coordinator
         if self._phase is not Phase.RUNNING:
@@ -276,6 +298,8 @@ class Agent:
             self._say(f"{what}: not replaced, the job is completed")
         elif job.stopping:
             self._say(f"{what}: not replaced, the job was told to stop")
+        elif worker.stuck:
+            self._say(f"{what}: not replaced, its devices are not used again")
         elif code == NO_RESTART:
             self._say(f"{what}: not replaced, as its exit code {code} asks")
         else:
@@ -293,6 +317,8 @@ class Agent:
     def _decide(self, worker: Worker, code: int, job: JobRecord) -> Decision:
         coordinator, limit = self._resources.coordinator, self._resources.job.max_restarts
         process = process_name(coordinator.host_id, worker.pid)
+        if worker.stuck:
+            return decisions.decide(code, process, job, 0, 0)
         wrapped = self._resources.job.program.wrapped
         early = self._call_watch.begins_job and self._call_watch.is_early(worker, job)
         counts = not self._first_to_fail(worker, job)

@@ -90,6 +90,9 @@ class Coordinator(Protocol):
     def end(self, cause: str, pid: int) -> None:
         """End the job, because of the failure of this host's worker `pid`."""
 
+    def leave(self, reason: str) -> None:
+        """Have this host leave a job on many hosts: a `HostUnfit`. Nothing if it is ending."""
+
     def stop(self, number: signal.Signals) -> None:
         """End the job, because the agent has received a signal."""
 
@@ -158,6 +161,9 @@ class OneHost:
 
     def end(self, cause: str, pid: int) -> None:
         self._agent.end("")
+
+    def leave(self, reason: str) -> None:
+        """The job goes on here, without the rank."""
 
     def stop(self, number: signal.Signals) -> None:
         self._agent.stop(number, "")

@@ -52,6 +52,7 @@ class Worker:
     at_end: bool = False  # its script is at its end
     settled: bool = False  # its rank is treated as if this process had ended
     ended_by_launcher: bool = False  # because it did not end by itself
+    stuck: bool = False  # SIGKILL does not end it
     killer: str = ""  # who kills it, and why, if the launcher does
     # what had inherited its devices, and was killed
     holders: list[psutil.Process] = dataclasses.field(default_factory=list)

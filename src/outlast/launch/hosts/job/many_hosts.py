@@ -133,6 +133,10 @@ class ManyHosts:
         process = process_name(self.host_id, pid)
         self._propose(lambda plan: None if plan.ends else plans.End(cause, process))
 
+    def leave(self, reason: str) -> None:
+        why = f"host {self._me} gets no more ranks: {reason}"
+        self._propose(lambda plan: None if plan.ends else plans.Unfit(self.host_id, why))
+
     def stop(self, number: signal.Signals) -> None:
         if self._plan.place_of(self.host_id) is None and not self._plan.ends:
             self._leaves_alone = True  # it has no workers: the job goes on without this host

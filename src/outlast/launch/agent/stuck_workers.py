@@ -1,0 +1,60 @@
+"""Workers that SIGKILL does not end: they wait in the kernel, for a device that does not answer.
+
+Such a process ends when that wait is over, perhaps never. It runs no code of its own any more, so
+its rank is dead; but it has its devices, and the next process may wait there, too. So no process
+gets them: on many hosts this host leaves the job, and on one the rank is not replaced. The end of a
+process with much memory takes long as well, but uses a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from outlast.launch.agent.resources import JobResources
+from outlast.launch.workers.worker_group import Worker
+from outlast.system.processes import is_dying
+
+STUCK_S = 10.0
+"""After which a process that has been killed, and has used no CPU since, is stuck."""
+_LOOK_S = 1.0
+
+
+class StuckWorkers:
+    """Calls `found` with each such worker, and with what it waits for; from `look` on."""
+
+    def __init__(self, resources: JobResources, found: Callable[[Worker, str], None]) -> None:
+        self._resources, self._found = resources, found
+        # The CPU time so far, and how often it has been the same: of no use is the time that has
+        # passed, as all processes of the machine may have been stopped.
+        self._dying: dict[int, tuple[int, int]] = {}
+        self.pids: list[int] = []
+
+    def look(self) -> None:
+        dying = {each.pid: each for each in self._resources.workers if is_dying(each.pid)}
+        self._dying = {pid: seen for pid, seen in self._dying.items() if pid in dying}
+        for pid, worker in dying.items():
+            state, ticks = _stat(pid)
+            before, looks = self._dying.get(pid, (-1, 0))
+            looks = looks + 1 if ticks == before else 0
+            self._dying[pid] = (ticks, looks)
+            if looks * _LOOK_S >= STUCK_S:
+                del self._dying[pid]
+                self.pids.append(pid)
+                self._found(worker, f"{state}{_place(pid)}")
+        self._resources.loop.call_later(_LOOK_S, self.look)
+
+
+def _stat(pid: int) -> tuple[str, int]:
+    """Its state, such as `D`, and its CPU time in ticks, user and system. It is not reaped yet."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], int(fields[11]) + int(fields[12])
+
+
+def _place(pid: int) -> str:
+    """Where in the kernel it waits, if this user may know."""
+    try:
+        place = Path(f"/proc/{pid}/wchan").read_text()
+    except OSError:
+        return ""
+    return f" in {place}" if place not in ("", "0") else ""
