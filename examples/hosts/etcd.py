@@ -64,13 +64,14 @@ class Etcd:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             for name in self.names:
-                if self._network[name].on and self._leads(name):
+                if self._network[name].on and self.leads(name):
                     return name
             time.sleep(0.05)
         logs = [(self._folder / f"{name}.log").read_text()[-2000:] for name in self.names]
         raise RuntimeError("\n".join(["etcd has no leader", *logs]))
 
-    def _leads(self, name: str) -> bool:
+    def leads(self, name: str) -> bool:
+        """Whether the member of a host says that it leads; one that is cut off may do so, too."""
         asked = self._network[name].start(
             [sys.executable, "-S", "-c", _STATUS],
             stdout=subprocess.PIPE,
