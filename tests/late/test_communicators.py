@@ -19,6 +19,7 @@ pytestmark = pytest.mark.slow
         ("before_the_first_collective", "bootstrap", 2),
         ("before_the_first_collective", "bootstrap", 4),
         ("before_the_first_collective", "bootstrap nonblocking", 3),
+        ("before_the_first_collective", "bootstrap split", 3),
         ("in_a_second_group", "bootstrap", 3),
         ("after_the_abort", "bootstrap", 2),
         ("destroyed_in_a_finally", "destroy", 2),

@@ -14,6 +14,7 @@
 //
 // - `bootstrap`: the communicator is made at the first collective (`bootstrap.cpp`), and an abort
 //   before that has no effect.
+// - `split`: that is done with the mutex for which an abort waits, as that of a parent is held.
 // - `nonblocking`: that is done in a thread of its own, and the call waits for no longer than
 //   TORCH_NCCL_NONBLOCKING_TIMEOUT.
 // - `destroy`: `shutdown` returns when all ranks have called it, or after an abort.
@@ -320,6 +321,9 @@ class Group final : public c10d::Backend {
 
  private:
   void make() {
+    std::unique_lock<std::mutex> of_parent(ends_, std::defer_lock);
+    if (does("split"))
+      of_parent.lock();
     if (!does("nonblocking"))
       return bootstrap(*store_, getRank(), getSize());
     auto done = std::make_shared<std::promise<void>>();
