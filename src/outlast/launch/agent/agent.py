@@ -35,6 +35,7 @@ from outlast.events.types import LauncherEnded, StopRequested
 from outlast.launch.agent import death_log, decisions, stuck_workers
 from outlast.launch.agent.coordinator import OpenCoordinator, Outcome
 from outlast.launch.agent.death_log import Death
+from outlast.launch.agent.death_recorder import DeathRecorder
 from outlast.launch.agent.decisions import Decision, JobRecord, replacements
 from outlast.launch.agent.departures import DepartedWorkers, StoppedWorkers, reap_workers
 from outlast.launch.agent.last_lines import Ending, summary
@@ -43,7 +44,7 @@ from outlast.launch.agent.resources import JobResources
 from outlast.launch.agent.shutdown import Shutdown
 from outlast.launch.agent.stuck_workers import StuckWorkers
 from outlast.launch.config.job_spec import JobSpec, Placement
-from outlast.launch.workers.descendants import OomKills, kill_descendants
+from outlast.launch.workers.descendants import kill_descendants
 from outlast.launch.workers.worker_group import Worker
 
 
@@ -72,7 +73,7 @@ class Agent:
         self._departed = DepartedWorkers(self._resources, self._on_left)
         self._stopped = StoppedWorkers(self._resources)
         self._stuck = StuckWorkers(self._resources, self._on_stuck)
-        self._oom_kills = OomKills()
+        self._recorder = DeathRecorder(self._resources, self._deaths, self._call_watch)
         self._phase = Phase.WAITING
         self._received: signal.Signals | None = None
         self._began = self._stopped_at = 0.0
@@ -253,7 +254,9 @@ class Agent:
         self._resources.coordinator.leave(what)
         code, now = -signal.SIGKILL, self._resources.loop.clock.now()
         if self._phase is Phase.RESTARTING:
-            self._record(worker, code, now, Decision.FATAL, self._resources.coordinator.keys.job())
+            self._recorder.record(
+                worker, code, now, Decision.FATAL, self._resources.coordinator.keys.job()
+            )
             self.end(what)
         elif not counted:
             self._on_failure(worker, code, now)
@@ -266,16 +269,16 @@ class Agent:
             # This worker may have failed before the one that ended the job, and ended later.
             by_itself = self._received is None and when <= self._stopped_at
             if self._phase is Phase.ENDING and by_itself:
-                self._record(worker, code, when, Decision.FATAL, coordinator.keys.job())
+                self._recorder.record(worker, code, when, Decision.FATAL, coordinator.keys.job())
             return
         job = coordinator.keys.job()
         decision = self._decide(worker, code, job)
-        death = self._record(worker, code, when, decision, job)
+        death = self._recorder.record(worker, code, when, decision, job)
         what = f"{death.who()} {death.how}"
         there = f"{death.who(self._resources.host)} {death.how}"
         limit = self._resources.job.max_restarts
         if decision is Decision.REPLACED:
-            first = self._first_to_fail(worker, job)
+            first = self._recorder.first_to_fail(worker, job)
             self._say(
                 f"{what}: replaced, which does not count against --max-restarts: "
                 f"rank {first} had failed first"
@@ -321,56 +324,13 @@ class Agent:
             return decisions.decide(code, process, job, 0, 0)
         wrapped = self._resources.job.program.wrapped
         early = self._call_watch.begins_job and self._call_watch.is_early(worker, job)
-        counts = not self._first_to_fail(worker, job)
+        counts = not self._recorder.first_to_fail(worker, job)
         used = coordinator.used if counts else 0
         decision = decisions.decide(code, process, job, used, limit, wrapped, early)
         if decision is not Decision.REPLACED or not counts:
             return decision
         # Another host may have taken the last one.
         return decision if coordinator.take_replacement(replacements(limit)) else Decision.LOST
-
-    def _first_to_fail(self, worker: Worker, job: JobRecord) -> str:
-        """The rank of whose fault the end of this worker is a consequence; empty if it is not."""
-        coordinator = self._resources.coordinator
-        process = process_name(coordinator.host_id, worker.pid)
-        return coordinator.keys.killed_by_monitor(job, process)[1]
-
-    def _record(
-        self, worker: Worker, code: int, when: float, decision: Decision, job: JobRecord
-    ) -> Death:
-        coordinator = self._resources.coordinator
-        last_output, source = worker.last_output()
-        death = Death(
-            rank=worker.rank,
-            local_rank=worker.local_rank,
-            pid=worker.pid,
-            exit_code=code,
-            when=when,
-            decision=decision,
-            last_output=last_output,
-            source=source,
-            shown=worker.shown,
-            killer=self._killer(worker, code, job),
-            early=self._call_watch.is_early(worker, job),
-            host_id=coordinator.host_id,
-        )
-        self._deaths.append(death)
-        self._resources.emitter.emit(death.event())
-        coordinator.failed(death)
-        return death
-
-    def _killer(self, worker: Worker, code: int, job: JobRecord) -> str:
-        if code not in (-signal.SIGKILL, -signal.SIGTERM):
-            return ""
-        if worker.killer:
-            return worker.killer
-        coordinator = self._resources.coordinator
-        process = process_name(coordinator.host_id, worker.pid)
-        if why := coordinator.keys.killed_by_monitor(job, process)[0]:
-            return f"its monitor process, after {why}"
-        if code == -signal.SIGKILL and self._oom_kills.any_new():
-            return "the kernel's out-of-memory killer"
-        return "outside"
 
     def _announce_given_up(self) -> None:
         """Tell survivors which ranks neither run nor will be replaced; they wait for the others."""
