@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from outlast.coordination.ops import Link, perform_on, run
 from outlast.coordination.stores.store import MemoryStore
 from outlast.inprocess.environment import Launch, read_launch
 from outlast.inprocess.read_lease import ReadLease
+from outlast.inprocess.recovery.rank_host import RankHost
 from outlast.system.lease_page import HostPage, LeasePage, now
 
 ASKS = "read-lease/h1"
@@ -154,3 +157,27 @@ def test_a_lease_that_is_renewed_while_a_rank_looks(page: LeasePage) -> None:
     reader._covered = Renewed(reader._covered)  # type: ignore[assignment]
     assert not reader.unchanged(7)
     reader.close()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_other_ranks_know_of_an_abort_before_it(again: bool) -> None:
+    """Also of a repeated one: the first may not have come to the communicators, after an error."""
+    order: list[str] = []
+
+    def part(_: Any) -> None:
+        order.append("abort")
+
+    part.again = part  # type: ignore[attr-defined]
+    nothing = SimpleNamespace(begin=lambda: None, hold=lambda: None, end_wait=lambda: None)
+    host: Any = SimpleNamespace(
+        settings=SimpleNamespace(abort_parts=[part]),
+        running=SimpleNamespace(
+            read_lease=SimpleNamespace(recall=lambda: order.append("recall")),
+            state=SimpleNamespace(copy=lambda: None),
+        ),
+        stores=nothing,
+        torch_log=nothing,
+        releaser=nothing,
+    )
+    RankHost.run_abort(host, again)
+    assert order == ["recall", "abort"]

@@ -188,6 +188,7 @@ class RankHost(RankFaults):
             return self.function(call)
 
     def run_abort(self, again: bool) -> None:
+        self.running.read_lease.recall()  # `again`, too: an error may have kept this from a first
         if again:
             for part in self.settings.abort_parts:
                 part.again(self.running.state.copy())
@@ -195,7 +196,6 @@ class RankHost(RankFaults):
             return
         self.torch_log.begin()
         self.releaser.hold()
-        self.running.read_lease.recall()
         run_all(self.settings.abort_parts, self.running.state.copy())
 
     async def settle(self) -> None:
