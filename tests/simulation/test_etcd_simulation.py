@@ -75,7 +75,7 @@ MUTATIONS: dict[str, list[tuple[Any, str, str]]] = {
         (Operations.wait_for, "after=revision", "after=revision + 1"),
     ],
     "a wait that forgets what the watch has seen before it": [
-        (Waits._happened, "return any(", "return False and any("),
+        (Waits._happened, "return next(", "return None and next("),
     ],
     "a wait that sleeps through a compaction": [
         (Waits._canceled, "self._end(self._waits)", "pass"),

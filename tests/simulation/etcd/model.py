@@ -39,6 +39,7 @@ class Change:
     revision: int
     key: bytes
     deleted: bool
+    value: bytes = b""
 
 
 class EtcdModel:
@@ -125,7 +126,7 @@ class _Work:
         before = self._keys.get(key)
         created = self._revision if before is None else before.created
         self._keys[key] = Held(value, created, self._revision, lease)
-        self._changes.append(Change(self._revision, key, deleted=False))
+        self._changes.append(Change(self._revision, key, deleted=False, value=value))
 
     def remove(self, key: bytes) -> None:
         del self._keys[key]

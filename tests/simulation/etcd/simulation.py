@@ -40,7 +40,7 @@ from outlast.coordination.stores.etcd.operations import (
 from outlast.coordination.stores.etcd.watch import Wait, Waits
 from outlast.errors import StoreError
 from simulation.etcd.history import History, Performed
-from simulation.etcd.model import EtcdModel
+from simulation.etcd.model import Change, EtcdModel
 
 ROOT = b"/outlast/run/1/"
 KEYS = ("a", "b")
@@ -64,7 +64,7 @@ class _Client:
     asked: Call | Event | None = None
     answer: Callable[[], Any] | None = None  # delivers what etcd has answered
     wait: Wait | None = None
-    woken: bool = False
+    woken: bytes | bool = False
 
 
 @dataclass
@@ -100,12 +100,13 @@ class _ModelWaits(Waits):
         if not changes:
             self._seen = new[0].revision  # only deletes, which etcd leaves out
             return True
-        self._dispatch({"events": [{"kv": _event(c.key, c.revision)} for c in changes]})
+        self._dispatch({"events": [{"kv": _event(change)} for change in changes]})
         return True
 
 
-def _event(key: bytes, revision: int) -> dict[str, str]:
-    return {"key": base64.b64encode(key).decode(), "mod_revision": str(revision)}
+def _event(change: Change) -> dict[str, str]:
+    key, value = (base64.b64encode(each).decode() for each in (change.key, change.value))
+    return {"key": key, "value": value, "mod_revision": str(change.revision)}
 
 
 class EtcdSimulation:
@@ -166,7 +167,7 @@ class EtcdSimulation:
                     actions += [lambda c=client: self._begin(c)] * 2  # type: ignore[misc]
             elif client.answer is not None:
                 actions += [lambda c=client: self._deliver(c)] * 3  # type: ignore[misc]
-            elif client.woken or isinstance(client.asked, Call):
+            elif client.woken is not False or isinstance(client.asked, Call):
                 actions += [lambda c=client: self._perform(c)] * 3  # type: ignore[misc]
         if self.late and (actions or self.random.random() < 0.5):
             actions.append(self._perform_late)
@@ -237,8 +238,8 @@ class EtcdSimulation:
         asked = client.asked
         if isinstance(asked, Event):
 
-            def wake() -> None:
-                client.woken = True
+            def wake(value: bytes | None) -> None:
+                client.woken = True if value is None else value
 
             waits = self.waits[client.host.lease]
             client.wait = waits.call_at(asked.start, asked.end, asked.after, wake)
@@ -250,7 +251,7 @@ class EtcdSimulation:
         asked, operation = client.asked, client.operation
         assert operation is not None
         if isinstance(asked, Event):
-            self._resume(client, True, None)
+            self._resume(client, client.woken, None)
             return
         assert isinstance(asked, Call)
         lost = NoAnswer("lost")

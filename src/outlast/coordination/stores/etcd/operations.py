@@ -66,7 +66,8 @@ class Call:
 @dataclass(frozen=True)
 class Event:
     """A wait for the driver: until a key of a range is written at a revision above `after`, or that
-    cannot be excluded. It returns False if the time of the wait is over.
+    cannot be excluded. It returns the value that was written as `start`, True if the value has to
+    be read, and False if the time of the wait is over.
     """
 
     start: bytes
@@ -157,7 +158,10 @@ class Operations:
                 return value
             if not in_time:
                 raise KeyTimeout(f"no {key!r} within {timeout} s in etcd")
-            in_time = await _ask(Event(*self._range(key), after=revision))
+            came = await _ask(Event(*self._range(key), after=revision))
+            if isinstance(came, bytes):
+                return came
+            in_time = came
 
     async def check(self, key: str) -> int:
         body = layout.range_of(*self._range(key), count_only=True)

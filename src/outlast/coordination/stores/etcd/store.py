@@ -147,7 +147,7 @@ class _Driver:
             self._cause = e
             raise
 
-    def _wait(self, asked: Event) -> bool:
+    def _wait(self, asked: Event) -> bytes | bool:
         until = self._wait_until
         left = None if until is None else max(0.0, until - time.monotonic())
         return self._store.waits.wait(asked.start, asked.end, asked.after, left)

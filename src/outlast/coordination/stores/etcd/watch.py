@@ -1,6 +1,9 @@
 """The waits of a process on etcd, served by one watch on a prefix.
 
 A wait begins at the revision of the read that found nothing: an event at a later revision ends it.
+If that is a write of `start` itself, it has the value: `put` and `claim` leave nothing else of a
+key. After any other event, such as an append, the value has to be read.
+
 The watch runs in a thread of its own and may be ahead of that revision; so it remembers the latest
 events. A wait that begins before the oldest event that is remembered ends at once, and reads again.
 
@@ -17,6 +20,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 
 from outlast.coordination.stores.etcd import layout
@@ -27,17 +32,23 @@ from outlast.system.parallel import start_thread
 
 SILENCE_S = 2.0
 _REMEMBERED = 4096
+_REMEMBERED_BYTES = 4096  # a longer value is not remembered, and is read
 _OUT_OF_RANGE = 11
 
 
 @dataclass(eq=False, frozen=True)
 class Wait:
-    """A wait for a write of a key from `start` to below `end` at a revision above `after`."""
+    """A wait for a write of a key from `start` to below `end` at a revision above `after`. `over`
+    is called with the value of `start`, or with `None` if that is to be read.
+    """
 
     start: bytes
     end: bytes
     after: int
-    over: Callable[[], None]
+    over: Callable[[bytes | None], None]
+
+    def has(self, key: bytes) -> bool:
+        return self.start <= key < self.end
 
 
 class Waits:
@@ -50,7 +61,7 @@ class Waits:
         self._filters = [] if deletes else ["NODELETE"]
         self._lock = threading.Lock()
         self._waits: set[Wait] = set()
-        self._events: deque[tuple[int, bytes]] = deque()
+        self._events: deque[tuple[int, bytes, bytes | None]] = deque()
         self._since = 0  # all events above this revision, up to `_seen`, are in `_events`
         self._seen = 0
         self._begun = False
@@ -60,24 +71,33 @@ class Waits:
         self._wake = threading.Event()
         self.restarts = 0
 
-    def wait(self, start: bytes, end: bytes, after: int, timeout: float | None) -> bool:
+    def wait(self, start: bytes, end: bytes, after: int, timeout: float | None) -> bytes | bool:
         """Waits for a write of a key from `start` to below `end` at a revision above `after`.
 
-        Returns False after `timeout` seconds. May also return True without such a write.
+        Returns the value of `start`, or True if it is to be read: maybe without such a write. False
+        after `timeout` seconds.
         """
-        over = threading.Event()
-        wait = self.call_at(start, end, after, over.set)
+        came: Future[bytes | None] = Future()
+        wait = self.call_at(start, end, after, came.set_result)
         try:
-            return over.wait(timeout)
+            value = came.result(timeout)
+            return True if value is None else value
+        except FutureTimeout:
+            return False
         finally:
             self.cancel(wait)
 
-    def call_at(self, start: bytes, end: bytes, after: int, over: Callable[[], None]) -> Wait:
+    def call_at(
+        self, start: bytes, end: bytes, after: int, over: Callable[[bytes | None], None]
+    ) -> Wait:
         """Calls `over` once, in any thread, maybe at once. It must not block or use this object."""
         wait = Wait(start, end, after, over)
         with self._lock:
-            if self._closed or self._happened(wait):
-                wait.over()
+            if self._closed or self._is_old(wait):
+                wait.over(None)
+                return wait
+            if (event := self._happened(wait)) is not None:
+                wait.over(event[2] if event[1] == start else None)
                 return wait
             self._waits.add(wait)
             if not self._begun:
@@ -111,16 +131,19 @@ class Waits:
         ended = list(waits)
         self._waits.difference_update(ended)
         for wait in ended:
-            wait.over()
+            wait.over(None)
 
-    def _happened(self, wait: Wait) -> bool:
+    def _is_old(self, wait: Wait) -> bool:
+        """Whether its event may be forgotten."""
+        return self._begun and wait.after < self._since
+
+    def _happened(self, wait: Wait) -> tuple[int, bytes, bytes | None] | None:
+        """The first event that ends it, of those that have come."""
         if not self._begun or wait.after >= self._seen:
-            return False
-        if wait.after < self._since:
-            return True  # its event may be forgotten
+            return None
         first = bisect.bisect_right(self._events, wait.after, key=lambda event: event[0])
-        later = (self._events[n][1] for n in range(first, len(self._events)))
-        return any(wait.start <= key < wait.end for key in later)
+        later = (self._events[n] for n in range(first, len(self._events)))
+        return next((event for event in later if wait.has(event[1])), None)
 
     # -------------------------------------------------------------------------- the thread
 
@@ -194,8 +217,13 @@ class Waits:
             for event in result.get("events", ()):
                 kv = event["kv"]
                 key, revision = base64.b64decode(kv["key"]), int(kv["mod_revision"])
-                self._events.append((revision, key))
+                written = event.get("type", "PUT") == "PUT"
+                value = base64.b64decode(kv.get("value", "")) if written else None
+                kept = value if value is not None and len(value) <= _REMEMBERED_BYTES else None
+                self._events.append((revision, key, kept))
                 self._seen = max(self._seen, revision)
-                self._end(w for w in self._waits if revision > w.after and w.start <= key < w.end)
+                for wait in [w for w in self._waits if revision > w.after and w.has(key)]:
+                    self._waits.discard(wait)
+                    wait.over(value if key == wait.start else None)
             while len(self._events) > _REMEMBERED:
                 self._since = self._events.popleft()[0]

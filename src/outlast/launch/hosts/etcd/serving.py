@@ -117,7 +117,7 @@ class EtcdUpstream:
                 if value is None:
                     start, end = store.range_of(request.operation.key)
                     request.wait = store.waits.call_at(
-                        start, end, revision, lambda: self._begin(request)
+                        start, end, revision, lambda value: self._woken(request, value)
                     )
                     if request.over:  # canceled before there was a wait
                         store.waits.cancel(request.wait)
@@ -127,6 +127,12 @@ class EtcdUpstream:
         except (StoreError, ValueError) as e:
             result = Failed(str(e))
         self._call(lambda: self._answer(request, result))
+
+    def _woken(self, request: _Request, value: bytes | None) -> None:
+        if value is None:
+            self._begin(request)
+        else:
+            self._call(lambda: self._answer(request, value))
 
     def _answer(self, request: _Request, result: Result) -> None:
         if not request.over:
