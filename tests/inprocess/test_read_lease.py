@@ -21,20 +21,31 @@ from outlast.system.lease_page import HostPage, LeasePage, now
 ASKS = "read-lease/h1"
 
 
+class Store(MemoryStore):
+    """Counts the questions whether an iteration is over."""
+
+    asked = 0
+
+    def read(self, key: str) -> bytes | None:
+        self.asked += key.startswith("over/")
+        return super().read(key)
+
+
 class Rank:
     """A rank, and how often it has asked the store."""
 
-    def __init__(self, launch: Launch) -> None:
-        self.store = MemoryStore()
+    def __init__(self, launch: Launch, store: Store | None = None) -> None:
+        self.store = store or Store()
         self.membership = MembershipProtocol(Link(perform=perform_on(self.store)), 2)
         self.lease = ReadLease(launch)
+        self.lease.begin(self.membership)
 
     def has_begun(self, iteration: int = 0) -> bool:
         return self.lease.has_begun(self.membership, iteration)
 
     @property
     def asked(self) -> int:
-        return self.store.ops["read"]
+        return self.store.asked
 
 
 def launched(**given: str) -> Launch:
@@ -76,6 +87,37 @@ def test_on_one_host_an_abort_of_any_rank_is_known_before_it(host_page: HostPage
     peer.close()
 
 
+@pytest.mark.parametrize("with_a_page", [False, True])
+def test_a_rank_whose_abort_the_page_would_not_tell_has_all_ask_the_store(
+    with_a_page: bool, host_page: HostPage, tmp_path: Path
+) -> None:
+    """It has no page, as when it may open no more files, or that of another host, as when each of
+    two workers of `outlast run` starts ranks of one job on its host.
+    """
+    other = HostPage()
+    pages = [str(host_page.path), str(other.path if with_a_page else tmp_path / "gone")]
+    size = 2 if with_a_page else 1
+    first = Rank(launched(read_lease=pages[0], world_size=size))
+    second = Rank(launched(read_lease=pages[1], world_size=size), first.store)
+    assert not first.has_begun()
+    run(second.membership.end(0, RESTART))
+    second.lease.recall()
+    assert first.has_begun()
+    first.lease.close()
+    second.lease.close()
+    other.close()
+
+
+def test_a_file_that_is_not_the_page_is_not_written_to(tmp_path: Path) -> None:
+    """The launcher has ended, or is on another host, and its number is that of another process."""
+    with (tmp_path / "weights").open("wb+") as file:
+        file.write(bytes(64))
+        file.flush()
+        rank = Rank(launched(read_lease=f"/proc/self/fd/{file.fileno()}"))
+        rank.lease.recall()
+    assert (tmp_path / "weights").read_bytes() == bytes(64)
+
+
 def test_an_abort_in_another_call_costs_one_question(host_page: HostPage) -> None:
     launch = launched(read_lease=str(host_page.path))
     rank, peer = Rank(launch), ReadLease(launch)
@@ -97,7 +139,7 @@ def test_a_page_that_is_gone_is_said_and_the_store_is_asked(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rank = Rank(launched(read_lease=str(tmp_path / "gone")))
-    assert f"page {tmp_path / 'gone'} cannot be read" in caplog.text
+    assert f"page {tmp_path / 'gone'} cannot be used" in caplog.text
     assert [rank.has_begun() for _ in range(3)] == [False] * 3
     assert rank.asked == 3
 

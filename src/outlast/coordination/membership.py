@@ -20,9 +20,10 @@ only the host of the store waits for), `stop` (a request to stop the job, the fi
 `last-save` (for the launcher: the save for the stop has begun), `stopped` (what the stop has
 saved), `size` (for the launcher: the ranks that are there, and needed, while a restart is held),
 `progress` (for the launcher: the last iteration that made progress), `read-lease/H` (host H asks
-for one), `claim/R` (who registered as rank R), `killed/P` (why its monitor kills process P). Two
-keys have no prefix: `outlast/gone`, the ranks that the launcher does not replace, and
-`outlast/suspected-link` (see `records`).
+for one), `no-page` (a rank cannot use the page of a launcher on one host), `claim/R` (who
+registered as rank R), `killed/P` (why its monitor kills process P). Two keys have no prefix:
+`outlast/gone`, the ranks that the launcher does not replace, and `outlast/suspected-link` (see
+`records`).
 
 Why one key `over/k`: "all have completed" and "one has failed" can happen at the same moment. The
 store orders the two claims, and every member follows the one that won.
@@ -132,6 +133,13 @@ class MembershipProtocol(Decisions):
     async def ask_read_lease(self, host: str) -> None:
         """Asks for a read lease of this host: see `replicated.read_leases`."""
         await self.link.put(f"read-lease/{host}", b"1")
+
+    async def lack_page(self) -> None:
+        """Records that this rank tells nobody of an abort in memory: see `inprocess.read_lease`."""
+        await self.link.put("no-page", b"1")
+
+    async def lacks_page(self) -> bool:
+        return await self.link.read("no-page") is not None
 
     async def finish(self, iteration: int, members: int) -> None:
         """This member has returned from the function; the last of `members` completes the job.

@@ -3,7 +3,8 @@
 `elastic.job.live.queued` says who must know that: before each step on a device. The page that the
 launcher shares with the workers of its host (`system.lease_page`) tells it:
 
-- on one host, a rank changes the page before it aborts its collectives;
+- on one host, a rank changes the page before it aborts its collectives; if a rank cannot, it says
+  so in the store before it enters the function, and no rank relies on the page;
 - on many hosts with the store of the launchers, by the host's read lease
   (`coordination.replicated.read_leases`), for which the first rank that needs it asks.
 
@@ -31,16 +32,25 @@ class ReadLease:
         self._page: LeasePage | None = None
         self._running = -1, 0  # an iteration that ran when this was covered
         self._asked = False
+        self._lacks = False  # the page of the host that has all ranks
         if launch.read_lease:
             try:
+                if not self._host and launch.world_size != launch.local_world_size:
+                    raise ValueError("another launcher has started ranks of this job")
                 self._page = LeasePage.open(Path(launch.read_lease), write=not self._host)
             except (OSError, ValueError) as error:
+                self._lacks = not self._host
                 log.warning(
-                    "the launcher's page %s cannot be read (%s): each step on a device asks the "
+                    "the launcher's page %s cannot be used (%s): each step on a device asks the "
                     "store whether a restart has begun",
                     launch.read_lease,
                     error,
                 )
+
+    def begin(self, membership: MembershipProtocol) -> None:
+        """Before this rank takes part in the call."""
+        if self._lacks:
+            run(membership.lack_page())
 
     def has_begun(self, membership: MembershipProtocol, iteration: int) -> bool:
         """Whether a restart has begun in this iteration. If not, no rank had begun an abort when
@@ -56,7 +66,8 @@ class ReadLease:
             self._asked = True
         if run(membership.over(iteration)) is not None:
             return True
-        self._running = iteration, covered
+        if self._host or page is None or not run(membership.lacks_page()):
+            self._running = iteration, covered
         return False
 
     def recall(self) -> None:

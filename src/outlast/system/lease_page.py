@@ -25,6 +25,7 @@ from array import array
 from pathlib import Path
 
 _SIZE = 24
+_HOST_PAGE = "outlast-lease"
 
 
 def now() -> float:
@@ -53,7 +54,12 @@ class LeasePage:
 
     @classmethod
     def open(cls, path: Path, *, write: bool = False) -> LeasePage:
-        """The page of another process. A `ValueError` says that the file is no page."""
+        """The page of another process. A `ValueError` says that the file is no page. Only a
+        `HostPage` is written to: its path may lead to a file of another process, once its own has
+        ended, or on another host.
+        """
+        if write and not os.readlink(path).startswith(f"/memfd:{_HOST_PAGE} "):
+            raise ValueError(f"it is {os.readlink(path)}, not the page of a launcher")
         flags, access = (os.O_RDWR, mmap.ACCESS_WRITE) if write else (os.O_RDONLY, mmap.ACCESS_READ)
         return cls(path, os.open(path, flags | os.O_CLOEXEC), access)
 
@@ -108,7 +114,7 @@ class HostPage(LeasePage):
     """
 
     def __init__(self) -> None:
-        self._descriptor = os.memfd_create("outlast-lease", os.MFD_CLOEXEC)
+        self._descriptor = os.memfd_create(_HOST_PAGE, os.MFD_CLOEXEC)
         os.ftruncate(self._descriptor, _SIZE)
         path = Path(f"/proc/{os.getpid()}/fd/{self._descriptor}")
         super().__init__(path, os.dup(self._descriptor), mmap.ACCESS_WRITE)

@@ -184,6 +184,7 @@ class _Session:
             stack.callback(host.release)
             stack.callback(lambda: host.monitor_thread.close(5.0))
             machine.link.perform = perform_on(store)
+            self.running.read_lease.begin(machine.membership)
             process = process_name(launch.host_id, os.getpid()) if launch.agent else ""
             host.notice = LauncherNotice(store, self.number, self.prefix, process=process)
             host.notice.running()
