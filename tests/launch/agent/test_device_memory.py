@@ -7,11 +7,13 @@ file is there.
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import psutil
 
 from launch.runs import WORKER, Run
+from outlast.launch.workers.device_holders import HeldMemory
 from unkillable import unkillable
 
 LAUNCHER = """
@@ -83,6 +85,17 @@ def test_it_waits_until_the_memory_is_free(tmp_path: Path) -> None:
         second = started.ready(1)
         assert started.complete(first[0], second) == 0
     assert "replacement 2" not in started.err
+
+
+def test_the_memory_is_not_free_before_its_holder_has_ended() -> None:
+    """At its exit, a process closes its files first, and then the driver gives the memory back."""
+    with subprocess.Popen(["sleep", "inf"]) as holder:
+        memory = HeldMemory([psutil.Process(holder.pid)], 0.0)
+        closed = memory.is_free
+        holder.kill()
+        os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
+        assert memory.is_free  # its parent need not take notice
+    assert not closed
 
 
 def test_it_waits_for_a_limited_time(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 """Processes that keep a dead worker's memory on a device: killed at once, and waited for.
 
-A device gives memory back when the last process has closed the file that it belongs to. The workers
-of a `DataLoader` inherit the files of the devices by fork, and outlive their rank until they look
-for it, which one in a long call into C does late. The replacement has the same device, and would
-run out of memory.
+A device gives memory back when the last process has closed the file that it belongs to; one that
+ends has no file open some time before that is done. The workers of a `DataLoader` inherit the files
+of the devices by fork, and outlive their rank until they look for it, which one in a long call into
+C does late. The replacement has the same device, and would run out of memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class HeldMemory:
 
     @property
     def is_free(self) -> bool:
-        self._holders = [each for each in self._holders if each.is_running() and _holds(each)]
+        self._holders = [each for each in self._holders if _is_there(each)]
         return not self._holders
 
     def ask(self) -> None:
@@ -86,3 +86,11 @@ def _holds(process: psutil.Process) -> bool:
     except OSError:
         return False  # it has ended, or is just closing them
     return any(fnmatch.fnmatch(name, each) for name in names for each in DEVICE_FILES)
+
+
+def _is_there(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error, OSError):
+        ended = process.status() == psutil.STATUS_ZOMBIE
+        # The main thread may have ended before the others.
+        return process.is_running() and not (ended and len(process.threads()) <= 1)
+    return False
