@@ -112,9 +112,7 @@ class AppendAnswer(_Message, frozen=True):
 
 
 class Heartbeat(_Message, frozen=True):
-    """A host asks the leader for a lease that counts from `sent`; `covered` is what it confirms,
-    see `read_leases`.
-    """
+    """Asks the leader for a lease that counts from `sent`, and confirms the number `covered`."""
 
     sent: float
     covered: int
@@ -129,13 +127,7 @@ class Grant(_Message, frozen=True):
 
 
 class Recall(_Message, frozen=True):
-    """There are `covered` covered keys now; the receiver, which has a read lease, confirms it."""
-
-    covered: int
-
-
-class Recalled(_Message, frozen=True):
-    """The ranks of the sender can know of as many covered keys."""
+    """There are `covered` covered keys now: the next heartbeat of the receiver confirms it."""
 
     covered: int
 
@@ -194,7 +186,6 @@ Message: TypeAlias = (
     | Heartbeat
     | Grant
     | Recall
-    | Recalled
     | Announce
     | Requests
     | Answers

@@ -19,7 +19,6 @@ from outlast.coordination.replicated.messages import (
     Leave,
     Message,
     Recall,
-    Recalled,
     Refusal,
     Requests,
     Snapshot,
@@ -334,8 +333,6 @@ class Node:
             if may_act and leader.lease_valid(self._now):
                 covered = leader.read_leases.granted(sender)
                 self._outbox.append((sender, Grant(leader.term, message.sent, covered)))
-        elif isinstance(message, Recalled):
-            leader.read_leases.confirm(sender, message.covered)
         elif isinstance(message, Requests):
             leader.serving.take(sender, message, lease_valid=leader.lease_valid(self._now))
         elif isinstance(message, Leave) and sender != self.me:

@@ -12,7 +12,6 @@ from outlast.coordination.replicated.messages import (
     Leave,
     Message,
     Recall,
-    Recalled,
     Refusal,
     Requests,
 )
@@ -139,7 +138,6 @@ class OwnHost:
         self._heartbeat_due = NEVER
         self._leaving: str | None = None
         self._heard = NEVER
-        self._confirm = False
 
     def submit(self, operation: Operation, now: float) -> int:
         """Starts an operation; it fails at once if the lease is over."""
@@ -164,7 +162,7 @@ class OwnHost:
             self.requests.answered(message.results)
         elif isinstance(message, Recall):
             self.learn(message.covered)
-            self._confirm = True
+            self._heartbeat_due = NEVER
         elif isinstance(message, Announce | Grant) and message.term >= max(self.term, voter_term):
             self.follow(sender, message.term, now)
             self._heard = now
@@ -184,7 +182,8 @@ class OwnHost:
             self.joined = True
             self.until = max(self.until, heard + self._timing.lease)
             if covered is not None:
-                self._confirm |= covered > self.covered
+                if covered > self.covered:
+                    self._heartbeat_due = NEVER  # which confirms it
                 self.learn(covered)
                 self.reads_until = self.until
 
@@ -215,7 +214,7 @@ class OwnHost:
     def due(self) -> float:
         if self.leader is None or self.refused is not None:
             return float("inf")
-        return NEVER if self._confirm else min(self._heartbeat_due, self.requests.due())
+        return min(self._heartbeat_due, self.requests.due())
 
     def messages(self, now: float) -> list[Message]:
         if self.leader is None or self.refused is not None:
@@ -223,11 +222,7 @@ class OwnHost:
         sending: list[Message] = []
         if now >= self._heartbeat_due:
             self._heartbeat_due = now + self._timing.heartbeat
-            self._confirm = False
             leaving, beat = self._leaving, Heartbeat(now, self.covered)
             sending.append(beat if leaving is None else Leave(leaving))
-        elif self._confirm:
-            self._confirm = False
-            sending.append(Recalled(self.covered))
         message = self.requests.message(now)
         return sending if message is None else [*sending, message]
