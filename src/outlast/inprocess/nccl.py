@@ -178,20 +178,16 @@ def aborted_by_torch() -> str:
 
 @functools.cache
 def _warn() -> None:
-    if not is_first_on_host():
-        return
     use = _present_use()
-    torch_version, nccl_version = (".".join(map(str, each)) for each in (use.torch, use.nccl))
+    versions = [".".join(map(str, each)) or "?" for each in (use.torch, use.nccl)]
     for each in CONDITIONS:
-        if each.holds(use):
-            names = (torch_version, nccl_version or "?", each, each.source)
-            log.warning("torch %s, NCCL %s: %s (%s)", *names)
+        if is_first_on_host() and each.holds(use):
+            log.warning("torch %s, NCCL %s: %s (%s)", *versions, each, each.source)
 
 
 def _uses_nccl() -> bool:
-    if not dist.is_available():
-        return False
-    kinds = list(dist.distributed_c10d._world.pg_backend_config.values())
+    available = dist.is_available()
+    kinds = list(dist.distributed_c10d._world.pg_backend_config.values()) if available else []
     return any("nccl" in kind for kind in kinds)
 
 

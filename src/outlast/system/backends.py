@@ -23,10 +23,8 @@ class Backend:
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
-
-    @property
-    def name(self) -> str:
-        return _name(self._backend)
+        named = getattr(backend, "_get_backend_name", lambda: type(backend).__name__)
+        self.name = str(named())
 
     def abort(self) -> None:
         """Ends all collectives. Called in a thread of its own, as it may not return; never in two
@@ -53,21 +51,17 @@ _KNOWN: dict[str, type[Backend]] = {"nccl": Nccl, "nccl2": Nccl, "nccl-lazy": Nc
 
 def serving(backend: Any) -> Backend:
     """What serves this backend of torch."""
-    name = _name(backend)
-    if name not in _KNOWN:
-        _say_unknown(name)
-    return _KNOWN.get(name, Backend)(backend)
-
-
-def _name(backend: Any) -> str:
-    return str(getattr(backend, "_get_backend_name", lambda: type(backend).__name__)())
+    found = Backend(backend)
+    if found.name in _KNOWN:
+        return _KNOWN[found.name](backend)
+    _say_unknown(found.name)
+    return found
 
 
 @functools.cache
 def _say_unknown(name: str) -> None:
-    log.info(
+    text = (
         "the backend %s is not one that outlast knows: a rank whose abort of it does not end "
-        "within %g s leaves for its replacement",
-        name,
-        Backend.abort_s,
+        "within %g s leaves for its replacement"
     )
+    log.info(text, name, Backend.abort_s)

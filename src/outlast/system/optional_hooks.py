@@ -26,15 +26,10 @@ def has(type: str, hook: str, probe: Callable[[], object], otherwise: str) -> bo
             probe()
             _known[type, hook] = True
         except (AttributeError, RuntimeError) as e:
-            if not _is_lack(e):
+            is_of_device = e.__class__.__name__ == "AcceleratorError"  # from torch 2.8 on
+            says_so = not is_of_device and any(text in str(e).lower() for text in _LACKS)
+            if not says_so and not isinstance(e, AttributeError | NotImplementedError):
                 raise
             _known[type, hook] = False
             log.warning("the device type %s has no %s: %s", type, hook, otherwise)
     return _known[type, hook]
-
-
-def _is_lack(error: Exception) -> bool:
-    if isinstance(error, AttributeError | NotImplementedError):
-        return True
-    is_of_device = type(error).__name__ == "AcceleratorError"  # from torch 2.8 on
-    return not is_of_device and any(text in str(error).lower() for text in _LACKS)

@@ -91,13 +91,10 @@ def await_aborts() -> None:
     Raises:
         HealthCheckError: if one does not end. Its group is never destroyed then.
     """
-    begun = time.monotonic()
-    for cycles in (False, True):
-        if cycles and any(each.is_alive() for each in _aborts):
-            gc.collect()
-        for each in _aborts:
-            limit_s = each.backend.abort_s if cycles else min(each.backend.abort_s, _CYCLES_S)
-            each.join(max(0.0, begun + limit_s - time.monotonic()))
+    wait_for_aborts(_CYCLES_S)
+    if not can_be_destroyed():
+        gc.collect()
+        wait_for_aborts()
     stay = [each for each in _aborts if each.is_alive()]
     if not stay:
         _aborts.clear()
@@ -111,11 +108,12 @@ def await_aborts() -> None:
     )
 
 
-def wait_for_aborts(limit_s: float) -> None:
-    """Waits for the aborts, but not for those that do not end before the function is left."""
-    end = time.monotonic() + limit_s
+def wait_for_aborts(limit_s: float | None = None) -> None:
+    """Waits for each abort: for as long as its backend may take, or for less."""
+    begun = time.monotonic()
     for each in list(_aborts):
-        each.join(max(0.0, end - time.monotonic()))
+        most_s = each.backend.abort_s if limit_s is None else limit_s
+        each.join(max(0.0, begun + most_s - time.monotonic()))
 
 
 def can_be_destroyed() -> bool:

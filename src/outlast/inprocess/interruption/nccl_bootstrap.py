@@ -66,9 +66,8 @@ def end_creations(keep: Collection[int]) -> int:
 
 def _listener(descriptor: int, inode: int) -> _Listener | None:
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
-        if not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            return None
-        if found.family not in (socket.AF_INET, socket.AF_INET6):
+        listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        if not listens or found.family not in (socket.AF_INET, socket.AF_INET6):
             return None
         address, port = found.getsockname()[:2]
         number = socket.inet_pton(found.family, address.partition("%")[0])
@@ -89,10 +88,8 @@ def _name(descriptor: int) -> tuple[str, int] | None:
 def _is_in(stack: bytes, listener: _Listener) -> bool:
     at = stack.find(listener.start)
     while at >= 0:
-        numbers = stack[max(0, at - 4 * _NUMBERS_BEFORE) : at]
-        if len(numbers) % 4 == 0 and listener.descriptor in struct.unpack(
-            f"={len(numbers) // 4}i", numbers
-        ):
+        numbers = memoryview(stack)[max(at % 4, at - 4 * _NUMBERS_BEFORE) : at].cast("i")
+        if listener.descriptor in numbers:
             return True
         before, own = stack[max(0, at - _ADDRESS) : at], stack[at : at + _ADDRESS]
         if before[:2] == own[:2] and before[listener.host] == own[listener.host]:
