@@ -57,13 +57,14 @@ class ReadLease:
         this was called.
         """
         page, (known, covered) = self._page, self._running
-        if page is not None and known == iteration and page.unchanged(covered):
-            return False
-        # In this order: what is covered after the store has answered may count the restart.
-        covered = 0 if page is None else page.covered
-        if page is not None and self._host and not self._asked:
-            run(membership.ask_read_lease(self._host))
-            self._asked = True
+        if page is not None:
+            if known == iteration and page.unchanged(covered):
+                return False
+            # In this order: what is covered after the store has answered may count the restart.
+            covered = page.covered
+            if self._host and not self._asked:
+                run(membership.ask_read_lease(self._host))
+                self._asked = True
         if run(membership.over(iteration)) is not None:
             return True
         if self._host or page is None or not run(membership.lacks_page()):

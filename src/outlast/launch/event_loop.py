@@ -23,7 +23,7 @@ from outlast.clock import Clock, MonotonicClock
 class Timer:
     """A scheduled call; by default none."""
 
-    def __init__(self, callback: Callable[[], None] | None = None) -> None:
+    def __init__(self, callback: Callable[[], object] | None = None) -> None:
         self._callback = callback
 
     def cancel(self) -> None:
@@ -67,7 +67,7 @@ class EventLoop:
         self._selector = selectors.PollSelector() if selector is None else selector
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
-        self._from_threads: deque[Callable[[], None]] = deque()
+        self._from_threads: deque[Callable[[], object]] = deque()
         self._wakeup: socket.socket | None = None
         self._cleanup = contextlib.ExitStack()
 
@@ -100,7 +100,7 @@ class EventLoop:
     def __exit__(self, *_: object) -> None:
         self._cleanup.close()
 
-    def watch(self, fd: int, events: int, callback: Callable[[], None]) -> None:
+    def watch(self, fd: int, events: int, callback: Callable[[], object]) -> None:
         """Call `callback` whenever `fd` is ready (`selectors.EVENT_READ` or `EVENT_WRITE`)."""
         self._selector.register(fd, events, callback)
 
@@ -109,12 +109,12 @@ class EventLoop:
         with contextlib.suppress(KeyError):
             self._selector.unregister(fd)
 
-    def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
+    def call_later(self, seconds: float, callback: Callable[[], object]) -> Timer:
         timer = Timer(callback)
         heapq.heappush(self._timers, (self.clock.now() + seconds, next(self._order), timer))
         return timer
 
-    def call_from_thread(self, callback: Callable[[], None]) -> None:
+    def call_from_thread(self, callback: Callable[[], object]) -> None:
         """Make a call from the loop soon; any thread may ask. No effect once the loop is closed."""
         self._from_threads.append(callback)
         # Full means that a wakeup is due anyway. The append comes first: a loop that has read the

@@ -72,10 +72,18 @@ def open_thread(tid: int) -> int | None:
     return None if descriptor < 0 else int(descriptor)
 
 
+def status_fields(pid: int, place: str = "") -> list[str]:
+    """The status of a process, or of its thread at `place`: state, parent, ..., all but the name,
+    which is in parentheses and may hold anything; and the CPU time in ticks, `[11:13]`. An
+    `OSError` if it is gone.
+    """
+    return Path(f"/proc/{pid}{place}/stat").read_text().rpartition(")")[2].split()
+
+
 def is_stopped(pid: int) -> bool:
     """Whether the process is stopped, by a signal or by a debugger."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        return status_fields(pid)[0] in "Tt"
     except OSError:
         return False  # it has ended
 
@@ -83,8 +91,7 @@ def is_stopped(pid: int) -> bool:
 def is_dying(pid: int) -> bool:
     """Whether the process is exiting and will not run its own code again."""
     try:
-        # Fields after the name, which is in parentheses and may hold anything: state, ..., flags.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = status_fields(pid)  # with the flags
         if fields[0] in "ZX" or int(fields[6]) & _PF_EXITING:
             return True
         status = Path(f"/proc/{pid}/status").read_text()

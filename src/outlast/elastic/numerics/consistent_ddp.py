@@ -187,29 +187,28 @@ class ConsistentDDP(nn.Module):
 def _seeded(seed: int, part: int) -> dict[str, torch.Tensor]:
     number = mix64(seed * 0x1_0000_0001 + part) >> 1
     states = {"cpu": torch.Generator().manual_seed(number).get_state()}
-    if (accelerator := _drawn_from()) is not None:
-        index = torch.accelerator.current_device_index()
+    for accelerator, index in _drawn_from():
         states[accelerator.type] = accelerator.seeded(index, number)
     return states
 
 
 def _random_state() -> dict[str, torch.Tensor]:
     states = {"cpu": torch.get_rng_state()}
-    if (accelerator := _drawn_from()) is not None:
-        index = torch.accelerator.current_device_index()
+    for accelerator, index in _drawn_from():
         states[accelerator.type] = accelerator.random_state(index)
     return states
 
 
 def _set_random_state(states: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(states["cpu"])
-    accelerator = _drawn_from()
-    if accelerator is not None and accelerator.type in states:
-        index = torch.accelerator.current_device_index()
-        accelerator.set_random_state(index, states[accelerator.type])
+    for accelerator, index in _drawn_from():
+        if accelerator.type in states:
+            accelerator.set_random_state(index, states[accelerator.type])
 
 
-def _drawn_from() -> devices.Accelerator | None:
-    """The accelerator, if it has random generators."""
+def _drawn_from() -> list[tuple[devices.Accelerator, int]]:
+    """The current device, if there is one with a random generator."""
     found = devices.available()
-    return found if found is not None and found.has_generators else None
+    if found is None or not found.has_generators:
+        return []
+    return [(found, torch.accelerator.current_device_index())]

@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-from pathlib import Path
 from typing import NamedTuple
 
 import psutil
@@ -32,7 +31,7 @@ from outlast.inprocess.monitor.native_frames import NativeFrames
 from outlast.inprocess.monitor.reports import FaultReports, MonitorPlan, StoreAccess, write_for
 from outlast.inprocess.monitor.shared_page import NOTICE_AFTER_S, Activity, Blocked, SharedPage
 from outlast.inprocess.timeouts import Durations
-from outlast.system.processes import is_stopped, send_signal
+from outlast.system.processes import is_stopped, send_signal, status_fields
 
 # The hard timeout under an adaptive soft timeout: this many soft timeouts, and at least this long.
 _HARD_PER_SOFT = 10.0
@@ -147,11 +146,9 @@ class CpuTime:
     def _of_thread(self, thread: int) -> float:
         place = f"/task/{thread}" if thread else ""
         try:
-            stat = Path(f"/proc/{self._main}{place}/stat").read_text()
+            return sum(map(int, status_fields(self._main, place)[11:13])) / _TICKS_S
         except OSError:
             return 0.0  # it has ended
-        user, system = stat.rpartition(")")[2].split()[11:13]
-        return (int(user) + int(system)) / _TICKS_S
 
     def _of_children(self) -> float:
         """Also of those that have ended, as far as their parents have waited for them."""

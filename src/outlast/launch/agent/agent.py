@@ -218,12 +218,9 @@ class Agent:
             [(code, written and written - offset) for _, code, written in ended], now
         )
 
-        def order(one: tuple[float, tuple[Worker, int, float | None]]) -> tuple[float, bool]:
-            """By time; of those at the same time, a killed one is the likelier cause."""
-            when, (_, code, _) = one
-            return when, code >= 0
-
-        for when, (worker, code, _) in sorted(zip(times, ended, strict=True), key=order):
+        # By time; of those at the same time, a killed one is the likelier cause.
+        order = sorted(zip(times, ended, strict=True), key=lambda one: (one[0], one[1][1] >= 0))
+        for when, (worker, code, _) in order:
             if code != 0:
                 self._on_failure(worker, code, when)
             elif self._phase is Phase.RUNNING:
@@ -250,9 +247,9 @@ class Agent:
         )
         self._say(f"{what}: it counts as dead")
         worker.stuck, counted = True, worker.settled
-        self._resources.workers.remove(worker, -signal.SIGKILL)
-        self._resources.coordinator.leave(what)
         code, now = -signal.SIGKILL, self._resources.loop.clock.now()
+        self._resources.workers.remove(worker, code)
+        self._resources.coordinator.leave(what)
         if self._phase is Phase.RESTARTING:
             self._recorder.record(
                 worker, code, now, Decision.FATAL, self._resources.coordinator.keys.job()

@@ -144,7 +144,7 @@ def reap_workers(resources: JobResources) -> list[tuple[Worker, int, float | Non
         if worker is not None and worker.ended_by_launcher and code < 0:
             code = worker.departure.code if worker.departure is not None else code
         if worker is not None and code != 0:
-            worker.holders = device_holders.kill_holders(pid)
+            worker.holders = descendants.kill_group(pid, device_holders.holds_device)
             descendants.terminate_group(pid)
             resources.loop.call_later(LINGER_S, functools.partial(descendants.kill_group, pid))
         descendants.reap(pid)

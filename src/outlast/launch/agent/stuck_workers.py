@@ -13,7 +13,7 @@ from pathlib import Path
 
 from outlast.launch.agent.resources import JobResources
 from outlast.launch.workers.worker_group import Worker
-from outlast.system.processes import is_dying
+from outlast.system.processes import is_dying, status_fields
 
 STUCK_S = 10.0
 """After which a process that has been killed, and has used no CPU since, is stuck."""
@@ -34,21 +34,16 @@ class StuckWorkers:
         dying = {each.pid: each for each in self._resources.workers if is_dying(each.pid)}
         self._dying = {pid: seen for pid, seen in self._dying.items() if pid in dying}
         for pid, worker in dying.items():
-            state, ticks = _stat(pid)
+            fields = status_fields(pid)  # it is not reaped yet
+            ticks = sum(map(int, fields[11:13]))
             before, looks = self._dying.get(pid, (-1, 0))
             looks = looks + 1 if ticks == before else 0
             self._dying[pid] = (ticks, looks)
             if looks * _LOOK_S >= STUCK_S:
                 del self._dying[pid]
                 self.pids.append(pid)
-                self._found(worker, f"{state}{_place(pid)}")
+                self._found(worker, f"{fields[0]}{_place(pid)}")
         self._resources.loop.call_later(_LOOK_S, self.look)
-
-
-def _stat(pid: int) -> tuple[str, int]:
-    """Its state, such as `D`, and its CPU time in ticks, user and system. It is not reaped yet."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return fields[0], int(fields[11]) + int(fields[12])
 
 
 def _place(pid: int) -> str:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import psutil
@@ -77,14 +77,19 @@ def terminate_group(pid: int) -> None:
         os.killpg(pid, signal.SIGTERM)
 
 
-def kill_group(pid: int) -> None:
-    """Kill the rest of the process group of a reaped child. Only descendants of this process are
-    killed, in case the number now belongs to an unrelated group.
+def kill_group(
+    pid: int, wanted: Callable[[psutil.Process], bool] = lambda _: True
+) -> list[psutil.Process]:
+    """Kill those that are wanted of the process group of an ended child; return them. Only
+    descendants of this process are killed, in case the number now belongs to an unrelated group.
     """
+    killed = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error, ProcessLookupError):
-            if os.getpgid(process.pid) == pid:
+            if os.getpgid(process.pid) == pid and wanted(process):
                 process.kill()
+                killed.append(process)
+    return killed
 
 
 def snapshot_holders() -> list[int]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import os
-import signal
 import subprocess
 
 import psutil
@@ -23,17 +22,13 @@ FREE_S = 30.0
 _MEMORY = ("nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits")
 
 
-def kill_holders(pid: int) -> list[psutil.Process]:
-    """Kills the processes in the group of an ended worker that have a file of a device open, and
-    returns them. Call it before the worker is reaped: until then its number is its own.
-    """
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error, ProcessLookupError):
-            if os.getpgid(process.pid) == pid and _holds(process):
-                process.send_signal(signal.SIGKILL)
-                found.append(process)
-    return found
+def holds_device(process: psutil.Process) -> bool:
+    """Whether it has a file of a device open."""
+    try:
+        names = [os.readlink(each.path) for each in os.scandir(f"/proc/{process.pid}/fd")]
+    except OSError:
+        return False  # it has ended, or is just closing them
+    return any(fnmatch.fnmatch(name, each) for name in names for each in DEVICE_FILES)
 
 
 class HeldMemory:
@@ -42,8 +37,7 @@ class HeldMemory:
     def __init__(self, holders: list[psutil.Process], now: float) -> None:
         self.since, self.is_told = now, False
         self._holders = holders
-        self._answer: int | None = None
-        self._said = ""  # so far
+        self._answer: int | None = None  # a file
 
     @property
     def is_free(self) -> bool:
@@ -55,19 +49,15 @@ class HeldMemory:
         device may not answer.
         """
         if self._answer is None:
-            self._answer, end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-            with open(end, "wb") as output, contextlib.suppress(OSError):  # it is not there
-                asked = subprocess.Popen(
-                    _MEMORY, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.DEVNULL
-                )
+            self._answer, null = os.memfd_create("outlast-device-memory"), subprocess.DEVNULL
+            with contextlib.suppress(OSError):  # it is not there
+                asked = subprocess.Popen(_MEMORY, stdin=null, stdout=self._answer, stderr=null)
                 asked.returncode = 0  # the launcher reaps it, and subprocess must not wait
 
     def held_by(self) -> str:
         """The processes in words; with the amounts, if the driver has answered."""
-        if self._answer is not None:
-            with contextlib.suppress(BlockingIOError):
-                self._said += os.read(self._answer, 1 << 16).decode()
-        rows = [row.split(", ") for row in self._said.splitlines()]
+        answer = b"" if self._answer is None else os.pread(self._answer, 1 << 16, 0)
+        rows = [row.split(", ") for row in answer.decode().splitlines()]
         amounts = {row[0]: f", {row[1]} MiB" for row in rows if len(row) == 2}
         found = []
         for each in self._holders:
@@ -78,14 +68,6 @@ class HeldMemory:
     def close(self) -> None:
         if self._answer is not None:
             os.close(self._answer)
-
-
-def _holds(process: psutil.Process) -> bool:
-    try:
-        names = [os.readlink(each.path) for each in os.scandir(f"/proc/{process.pid}/fd")]
-    except OSError:
-        return False  # it has ended, or is just closing them
-    return any(fnmatch.fnmatch(name, each) for name in names for each in DEVICE_FILES)
 
 
 def _is_there(process: psutil.Process) -> bool:
