@@ -21,7 +21,8 @@ import logging
 import sys
 import threading
 import time
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -29,10 +30,10 @@ from outlast.errors import HealthCheckError
 from outlast.inprocess.interruption.error_kinds import USER_REGION
 from outlast.system import devices
 from outlast.system.backends import Backend
+from outlast.system.parallel import start_thread
 
 log = logging.getLogger("outlast.inprocess")
 
-DEVICE_THREAD = "outlast-abort-device"
 _CYCLES_S = 0.5  # after which a captured graph may be in a reference cycle
 
 _kept: list[Any] = []  # process groups that the function has destroyed, but that are only kept
@@ -40,19 +41,12 @@ _aborts: list[DeviceAbort] = []  # those begun in this iteration
 _has_store = True
 
 
-class DeviceAbort(threading.Thread):
+class DeviceAbort(NamedTuple):
     """The abort of one communicator."""
 
-    def __init__(self, group: Any, backend: Backend) -> None:
-        super().__init__(name=DEVICE_THREAD, daemon=True)
-        self.group, self.backend = group, backend
-        self._abort = devices.on_this_device(backend.abort)
-
-    def run(self) -> None:
-        try:
-            self._abort()
-        except RuntimeError:
-            log.exception("a communicator of the device could not be aborted")
+    group: Any
+    backend: Backend
+    thread: threading.Thread
 
 
 def communicators() -> list[tuple[Any, Backend]]:
@@ -75,14 +69,22 @@ def begin_aborts() -> None:
     """Aborts all communicators, each in its thread, except those that are being aborted. Called
     again, it aborts those that were made since: a group may make one at any collective.
     """
-    if not _has_store:
-        return
-    aborting = {id(each.group) for each in _aborts if each.is_alive()}
-    for group, backend in communicators():
+    aborting = {id(each.group) for each in _living()}
+    for group, backend in communicators() if _has_store else ():
         if id(group) not in aborting:
-            abort = DeviceAbort(group, backend)
-            _aborts.append(abort)
-            abort.start()
+            thread = start_thread("outlast-abort-device", devices.on_this_device(_abort), backend)
+            _aborts.append(DeviceAbort(group, backend, thread))
+
+
+def _abort(backend: Backend) -> None:
+    try:
+        backend.abort()
+    except RuntimeError:
+        log.exception("a communicator of the device could not be aborted")
+
+
+def _living() -> list[DeviceAbort]:
+    return [each for each in _aborts if each.thread.is_alive()]
 
 
 def await_aborts() -> None:
@@ -95,9 +97,8 @@ def await_aborts() -> None:
     if not can_be_destroyed():
         gc.collect()
         wait_for_aborts()
-    stay = [each for each in _aborts if each.is_alive()]
+    _aborts[:] = stay = _living()
     if not stay:
-        _aborts.clear()
         return
     for each in stay:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each.group))
@@ -113,12 +114,12 @@ def wait_for_aborts(limit_s: float | None = None) -> None:
     begun = time.monotonic()
     for each in list(_aborts):
         most_s = each.backend.abort_s if limit_s is None else limit_s
-        each.join(max(0.0, begun + most_s - time.monotonic()))
+        each.thread.join(max(0.0, begun + most_s - time.monotonic()))
 
 
 def can_be_destroyed() -> bool:
     """Whether no abort lives: destroying a process group would wait for it."""
-    return not any(each.is_alive() for each in _aborts)
+    return not _living()
 
 
 def keep_if_failing(group: Any) -> bool:
@@ -128,19 +129,17 @@ def keep_if_failing(group: Any) -> bool:
     destroy_process_group()`: they hear of the fault once the exception has left the function. The
     same once an abort has begun, after which the function may go on until it is interrupted.
     """
-    if not (_aborts or _is_failing()):
-        return False
     whole = group is None or group is dist.group.WORLD
-    found = [each for each, _ in communicators() if whole or each is group]
-    if not found:
-        return False
-    _kept.extend(dist.distributed_c10d._world.pg_map if whole else found)
-    return True
+    found = communicators() if _aborts or _is_failing() else []
+    kept = [each for each, _ in found if whole or each is group]
+    if kept:
+        _kept.extend(dist.distributed_c10d._world.pg_map if whole else kept)
+    return bool(kept)
 
 
 def release_kept() -> list[Any]:
     """The groups kept, which are the caller's from now on. No abort is of this iteration then."""
-    _aborts[:] = [each for each in _aborts if each.is_alive()]
+    _aborts[:] = _living()
     kept = list(_kept)
     _kept.clear()
     return kept
@@ -150,9 +149,7 @@ def _is_failing() -> bool:
     """Whether an exception is being handled that a frame of the function has seen."""
     error = sys.exc_info()[1]
     seen_by = error.__traceback__.tb_frame if error and error.__traceback__ else None
-    frame = sys._getframe()
-    while frame.f_code is not USER_REGION and frame is not seen_by:
-        if frame.f_back is None:
-            return False
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not USER_REGION and frame is not seen_by:
         frame = frame.f_back
-    return frame is seen_by
+    return frame is not None and frame is seen_by

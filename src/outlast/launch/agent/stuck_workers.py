@@ -25,24 +25,20 @@ class StuckWorkers:
 
     def __init__(self, resources: JobResources, found: Callable[[Worker, str], None]) -> None:
         self._resources, self._found = resources, found
-        # The CPU time so far, and how often it has been the same: of no use is the time that has
-        # passed, as all processes of the machine may have been stopped.
-        self._dying: dict[int, tuple[int, int]] = {}
+        # How often each was dying with this CPU time: of no use is the time that has passed, as all
+        # processes of the machine may have been stopped.
+        self._looks: dict[tuple[int, str, str], int] = {}
         self.pids: list[int] = []
 
     def look(self) -> None:
-        dying = {each.pid: each for each in self._resources.workers if is_dying(each.pid)}
-        self._dying = {pid: seen for pid, seen in self._dying.items() if pid in dying}
-        for pid, worker in dying.items():
-            fields = status_fields(pid)  # it is not reaped yet
-            ticks = sum(map(int, fields[11:13]))
-            before, looks = self._dying.get(pid, (-1, 0))
-            looks = looks + 1 if ticks == before else 0
-            self._dying[pid] = (ticks, looks)
-            if looks * _LOOK_S >= STUCK_S:
-                del self._dying[pid]
-                self.pids.append(pid)
-                self._found(worker, f"{fields[0]}{_place(pid)}")
+        before, self._looks = self._looks, {}
+        for worker in [each for each in self._resources.workers if is_dying(each.pid)]:
+            fields = status_fields(worker.pid)  # it is not reaped yet
+            seen = worker.pid, fields[11], fields[12]
+            self._looks[seen] = before.get(seen, -1) + 1
+            if self._looks[seen] * _LOOK_S >= STUCK_S:
+                self.pids.append(worker.pid)
+                self._found(worker, f"{fields[0]}{_place(worker.pid)}")
         self._resources.loop.call_later(_LOOK_S, self.look)
 
 
