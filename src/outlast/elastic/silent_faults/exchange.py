@@ -27,6 +27,7 @@ from outlast.coordination.waits import waits, works
 from outlast.errors import StoreError
 from outlast.events.emitter import Emitter, Sink
 from outlast.system.devices import on_this_device
+from outlast.system.parallel import start_thread
 
 log = logging.getLogger("outlast.elastic")
 
@@ -94,9 +95,8 @@ class Exchange:
         self._unread = 0  # of `_open`, as the training thread counts them
         self._poked = self._closing = False
         self.error: Exception | None = None  # why the exchange has ended: most often, a lost store
-        run = on_this_device(self._run)  # records read the device
-        self._thread = threading.Thread(target=run, name=f"outlast-{name}", daemon=True)
-        self._thread.start()
+        # Records read the device.
+        self._thread = start_thread(f"outlast-{name}", on_this_device(self._run))
 
     def publish(self, record: Callable[[], str]) -> None:
         """Publishes the record that `record`, called in the background, returns."""

@@ -34,6 +34,7 @@ from outlast.inprocess.interruption.interrupter import AtomicSection, Interrupte
 from outlast.inprocess.monitor.shared_page import Activity, Blocked, SharedPage
 from outlast.inprocess.store import Connection
 from outlast.system.frames import user_place
+from outlast.system.parallel import start_thread
 
 log = logging.getLogger("outlast.inprocess")
 
@@ -164,8 +165,7 @@ class MonitorThread:
         self._atomic_section, self._interrupter, self._page = atomic_section, interrupter, page
         self._abort, self._emitter = abort, emitter
         self._watches: queue.SimpleQueue[tuple[str, IterationWatch] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="outlast-monitor", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("outlast-monitor", self._work)
 
     @property
     def native_id(self) -> int:

@@ -20,6 +20,7 @@ from outlast.launch.hosts.replicated.messages import Message
 from outlast.launch.hosts.replicated.past import Config, Group
 from outlast.launch.hosts.replicated.peer_connections import Address, Peer, PeerConnections
 from outlast.launch.hosts.replicated.record import Record
+from outlast.system.lease_page import LeasePage
 
 Done = Callable[[Result], None]
 _log = logging.getLogger(__name__)
@@ -87,8 +88,7 @@ class Membership:
     Args:
         group: the id of the host that founded the group.
         endpoints: the addresses of the endpoints other than this host.
-        renewed: called with the deadline of the lease when it changes.
-        reads_renewed: called with the read lease when it changes, see `Node.read_lease`.
+        page: gets the leases of this host.
         ended: called once, with the reason; it is empty if this host has left in order.
         host_refused: called with a line about a host that was not admitted.
     """
@@ -104,8 +104,7 @@ class Membership:
         record: Record,
         endpoints: Iterable[Address],
         known: Iterable[HostInfo],
-        renewed: Callable[[float], None],
-        reads_renewed: Callable[[int, float], None],
+        page: LeasePage,
         changed: Callable[[], None],
         ended: Callable[[str], None],
         host_refused: Callable[[str], None],
@@ -117,8 +116,7 @@ class Membership:
         self._loop, self._peers, self._me, self._node = loop, peers, me, node
         self._endpoints = tuple(endpoints)
         self._addresses = {host.id: (host.address, host.port) for host in (me, *known)}
-        self._renewed, self._changed, self._ended = renewed, changed, ended
-        self._reads_renewed, self._read_lease = reads_renewed, (0, NEVER)
+        self._page, self._changed, self._ended = page, changed, ended
         self._host_refused = host_refused
         self._done: dict[int, Done] = {}
         self._joining: dict[str, Peer] = {}  # those that the leader waits to see in the chain
@@ -190,9 +188,7 @@ class Membership:
                 self._admits_itself = not self._node.add_host(self._me, now)
                 self._submitted = True
             sending = self._node.outbox()
-            if self._node.read_lease != self._read_lease:
-                self._read_lease = self._node.read_lease
-                self._reads_renewed(*self._read_lease)
+            self._page.renew_reads(*self._node.read_lease)
             self._keep_voters()
             for host, message in sending:
                 self._send(host, message)
@@ -278,7 +274,8 @@ class Membership:
             self._lease_until = node.lease_until
             if self._lease_until > NEVER:
                 self._follower.start()  # before, no leader would answer
-                self._renewed(self._lease_until)
+                self._page.renew(self._lease_until)
+                self._changed()
         if (leader, node.term) != (self.leader, self.term):
             self.leader, self.term = leader, node.term
             self._changed()

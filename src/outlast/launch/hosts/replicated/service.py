@@ -267,18 +267,13 @@ class HostService:
             self._record,
             [address for address in others if address is not None],
             known,
-            self._on_renewed,
-            self._page.renew_reads,
+            self._page,
             self._on_changed,
             self._end,
             self._on_host_refused,
         )
         for peer, message in self._early:
             self._membership.receive(peer, message)
-
-    def _on_renewed(self, deadline: float) -> None:
-        self._page.renew(deadline)
-        self._on_changed()
 
     def _on_changed(self) -> None:
         membership = self._membership
