@@ -38,9 +38,7 @@ class Stream:
 
 
 class Event:
-    def __init__(self, device: Any) -> None: ...
-
-    def record(self, stream: Stream) -> None:
+    def __init__(self, stream: Stream) -> None:
         self.stream = stream
 
     def synchronize(self) -> None:
@@ -73,7 +71,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
     for module in (device_copy, overlap, snapshot):
         monkeypatch.setattr(module, "on_accelerator", lambda tensor: tensor.dim() > 1)
-    monkeypatch.setattr(device_copy, "new_event", Event)
+    monkeypatch.setattr(device_copy, "recorded", Event)
     monkeypatch.setattr(device_copy, "side_stream", cuda.new_stream)
     monkeypatch.setattr(device_copy, "current_stream", cuda.current_stream)
     monkeypatch.setattr(device_copy, "_queue_copy", queue_copy)

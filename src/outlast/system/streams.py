@@ -15,15 +15,11 @@ from outlast.system.optional_hooks import has
 class HostEvent:
     """In place of an event of a device that has none: the host waits for the whole stream."""
 
-    def __init__(self) -> None:
-        self._stream: torch.Stream | None = None
-
-    def record(self, stream: torch.Stream) -> None:
+    def __init__(self, stream: torch.Stream) -> None:
         self._stream = stream
 
     def synchronize(self) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()
+        self._stream.synchronize()
 
     def query(self) -> bool:
         """True: it waits."""
@@ -34,9 +30,13 @@ class HostEvent:
 Event = torch.Event | HostEvent
 
 
-def new_event(device: torch.device) -> Event:
-    """An event of this device, not recorded."""
-    return torch.Event(device, enable_timing=False) if has_events(device) else HostEvent()
+def recorded(stream: torch.Stream) -> Event:
+    """An event after all that is queued in the stream so far."""
+    if not has_events(stream.device):
+        return HostEvent(stream)
+    event = torch.Event(stream.device, enable_timing=False)
+    event.record(stream)
+    return event
 
 
 def has_events(device: torch.device) -> bool:

@@ -26,8 +26,8 @@ from outlast.system.streams import (
     Event,
     current_stream,
     make_wait,
-    new_event,
     on_stream,
+    recorded,
     side_stream,
     wait_for,
 )
@@ -83,11 +83,8 @@ class DeviceChunks:
 
     def __init__(self, copies: Sequence[CopyPair]) -> None:
         self._groups = _groups([pair for pair in copies if pair[0].nbytes])
-        self._ready: dict[torch.device, Event] = {}
-        for source, _ in copies:
-            if source.device not in self._ready:
-                event = self._ready[source.device] = new_event(source.device)
-                event.record(current_stream(source.device))
+        devices = dict.fromkeys(source.device for source, _ in copies)
+        self._ready = {device: recorded(current_stream(device)) for device in devices}
         self._queued = False
         self._streams: list[Stream] = []
         self._done: list[list[tuple[torch.device, Event]]] = []
@@ -126,12 +123,8 @@ class DeviceChunks:
             for source, to in group:
                 with _named(source.device):
                     _queue_copy(to, source, streams[source.device])
-            ended = []
-            for device in dict.fromkeys(source.device for source, _ in group):
-                event = new_event(device)
-                event.record(streams[device])
-                ended.append((device, event))
-            self._done.append(ended)
+            devices = dict.fromkeys(source.device for source, _ in group)
+            self._done.append([(device, recorded(streams[device])) for device in devices])
 
 
 def _queue_copy(to: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:

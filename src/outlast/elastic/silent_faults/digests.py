@@ -24,8 +24,8 @@ from outlast.system.streams import (
     current_stream,
     make_follow,
     make_wait,
-    new_event,
     on_stream,
+    recorded,
     side_stream,
     to_host,
 )
@@ -76,9 +76,7 @@ class SideStreams:
             make_follow(stream, current_stream(device))
             with on_stream(stream), torch.no_grad():
                 sums.update(_sums(own, tensors))
-                done = new_event(device)
-                done.record(stream)
-            self._done.append((device, done))
+                self._done.append((device, recorded(stream)))
             # Freed before training waits, the memory could be used again while it is read. So a
             # parameter may get new memory, by `parameter.data = ...`, which torch does not count.
             self._read += [tensors[part.parameter] for part in own]

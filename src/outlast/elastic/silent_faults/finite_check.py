@@ -45,7 +45,7 @@ from outlast.events.emitter import Emitter
 from outlast.events.types import NonFiniteFound
 from outlast.system.arguments import as_int
 from outlast.system.devices import on_accelerator
-from outlast.system.streams import Event, current_stream, new_event, to_host
+from outlast.system.streams import Event, current_stream, recorded, to_host
 
 __all__ = ["FiniteCheck", "RunningFiniteCheck"]
 
@@ -335,6 +335,4 @@ class RunningFiniteCheck(Running):
 def _on_its_way(step: int, number: int, sums: list[torch.Tensor]) -> _Look:
     device = next(each.device for each in sums if on_accelerator(each))
     together = to_host(torch.stack([each.float().to(device) for each in sums]))
-    ready = new_event(device)
-    ready.record(current_stream(device))
-    return _Look(step, number, together, ready)
+    return _Look(step, number, together, recorded(current_stream(device)))
