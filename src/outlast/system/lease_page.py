@@ -4,10 +4,8 @@ On many hosts, a host may act only while it holds a lease. The agent renews the 
 read it: the orphan killer, which kills the workers when the deadline passes even if the agent is
 stopped, and workers, before they commit a checkpoint.
 
-With a read lease (`coordination.replicated.read_leases`), workers know without a request to the
-store that no restart has begun: `covered` is the same as at a moment at which they have asked the
-store, and the deadline of reads has not passed. On one host no such lease can end. There each rank
-that aborts its collectives changes `covered` first.
+By a read lease, workers know without a request that no restart has begun (`inprocess.read_lease`):
+`covered` is what it was when they have asked the store, and the deadline of reads has not passed.
 
 Each field has eight bytes in the machine's order and is aligned, so a reader sees the old value or
 the new one: the deadline (the orphan killer, without outlast, relies on its place), the deadline of
@@ -21,7 +19,6 @@ import mmap
 import os
 import tempfile
 import time
-from array import array
 from pathlib import Path
 
 _SIZE = 24
@@ -114,11 +111,12 @@ class HostPage(LeasePage):
     """
 
     def __init__(self) -> None:
-        self._descriptor = os.memfd_create(_HOST_PAGE, os.MFD_CLOEXEC)
+        self._descriptor = os.memfd_create(_HOST_PAGE)
         os.ftruncate(self._descriptor, _SIZE)
         path = Path(f"/proc/{os.getpid()}/fd/{self._descriptor}")
         super().__init__(path, os.dup(self._descriptor), mmap.ACCESS_WRITE)
-        self._deadlines[:] = memoryview(array("d", [math.inf, math.inf]))
+        self.renew(math.inf)
+        self.renew_reads(0, math.inf)
 
     def close(self) -> None:
         super().close()

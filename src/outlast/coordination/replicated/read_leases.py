@@ -1,9 +1,7 @@
 """Read leases: a host that has one knows, without a message, that nobody was told of a covered key.
 
 A rank aborts its collectives only after it was answered that `over/k` is there, and no optimizer
-may use what an abort has left in its gradients (`elastic.job.live.queued`). To read that key before
-each step would be a message to the leader from every rank; with a read lease it is a look at the
-memory of the host.
+may use what an abort has left in its gradients (`elastic.job.live.queued`).
 
 The table counts the covered keys that were set. A host asks for a read lease once, by a write; from
 then on every answer to its heartbeats carries that number, and renews the read lease along with the

@@ -15,7 +15,6 @@ the same mutex. Such a process cannot be used any more, and leaves for its repla
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 import sys
@@ -91,7 +90,7 @@ def await_aborts() -> None:
     """Waits for the aborts. Called when the function has been left, and its frames are gone.
 
     Raises:
-        HealthCheckError: if one does not end. Its group is never destroyed then.
+        HealthCheckError: if one does not end. No group is ever destroyed then (`Releaser`).
     """
     wait_for_aborts(_CYCLES_S)
     if not can_be_destroyed():
@@ -100,8 +99,6 @@ def await_aborts() -> None:
     _aborts[:] = stay = _living()
     if not stay:
         return
-    for each in stay:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each.group))
     names = ", ".join(f"{each.group.group_name} ({each.backend.name})" for each in stay)
     raise HealthCheckError(
         f"the abort of a process group has not ended within {stay[0].backend.abort_s:g} s: "

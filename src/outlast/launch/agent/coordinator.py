@@ -223,14 +223,10 @@ def _listen(host: str, port: int) -> socket.socket:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as e:
         raise LaunchError(f"--master-addr {host}: {e.strerror}") from e
-    family, kind, protocol, _, address = found[0]
-    listener = socket.socket(family, kind, protocol)
+    family, _, _, _, address = found[0]
+    both = family == socket.AF_INET6  # `::` is of IPv4, too
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
+        return socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
     except OSError as e:
-        listener.close()
-        where = f"{host} port {port}"
-        raise LaunchError(f"the job's store cannot listen on {where}: {e.strerror}") from e
-    return listener
+        where, why = f"{host} port {port}", os.strerror(e.errno or 0)
+        raise LaunchError(f"the job's store cannot listen on {where}: {why}") from e
