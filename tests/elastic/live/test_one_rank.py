@@ -55,6 +55,13 @@ def ended(script: str, *arguments: str, **options: Any) -> subprocess.CompletedP
         return shared().run([sys.executable, file.name, *arguments], env, **options)
 
 
+def staying(script: str) -> str:
+    """The script with a model and an optimizer that are made once."""
+    a, b = script.index("    torch.manual_seed(0)\n"), script.index("    with outlast")
+    made = script[a:b].replace("\n    ", "\n").strip()
+    return (script[:a] + script[b:]).replace("\n@inprocess", f"\n{made}\n@inprocess")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("group", ["alone", pytest.param("group", marks=pytest.mark.slow)])
 def test_one_rank_keeps_its_step(tmp_path: Path, group: str) -> None:
@@ -69,19 +76,40 @@ def test_one_rank_keeps_its_step(tmp_path: Path, group: str) -> None:
 
 def test_a_fault_in_an_evaluation_of_a_model_that_stays(tmp_path: Path) -> None:
     """The model is made once, so it would stay in the mode of the evaluation."""
-    made = """
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(), torch.nn.Linear(4, 1))
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-@inprocess"""
-    script = SCRIPT.replace("\n@inprocess", made).replace("model.weight", "model[2].weight")
-    a, b = script.index("    torch.manual_seed(0)\n"), script.index("    with outlast")
-    script = script[:a] + script[b:]
+    layers = "torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(), torch.nn.Linear(4, 1))"
+    script = staying(SCRIPT.replace("torch.nn.Linear(4, 1)", layers))
+    script = script.replace("model.weight", "model[2].weight")
     script = script.replace("raise RuntimeError", "model.eval(); raise RuntimeError")
     plain = ended(script.replace("failed = []", "failed = [1]"), str(tmp_path / "a"), "alone")
     done = ended(script, str(tmp_path / "b"), "alone")
     assert "restored 8 live" in done.stdout, done.stderr
     assert done.stdout.splitlines()[-2:] == plain.stdout.splitlines()[-2:]
+
+
+@pytest.mark.parametrize("after", ["unscale_", pytest.param("step", marks=pytest.mark.slow)])
+def test_a_fault_in_the_midst_of_the_step_of_a_scaler_that_stays(
+    tmp_path: Path, after: str
+) -> None:
+    """Else the next step raises: "unscale_() has already been called on this optimizer"."""
+    train = f"""
+scaler = torch.amp.GradScaler("cpu")
+def train(loss):
+    scaler.scale(loss).backward()
+    for each in (scaler.unscale_, scaler.step):
+        each(optimizer)
+        if each.__name__ == "{after}" and scaler._get_growth_tracker() == 7 and not failed:
+            failed.append(1)
+            raise RuntimeError("an injected fault")
+    scaler.update()
+@inprocess"""
+    script = staying(SCRIPT).replace("\n@inprocess", train)
+    script = script.replace("every=6", "every=6, states={'scaler': scaler}")
+    script = script.replace("model(torch.randn(8, 4)).square().mean().backward()", "train(LOSS)")
+    script = script.replace("LOSS", "model(torch.randn(8, 4)).square().mean()")
+    script = script.replace("            optimizer.step()\n", "")
+    done = ended(script, str(tmp_path), "alone")
+    assert "ended" in done.stdout, done.stderr
+    assert "completed after 1 restart" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("how", ["live", pytest.param("storage", marks=pytest.mark.slow)])

@@ -38,6 +38,15 @@ log = logging.getLogger("outlast.elastic")
 Saver = Callable[[Any, Mapping[int, Any]], Any]
 
 
+def load_between_steps(source: Any, state: Any) -> None:
+    """Loads the state after a step into an object of `states`. A `GradScaler` that outlives a fault
+    may be in the midst of a step, which its own load leaves as it is: it would refuse the next one.
+    """
+    source.load_state_dict(state)
+    if isinstance(source, torch.amp.GradScaler) and source.is_enabled():
+        source._per_optimizer_states.clear()
+
+
 class Part:
     """One part of the state of a job, on one rank.
 
@@ -247,7 +256,7 @@ class AttachedState(Part):
         if found is not None and isinstance(self._source, nn.Module):
             load_module(self._source, found)
         elif found is not None:
-            self._source.load_state_dict(found)
+            load_between_steps(self._source, found)
 
     def shared(self) -> Any:
         if isinstance(self._source, nn.Module):

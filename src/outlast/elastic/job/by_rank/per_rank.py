@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from outlast.elastic.job.encoding import unpack
-from outlast.elastic.job.parts import ThirdPartyLoader
+from outlast.elastic.job.parts import ThirdPartyLoader, load_between_steps
 
 log = logging.getLogger("outlast.elastic")
 
@@ -20,7 +21,8 @@ class PerRank:
     """What `per_rank` returns."""
 
     def __init__(self, source: Any) -> None:
-        self.state_dict, self.load_state_dict = source.state_dict, source.load_state_dict
+        self.state_dict = source.state_dict
+        self.load_state_dict = functools.partial(load_between_steps, source)
 
 
 def per_rank(state: Any) -> PerRank:
