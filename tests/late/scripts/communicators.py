@@ -18,6 +18,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 
 import torch
 import torch.distributed as dist
+from torch.distributed import destroy_process_group
 
 from late import device
 from outlast import inprocess
@@ -114,7 +115,7 @@ def destroyed_in_a_finally(iteration: int) -> None:
             be_interrupted()
     finally:
         dist.destroy_process_group(group)
-        dist.destroy_process_group()
+        destroy_process_group()  # imported by name, as in torch's tutorials
 
 
 def an_abort_that_stays(iteration: int) -> None:

@@ -98,8 +98,12 @@ class Releaser:
         if not dist.is_available():
             yield
             return
-        modules: list[Any] = [dist, dist.distributed_c10d]
         destroy = dist.destroy_process_group
+        modules: list[Any] = [  # also the program, by `from torch.distributed import ...`
+            each
+            for each in list(sys.modules.values())
+            if getattr(each, "__dict__", {}).get("destroy_process_group") is destroy
+        ]
 
         @functools.wraps(destroy)
         def keeping(*args: Any, **kwargs: Any) -> None:
