@@ -136,6 +136,7 @@ def test_a_rank_that_hangs(
 ) -> None:
     faulty = run(ranks, tmp_path / "c", *later(1, steps[0], at, do), timeouts=TIMEOUTS)
     check(faulty, undisturbed(), *steps)
+    assert "restart of iteration 0: rank 1 " in faulty.errors  # rank 0 met its abort
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from outlast import errors
 from outlast.events.restart_causes import split_exception
 
 # Messages of gloo (pair.cc), NCCL (remote process exited) and torch's TCP store on either side of a
-# broken connection.
+# broken connection; and of nccl2, whose exceptions are plain `RuntimeError`, of a communicator that
+# is aborted or waits for another rank.
 ECHOES = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -17,6 +18,8 @@ ECHOES = (
     "remote process exited",
     "ncclRemoteError",
     "NCCL communicator was aborted",
+    "NCCL Last Error: ",
+    "NCCL operation timed out",
     "Connection was likely closed",
     "Software caused connection abort",
 )

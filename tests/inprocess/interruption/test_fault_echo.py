@@ -41,6 +41,9 @@ def test_an_echo_is_known_by_its_words_also_behind_another_error() -> None:
     assert is_consequence(echo)
     assert is_consequence(raised(ValueError("mine"), echo))
     assert not is_consequence(ValueError("Connection closed by peer"))
+    # of nccl2, after an abort, and when another rank does not come
+    assert is_consequence(RuntimeError("NCCL AllReduce failed: bad \nNCCL Last Error: none"))
+    assert is_consequence(RuntimeError("NCCL operation timed out"))
 
 
 def test_an_error_raised_from_itself_is_no_endless_chain() -> None:

@@ -350,7 +350,8 @@ class Group final : public c10d::Backend {
     }
     {
       std::lock_guard<std::mutex> lock(shared_->mutex);
-      TORCH_CHECK(!shared_->aborted, "late: the process group was aborted");
+      TORCH_CHECK_WITH(
+          DistBackendError, !shared_->aborted, "NCCL communicator was aborted on rank ", getRank());
     }
     ++begun_;
     int device = current_device();
