@@ -51,7 +51,10 @@ FIRST = {
     "system/streams.py: HostEvent": ["without_events"],
     "system/streams.py: make_": ["without_events", "digests_are_of_the_state_after_the_step"],
     "system/streams.py: on_stream": ["digests_are_of_the_state_after_the_step"],
-    "system/streams.py: recorded": ["copies_during_training_have_the_state_of_the_save"],
+    "system/streams.py: recorded": [
+        "copies_during_training_have_the_state_of_the_save",
+        "without_events",
+    ],
     "system/streams.py: wait_for": ["an_eager_save_waits_for_the_devices"],
     "async_checkpoint/snapshot/device_copy.py: DeviceCopy.run": [
         "an_eager_save_waits_for_the_devices",

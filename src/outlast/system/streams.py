@@ -32,21 +32,18 @@ Event = torch.Event | HostEvent
 
 def recorded(stream: torch.Stream) -> Event:
     """An event after all that is queued in the stream so far."""
-    if not has_events(stream.device):
-        return HostEvent(stream)
-    event = torch.Event(stream.device, enable_timing=False)
-    event.record(stream)
-    return event
-
-
-def has_events(device: torch.device) -> bool:
-    """Whether devices of this type have events."""
-    return has(
+    device = stream.device
+    has_events = has(
         device.type,
         "events",
         lambda: torch.Event(device, enable_timing=False).record(current_stream(device)),
         "the host waits for whole streams",
     )
+    if not has_events:
+        return HostEvent(stream)
+    event = torch.Event(device, enable_timing=False)
+    event.record(stream)
+    return event
 
 
 def has_times(device: torch.device) -> bool:
@@ -83,10 +80,7 @@ def make_wait(stream: torch.Stream, event: Event) -> None:
 
 def make_follow(stream: torch.Stream, other: torch.Stream) -> None:
     """Has the stream wait for what is queued in the other; without events, this thread waits."""
-    if has_events(other.device):
-        stream.wait_stream(other)
-    else:
-        other.synchronize()
+    make_wait(stream, recorded(other))
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:

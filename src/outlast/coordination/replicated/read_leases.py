@@ -31,12 +31,10 @@ from outlast.coordination.replicated.operations import BATCH, Operation
 from outlast.coordination.replicated.quorum import NEVER, Timing
 from outlast.coordination.replicated.table import Table, is_covered
 
-_ASKS = "/read-lease/"
-
 
 def asking_host(key: str) -> str:
     """The host that asks for a read lease by setting this key; empty for other keys."""
-    return key.rpartition("/")[2] if _ASKS in key else ""
+    return key.rpartition("/")[2] if "/read-lease/" in key else ""
 
 
 def concerns_covered(operation: Operation) -> bool:

@@ -26,15 +26,13 @@ from outlast.coordination.replicated.operations import (
     Single,
 )
 
-_COVERED = "/over/"
-
 FULL_BYTES = 128 << 20
 """Of keys and values, so that the state of a table fits into one message."""
 
 
 def is_covered(key: str) -> bool:
     """Whether a key is covered by read leases, see `read_leases`."""
-    return _COVERED in key
+    return "/over/" in key
 
 
 def entry_key(number: int) -> str:

@@ -85,7 +85,6 @@ class OwnTimes:
         self._began: Any = None
 
     def begin(self) -> None:
-        """A step begins."""
         self._waits.clear()
         self._began = self._now()
 
@@ -137,7 +136,6 @@ class _LastGradient:
         return end
 
     def remove(self) -> None:
-        """Removes the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -194,11 +192,9 @@ class _Waits:
         return _End(begun, before)
 
     def clear(self) -> None:
-        """Begins anew."""
         self._found.clear()
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """Calls a function that waits."""
         if self._inside or threading.get_ident() not in self.threads:
             return function()
         self._inside = True
