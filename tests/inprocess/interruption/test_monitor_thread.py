@@ -103,6 +103,7 @@ def rig() -> Iterator[Rig]:
     made = Rig()
     yield made
     made.close()
+    communicators.set_has_store(True)  # of the process: the next test may abort
 
 
 def test_the_function_is_interrupted_after_the_abort(rig: Rig) -> None:
@@ -154,7 +155,6 @@ def test_a_rank_that_has_lost_the_store_aborts_no_communicator(
     communicators.await_aborts()
     assert len(aborts) >= aborted
     assert not aborts or aborted
-    communicators.set_has_store(True)
 
 
 def test_a_lost_store_ends_the_iteration_and_is_told(rig: Rig) -> None:
