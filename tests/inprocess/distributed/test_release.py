@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -113,6 +116,18 @@ def test_a_destroyed_group_is_kept_while_a_module_has_it(releaser: Releaser) -> 
             thread.join()
     assert_nothing_is_left()
     assert descriptors() == before
+
+
+def test_a_name_that_is_imported_in_the_call_is_torchs_after_it(
+    releaser: Releaser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    destroy = dist.destroy_process_group
+    program: Any = ModuleType("program")
+    monkeypatch.setitem(sys.modules, "program", program)
+    with releaser.keeping_destroyed():
+        exec("from torch.distributed import destroy_process_group", vars(program))
+        assert program.destroy_process_group is not destroy
+    assert program.destroy_process_group is destroy
 
 
 def test_a_group_that_is_left_is_not_kept(releaser: Releaser) -> None:

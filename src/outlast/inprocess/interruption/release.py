@@ -99,11 +99,6 @@ class Releaser:
             yield
             return
         destroy = dist.destroy_process_group
-        modules: list[Any] = [  # also the program, by `from torch.distributed import ...`
-            each
-            for each in list(sys.modules.values())
-            if getattr(each, "__dict__", {}).get("destroy_process_group") is destroy
-        ]
 
         @functools.wraps(destroy)
         def keeping(*args: Any, **kwargs: Any) -> None:
@@ -125,14 +120,11 @@ class Releaser:
                 if not left and sys.getrefcount(group) > _OWN_REFERENCES:
                     self._held.append(group)
 
-        for module in modules:
-            module.destroy_process_group = keeping
+        _rebind(destroy, keeping)
         try:
             yield
         finally:
-            for module in modules:
-                if module.destroy_process_group is keeping:
-                    module.destroy_process_group = destroy
+            _rebind(keeping, destroy)
 
     def release(self) -> None:
         """Destroys all groups. Their descriptors and threads go away a moment later (`join`)."""
@@ -180,6 +172,14 @@ class Releaser:
         """
         self.release()
         self.join()
+
+
+def _rebind(old: Any, new: Any) -> None:
+    """In torch, and in all modules that have `from torch.distributed import ...`."""
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", {})
+        if names.get("destroy_process_group") is old:
+            names["destroy_process_group"] = new
 
 
 def _drain() -> None:
