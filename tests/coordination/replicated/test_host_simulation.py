@@ -165,7 +165,7 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "a new leader counts on what was confirmed to another": (
         ReadLeases.begin,
         "self._recall(table.state.covered)",
-        "self.settled = True",
+        "self.covered, self.settled = table.state.covered, True",
     ),
     "a new leader does not know who has a read lease": (
         ReadLeases.begin,
