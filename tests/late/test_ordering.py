@@ -25,6 +25,10 @@ NOT_ON_LATE = {
     "chaos/actions.py: _hang_collective: torch.accelerator.synchronize()":
         "a receive that is only queued, as NCCL's is; it never ends",
     "system/devices.py: Cuda.page_lock: torch.cuda.device(index)": "CUDA alone",
+    "campaign/training.py: join_group: torch.accelerator.set_device_index(rank % count)":
+        "it shares the devices among the ranks: on one for all, the results are the same",
+    "compat/nvrx/shared_utils/inject_fault.py: _inject: "
+    "torch.accelerator.set_device_index(device)": "it breaks the caller's device, and no other",
     "system/devices.py: Cuda.page_lock: torch.cuda.device(index) (2)": "CUDA alone",
     **{
         f"launch/health/device_checks.py: {call}": "the time of a copy, which is only printed"
