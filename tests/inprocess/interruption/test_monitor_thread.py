@@ -130,6 +130,20 @@ def test_the_function_is_interrupted_after_the_abort(rig: Rig) -> None:
         pass
 
 
+def test_a_thread_that_has_just_left_the_function_is_not_sampled_in_its_caller(rig: Rig) -> None:
+    def abort(again: bool) -> None:
+        rig.aborts.append(again)
+        watch.left.set()
+
+    rig.abort = abort
+    rig.page.activity = Activity.FUNCTION  # until the thread has noted that it has left
+    watch = rig.monitor.watch_iteration("over/0")
+    rig.connection.answers.put(RESTART)
+    assert watch.wait(NET_S) == RESTART
+    assert watch.sample is None
+    assert rig.aborts == [False]
+
+
 def test_a_completed_iteration_is_left_alone(rig: Rig) -> None:
     rig.connection.answers.put(COMPLETED)
     watch = rig.monitor.watch_iteration("over/0")

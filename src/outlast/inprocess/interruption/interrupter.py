@@ -188,6 +188,13 @@ class Interrupter:
     def _frames(self) -> list[FrameType]:
         return list(_stack(frame_of(self.ident)))
 
+    def in_function(self) -> bool:
+        """Whether the thread is in the function that `run` has called."""
+        frame = frame_of(self.ident)
+        while frame is not None and frame.f_code is not USER_REGION:
+            frame = frame.f_back
+        return frame is not None
+
     def where(self) -> str:
         """The thread's frames outside this package, innermost first: `file:line function`."""
         return places_of((frame, frame.f_lineno) for frame in self._frames())

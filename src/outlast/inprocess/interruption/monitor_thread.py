@@ -72,6 +72,8 @@ def sample_stack(
     """Samples from another thread; `None` while the function's thread runs no user code."""
     if page.activity not in (Activity.USER, Activity.FUNCTION):
         return None
+    if page.activity == Activity.FUNCTION and not interrupter.in_function():
+        return None  # it has just left it, for an error, whose place is known: `sample_of_error`
     places = interrupter.where(), interrupter.user_place()
     return _sample(places, interrupter.waits_for_others(), page, now, since_ns)
 
