@@ -19,11 +19,16 @@ LATE = {"DEVICE": "late"}
     "scenario",
     [
         ("before_the_first_collective",),
-        ("in_a_collective", "raise"),
-        ("in_a_collective", "finally"),
-        ("in_a_subgroup",),
-        ("between_pairs",),
-        ("sharded",),
+        *(
+            pytest.param(each, marks=pytest.mark.exhaustive)
+            for each in (
+                ("in_a_collective", "raise"),
+                ("in_a_collective", "finally"),
+                ("in_a_subgroup",),
+                ("between_pairs",),
+                ("sharded",),
+            )
+        ),
     ],
     ids=" ".join,
 )
@@ -31,11 +36,13 @@ def test_an_exception(tmp_path: Path, scenario: tuple[str, ...]) -> None:
     first_day.run(tmp_path, *scenario, env=LATE)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("scenario", [("in_a_collective", "kill"), ("with_workers",)], ids=" ".join)
 def test_a_kill(tmp_path: Path, scenario: tuple[str, ...]) -> None:
     first_day.run(tmp_path, *scenario, replaced=1, env=LATE)
 
 
+@pytest.mark.exhaustive
 def test_many_restarts(tmp_path: Path) -> None:
     out = first_day.run(tmp_path, "many_aborts", "40", ranks=1, env=LATE)
     assert "grown []" in out
