@@ -83,4 +83,5 @@ class Etcd:
         if asked.wait():
             return False  # it does not answer yet
         status = json.loads(answer)
-        return bool(status["leader"] == status["header"]["member_id"])
+        # JSON leaves out a leader that is 0, while there is none.
+        return bool(status.get("leader") == status["header"]["member_id"])
