@@ -183,3 +183,17 @@ def test_a_host_whose_key_is_gone_may_not_act(etcd: FakeEtcd, tmp_path: Path) ->
         etcd.key = False
         assert ended.wait(NET_S)
         assert "has expired in etcd" in lease.error
+
+
+def test_an_answer_without_a_term_renews_nothing_and_is_said(
+    etcd: FakeEtcd, tmp_path: Path
+) -> None:
+    """A proxy in front of etcd, for example."""
+    with held(etcd, tmp_path) as (lease, page, ended):
+        etcd.now, etcd.leader = 1000.2, {}
+        for _ in range(3):
+            assert etcd.renewals.acquire(timeout=NET_S)
+        assert page.deadline == 1001.0
+        etcd.now = 1001.1
+        assert ended.wait(NET_S)
+        assert "an answer without 'header'" in lease.error

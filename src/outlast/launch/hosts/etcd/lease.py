@@ -149,6 +149,8 @@ class Lease:
 
 
 def _answered(answer: Json) -> tuple[str, str]:
-    """The member that has answered, and its term."""
-    header = answer["header"]
-    return header["member_id"], header["raft_term"]
+    """The member that has answered, and its term; a `NoAnswer` if what answers is not etcd."""
+    try:
+        return answer["header"]["member_id"], answer["header"]["raft_term"]
+    except KeyError as e:
+        raise NoAnswer(f"an answer without {e}") from e

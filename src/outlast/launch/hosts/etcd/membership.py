@@ -191,7 +191,8 @@ class Admission:
             self._said = True
             self._say(
                 f"another agent at {self._me.address} is in this run: if it has ended, this one is "
-                f"admitted when its lease in etcd is over, within {self._patience_s:g} s"
+                f"admitted when its lease in etcd is over, within {self._patience_s:g} s after the "
+                "last change of etcd's leader"
             )
         return no is None
 
