@@ -15,6 +15,7 @@ Every time limit here is a safety net, not a measurement.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -222,6 +223,14 @@ class Job:
         """The JSON objects that the rank has printed so far, one per line."""
         whole = (line for line in self.output(rank).splitlines(keepends=True) if line[-1] == "\n")
         return [json.loads(line) for line in whole if line.startswith("{")]
+
+    def end_writers(self, host: str) -> None:
+        """Kills what keeps memory of ended ranks on the host with this name (`OUTLAST_HOST`)."""
+        for process in marked(self.id):
+            with contextlib.suppress(psutil.Error):
+                is_writer = "outlast.async_checkpoint.writer.main" in process.cmdline()
+                if is_writer and process.environ().get("OUTLAST_HOST") == host:
+                    process.kill()
 
     # ------------------------------------------------------------------------------ private
 

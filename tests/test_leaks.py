@@ -175,6 +175,7 @@ def test_an_error_in_the_block_is_not_hidden(no_settling: None) -> None:
         _ = 1 / 0
 
 
+@pytest.mark.slow
 def test_every_test_is_checked(tmp_path: Path) -> None:
     """This folder's conftest fails a test that leaks, and no other."""
     (tmp_path / "no_settling.py").write_text("import leaks\nleaks.SETTLE_S = 0\n")

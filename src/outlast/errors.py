@@ -35,6 +35,7 @@ user code derives from `BaseException`, so that `except Exception` does not catc
     BaseException
     +-- RankShouldRestart                raised in the training function to interrupt it
     +-- RankExcluded                     this rank's replica is wrong: it leaves the job
+    +-- RankMoved                        this rank leaves in order; exit code 0 (a `SystemExit`)
     +-- RestartAbort                     ends the job on every rank
         +-- UnrecoverableFault           restarts do not help; exit code 93 (also a `SystemExit`)
 
@@ -72,6 +73,7 @@ __all__ = [
     "RankExcluded",
     "RankFault",
     "RankLostError",
+    "RankMoved",
     "RankShouldRestart",
     "RankTimeout",
     "ReplicasDiffer",
@@ -272,6 +274,18 @@ class RankExcluded(BaseException):
     others restart without it, or with its replacement. Names the ranks, their hosts and the
     parameters.
     """
+
+
+class RankMoved(SystemExit):
+    """Raised by `Job.step` on a rank that leaves the job in order: the process exits with code 0.
+
+    Attributes:
+        reason: why it leaves.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(0)
+        self.reason = reason
 
 
 class RestartAbort(BaseException):

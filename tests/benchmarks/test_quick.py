@@ -62,6 +62,16 @@ def test_the_load_of_the_store_grows_with_hosts_and_not_with_ranks(tmp_path: Pat
     assert several["operations"] < 8 * one["operations"]
 
 
+def test_a_move_is_measured_beside_a_death_a_stop_and_torchrun(tmp_path: Path) -> None:
+    data, printed = quick(tmp_path, "moves", 500)
+    (found,) = data["sizes"].values()
+    (move,) = found["move"]
+    assert sum(move["parts"].values()) == pytest.approx(move["pause"])
+    assert [found[way][0]["again"] for way in ("move", "stop")] == [0, 0]
+    assert all(found[way][0]["again"] for way in ("death", "torchrun"))
+    assert "1.0 x" in printed
+
+
 def test_recovery_runs_each_system_through_the_same_faults(tmp_path: Path) -> None:
     data, printed = quick(tmp_path, "recovery", 400)
     systems = data["systems"]
@@ -75,6 +85,18 @@ def test_recovery_runs_each_system_through_the_same_faults(tmp_path: Path) -> No
     for name in ("nvidia-resiliency-ext", "torchrun, lm-resiliency", "torchft"):  # not installed
         missing = systems[name].get("missing")
         assert f"{missing} is not installed" in printed if missing else "5" in systems[name]
+
+
+def test_each_system_makes_its_steps_through_the_faults_of_a_seed(tmp_path: Path) -> None:
+    data, printed = quick(tmp_path, "steps-under-failures", 500)
+    jobs = {each["system"]: each for each in data["jobs"]}
+    assert jobs.keys() >= {"outlast", "torchrun, torch.save", "torchrun, DCP async_save"}
+    assert [each["error"] for each in jobs.values()] == [""] * len(jobs)
+    mine = jobs["outlast"]
+    assert mine["reached"] == sorted(mine["reached"])
+    assert mine["faults"]
+    assert mine["again"] == 0
+    assert "no faults, no saves" in printed
 
 
 def test_a_contender_that_fails_is_in_the_table_and_leaves_no_process(tmp_path: Path) -> None:

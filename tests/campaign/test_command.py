@@ -123,6 +123,7 @@ def test_sigterm_ends_the_running_job(
     assert "stopped; rounds that have ended: 0" in output
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_stand_in")
 @pytest.mark.parametrize("script", ["slow", "slow_wrong_loss"])
 def test_a_campaign_that_is_stopped_tells_what_has_ended(

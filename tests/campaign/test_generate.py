@@ -154,8 +154,9 @@ def test_some_rounds_are_on_several_hosts() -> None:
     for plan in on_hosts:
         assert plan.hosts == 3
         assert not plan.faults
-        assert {fault.action for fault in plan.launcher} == set(OF_HOSTS)
+        assert len({fault.action for fault in plan.launcher}) == len(plan.launcher) == 4
         assert [fault.step for fault in plan.launcher] == sorted(f.step for f in plan.launcher)
+    assert {fault.action for plan in on_hosts for fault in plan.launcher} == set(OF_HOSTS)
     others = [fault for plan in plans_of_a_campaign if not plan.hosts for fault in plan.launcher]
     assert not any(fault.action in OF_HOSTS for fault in others)
     only = first(2, shape=Shape(ranks=6, faults=40, kinds=parse_kinds(["host_cut_off"])))

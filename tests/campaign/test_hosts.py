@@ -11,11 +11,14 @@ import psutil
 import pytest
 
 from campaign import stand_in
-from outlast.campaign import campaign, job
+from outlast.campaign import campaign, job, round
 from outlast.campaign.campaign import CampaignError
 from outlast.campaign.generate import Shape, parse_kinds
 from outlast.campaign.network import Network, unavailable
-from outlast.campaign.plan import OF_HOSTS, LauncherFault, RoundPlan
+from outlast.campaign.notes import STEP, notes_in, work_of
+from outlast.campaign.plan import MOVES, OF_HOSTS, Action, LauncherFault, RoundPlan
+from outlast.events.emitter import JsonlSink
+from outlast.events.event import Note
 
 PLAN = RoundPlan(seed=1, number=1, ranks=3, steps=20)
 
@@ -61,12 +64,34 @@ def test_a_host_that_loses_power_is_replaced_by_a_fresh_one(
     assert reach(network, tmp_path / "log") == "ConnectionRefusedError"
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("_allowed")
+def test_a_round_of_moves_makes_no_step_again(tmp_path: Path) -> None:
+    faults = tuple(LauncherFault(action, 5 + 15 * n) for n, action in enumerate(MOVES))
+    plan = dataclasses.replace(PLAN, steps=120, launcher=faults)
+    result = stand_in.campaign(tmp_path, ranks=3)[0].replay(plan)
+    assert not result.failures, result.rounds[0].problems
+    assert [one.kind for one in result.fired] == [str(action) for action in MOVES]
+
+
+def test_steps_that_were_made_again_are_found(tmp_path: Path) -> None:
+    notes = JsonlSink(notes_in(work_of(tmp_path)))
+    for rank, step in ((0, 1), (1, 1), (0, 2), (1, 2), (1, 2)):
+        notes.write(Note(name=STEP, rank=rank, pid=1, data={"step": step, "loss": ""}))
+    notes.close()
+    assert round.steps_made_again(tmp_path) == ["steps were made again: 2 (rank 1)"]
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("_allowed")
 def test_a_round_on_hosts_of_which_one_after_another_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job, "_CUT_OFF_S", 0.1)
-    faults = tuple(LauncherFault(action, 2) for action in OF_HOSTS)
+    lost = (Action.HOST_CUT_OFF, Action.HOST_LOST)
+    faults = tuple(LauncherFault(action, 2) for action in lost)
     plan = dataclasses.replace(PLAN, launcher=faults)
     stand_in.use(monkeypatch, "slow")
     before = {process.pid for process in _unshared()}
@@ -84,7 +109,8 @@ def test_without_network_namespaces_these_faults_are_left_out(
     running, output = stand_in.campaign(tmp_path)
     shape = Shape(ranks=4, faults=4, kinds=parse_kinds([]))
     assert not set(OF_HOSTS) & set(running._possible(shape).kinds)
-    assert output.getvalue() == "without host_cut_off, host_lost: they need root\n"
+    names = ", ".join(map(str, OF_HOSTS))
+    assert output.getvalue() == f"without {names}: they need root\n"
     for ranks, why in ((4, "they need root"), (2, "2 ranks cannot share them equally")):
         only, _ = stand_in.campaign(tmp_path, ranks=ranks, kinds="host_lost")
         with pytest.raises(

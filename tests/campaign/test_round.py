@@ -34,6 +34,7 @@ def test_an_undisturbed_training_has_no_problems(tmp_path: Path) -> None:
     assert not (tmp_path / "round-0001").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "kind", "text"),
     [

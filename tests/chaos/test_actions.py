@@ -189,6 +189,7 @@ def test_a_hang_with_the_gil_blocks_all_python_code(
         job.kill(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("subgroup", ["", pytest.param("yes", marks=pytest.mark.slow)])
 def test_a_hang_in_a_collective_blocks_the_peer(tmp_path: Path, subgroup: str) -> None:
     script = tmp_path / "rank.py"

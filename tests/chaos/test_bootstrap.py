@@ -163,6 +163,7 @@ def test_a_replacement_is_not_killed_by_the_same_fault(tmp_path: Path, state: st
             break
 
 
+@pytest.mark.slow
 def test_the_timer_hits_a_blocked_rank(tmp_path: Path) -> None:
     script = tmp_path / "blocked.py"
     script.write_text(BLOCKED)

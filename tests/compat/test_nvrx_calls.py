@@ -10,6 +10,7 @@ import pytest
 from procs import Job
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scenario", "code"),
     [("fails_often", 0), ("does_not_run", -signal.SIGTERM), ("returns_anything", 0)],

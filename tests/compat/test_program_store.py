@@ -78,6 +78,7 @@ def survivors(tmp_path: Path, place: str, *faults: tuple[int, str, str]) -> set[
     return {each.rank for each in last if str(each.pid) == first[str(each.rank)]}
 
 
+@pytest.mark.slow
 def test_a_wait_for_a_rank_that_fails_is_ended_and_the_store_serves_on(tmp_path: Path) -> None:
     faults = [(2, RAISE, "before the group"), (0, RAISE, "in a wait"), (1, RAISE, "in the group")]
     assert survivors(tmp_path, "as an argument", *faults) == {0, 1, 2}

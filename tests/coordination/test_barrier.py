@@ -104,6 +104,7 @@ def test_one_that_comes_and_one_that_is_lost_in_every_order(absent: int) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_that_come_and_one_that_is_lost_in_every_order() -> None:
     expected = frozenset({0, 1, 2})
     makers: list[Make] = [
@@ -118,6 +119,7 @@ def test_two_that_come_and_one_that_is_lost_in_every_order() -> None:
     assert orders > 5_000
 
 
+@pytest.mark.slow
 def test_one_that_dies_at_any_point_of_its_arrival_and_is_recorded_then() -> None:
     expected = frozenset({0, 1})
     makers: list[Make] = [
@@ -207,5 +209,5 @@ def test_the_operations_of_a_member_do_not_grow_with_the_size(size: int) -> None
         before = Counter(store.ops)
         drive(come(Link(), member, expected), perform_on(store))
         worst = max(worst, (store.ops - before).total())
-    assert worst == 4  # of the last: append, add, read, claim
-    assert store.ops.total() == 3 * size + 1
+    assert worst == 7  # of the last: append, add, read; three reads at once; claim
+    assert store.ops.total() == 3 * size + 4

@@ -12,7 +12,7 @@ from outlast.coordination import barrier
 from outlast.coordination.barrier import arrive, done_key
 from outlast.coordination.decision import Held, Reached, Rules, decode_record
 from outlast.coordination.membership import COMPLETED, RESTART, MembershipProtocol
-from outlast.coordination.ops import Link, drive, perform_on
+from outlast.coordination.ops import Link, Op, drive, perform_on, run
 from outlast.coordination.records import (
     SUSPECTED_LINK,
     LostRecord,
@@ -53,9 +53,9 @@ class Call:
 
     def join(self, preferred: int) -> None:
         """A process asks to join, and looks whether the decision can be made."""
-        self(self.membership.ask_to_join(preferred, "x"))
+        member = self(self.membership.ask_to_join(preferred, "x"))
         view = self(self.membership.view(0))
-        self(end_iteration_to_join(self.membership, GrowPolicy.AT_NEXT_RESTART, 0, view))
+        self(end_iteration_to_join(self.membership, GrowPolicy.AT_NEXT_RESTART, 0, view, member))
 
 
 def raised(member: int, iteration: int = 0) -> FaultRecord:
@@ -319,7 +319,9 @@ def test_what_is_forgotten_can_neither_be_decided_anew_nor_waited_for() -> None:
     call(call.membership.report_fault(killed()))
     call.leave(0, 0, 1)
     call(call.membership.forget_before(8))
-    assert call(call.membership.view(0)).expected == frozenset()
+    assert call(call.membership.decide(0, Reached.LOST)) is None
+    late = MembershipProtocol(call.membership.link, 2)  # it has not known the view before
+    assert call(late.view(0)).expected == frozenset()
     assert call(call.membership.over(0)) == RESTART
     assert not [key for key in call.store.table if key.startswith(("start/0", "fault/0"))]
 
@@ -424,3 +426,35 @@ def test_a_place_that_was_given_up_and_taken_is_waited_for_again() -> None:
     assert call(call.membership.given_up()) == {1}
     call(call.membership.give_up(frozenset({3})))
     assert call(call.membership.given_up()) == {1, 3}
+
+
+def test_what_follows_a_killed_rank_takes_few_requests() -> None:
+    # With the store on etcd each takes milliseconds, and the others wait for all of them. What has
+    # no answer leaves with the next request.
+    call = Call(rules=Rules(await_size=2))
+    for rank in range(2):
+        call(call.membership.register(rank, f"rank {rank}"))
+    call.start(0, 0, 1)
+    asked: list[str] = []
+
+    def process() -> MembershipProtocol:
+        def perform(op: Op) -> Any:
+            if op.name not in ("put", "append"):
+                asked.append(op.name)
+            return perform_on(call.store)(op)
+
+        asked.clear()
+        return MembershipProtocol(Link(perform=perform), 2, Rules(await_size=2))
+
+    monitor = process()
+    run(monitor.report_killed("rank 1", 1, 1, killed(0)))
+    assert len(asked) == 6, asked
+    call.leave(0, 0)  # and waits for a replacement
+    assert isinstance(decode_record(call.store.table["decision/1/0"]), Held)
+    replacement = process()
+    assert run(replacement.register(1, "another")) is None
+    member = run(replacement.ask_to_join(1, "another"))
+    view = run(replacement.view(run(replacement.current())))
+    run(end_iteration_to_join(replacement, GrowPolicy.AT_ONCE, 0, view, member))
+    assert len(asked) == 9, asked
+    assert call(call.membership.view(1)).expected == {0, member}

@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from etcd_cluster import Cluster, etcd_stores, require_etcd
+from outlast.coordination.ops import Op, perform_on
 from outlast.coordination.stores import tcp_client
 from outlast.coordination.stores.store import KeyTimeout, MemoryStore, Store
 from outlast.coordination.stores.tcp_client import TcpClient
@@ -347,3 +348,18 @@ def test_a_wait_ends_when_the_store_does() -> None:
         del server
         with pytest.raises(StoreError, match=where):
             waiting.result()
+
+
+def test_an_addition_with_a_read_of_another_key(connect: Connect) -> None:
+    store = connect()
+    both = Op("add_and_read", "n", amount=2, others=("k",))
+    assert perform_on(store)(both) == (2, b"")
+    store.put("k", b"v")
+    assert perform_on(store)(both) == (4, b"v")
+
+
+def test_several_keys_are_read(connect: Connect) -> None:
+    store = connect()
+    store.put("k", b"v")
+    several = Op("read_all", "k", others=("k", "absent", "k"))
+    assert perform_on(store)(several) == [b"v", None, b"v"]

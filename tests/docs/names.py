@@ -45,6 +45,7 @@ module: torch.nn.Module
 optimizer: torch.optim.Optimizer
 scheduler: torch.optim.lr_scheduler.LRScheduler
 save: Callable[[dict[str, Any]], None]
+stage: int
 targets: torch.Tensor
 teacher: torch.nn.Module
 train_step: Callable[[], None]

@@ -9,6 +9,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from outlast.launch import environment
+
 MANIFEST = Path(__file__).parents[2] / "examples" / "kubernetes" / "train.yaml"
 
 
@@ -29,6 +31,17 @@ def test_a_field_that_does_not_exist_is_found() -> None:
         kubernetes_validate.validate(job, "1.31", strict=True)
 
 
+def test_the_launcher_reads_where_its_pod_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    (agent,) = parts()["Job"]["spec"]["template"]["spec"]["containers"]
+    for each in agent["env"]:  # as the kubelet sets them, and `JOB_COMPLETION_INDEX` besides
+        path = each["valueFrom"].get("fieldRef", {}).get("fieldPath", "")
+        if path.startswith("metadata.labels["):
+            monkeypatch.setenv(each["name"], "eu-1")
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "3")
+    monkeypatch.delenv("SLURM_PROCID", raising=False)
+    assert environment.topology() == ("eu-1", "3")
+
+
 def test_the_endpoints_are_pods_that_the_service_names() -> None:
     service, job = parts()["Service"], parts()["Job"]
     pod = job["spec"]["template"]["spec"]
@@ -46,4 +59,11 @@ def test_the_endpoints_are_pods_that_the_service_names() -> None:
     least, most = map(int, options["nnodes"].split(":"))
     assert most == job["spec"]["completions"] == job["spec"]["parallelism"]
     assert least > most / 2
-    assert int(options["grace"]) < pod["terminationGracePeriodSeconds"]
+    shell, _, hook = agent["lifecycle"]["preStop"]["exec"]["command"]
+    said = dict(word.removeprefix("--").split("=", 1) for word in hook.split() if "=" in word)
+    assert shell == "sh"
+    assert {name: said[name] for name in ("rdzv-id", "rdzv-endpoint")} == {
+        name: options[name] for name in ("rdzv-id", "rdzv-endpoint")
+    }
+    pause = int(hook.rpartition("sleep ")[2])
+    assert pause + int(options["grace"]) < pod["terminationGracePeriodSeconds"]

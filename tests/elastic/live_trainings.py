@@ -69,6 +69,16 @@ def ranks_of(folder: Path, script: Path, zygote: Any) -> Ranks:
     return ranks
 
 
+def host(folder: Path, name: str) -> dict[str, str]:
+    """The environment of a process on a host of its own: what is kept on another one is out of
+    reach.
+    """
+    own = folder / f"host-{name}"
+    own.mkdir(exist_ok=True)
+    found = {"OUTLAST_HOST": name, "OUTLAST_HOST_ADDR": "127.0.0.1", "TMPDIR": str(own)}
+    return {**found, "LOCAL_WORLD_SIZE": "1"}
+
+
 def run(
     ranks: Ranks,
     path: Path,
@@ -76,19 +86,29 @@ def run(
     nprocs: int = 2,
     script: str = "live",
     replace: bool = True,
+    hosts: bool = False,
     **plan: Any,
 ) -> Run:
-    """Runs a job to its end; a rank that is killed is started again, if `replace`."""
+    """Runs a job to its end; a rank that is killed is started again, if `replace`; with `hosts`,
+    each process is on a host of its own, which is lost with it, unless the fault has `stays`.
+    """
+    folder = path.parent
     arguments = json.dumps({"path": str(path), "faults": faults, **plan})
     with ranks(script, arguments, nprocs=nprocs) as job:
-        job.start_all()
+        names = [f"h{rank}" for rank in range(nprocs)]
+        for rank, name in enumerate(names):
+            job.start(rank, env=host(folder, name) if hosts else {})
         for each in faults:
             # A process that is stopped is ended by SIGTERM after the hard timeout.
             ends = [end for name, end in (("SIGKILL", -9), ("SIGSTOP", -15)) if name in each["do"]]
             if ends:
                 assert [job.wait(each["rank"])] == ends, job.errors(each["rank"])
+                if hosts and not each.get("stays"):
+                    job.end_writers(names[each["rank"]])
+                    names[each["rank"]] += "-spare"
                 if replace:
-                    job.start(each["rank"], env={"OUTLAST_REPLACEMENT": "1"})
+                    where = host(folder, names[each["rank"]]) if hosts else {}
+                    job.start(each["rank"], env={"OUTLAST_REPLACEMENT": "1", **where})
         codes = job.wait_all()
         errors = "\n".join(job.errors(rank) for rank in range(nprocs))
         assert set(codes.values()) <= ({0} if replace else {0, -9}), errors

@@ -93,7 +93,12 @@ class SyntheticRun:
         self.write(member, Lost(reason="terminated"), at, monitor=True)
 
     def restart(
-        self, at: float, lost: Sequence[int] = (), joiners: Sequence[str] = (), late: float = 0.0
+        self,
+        at: float,
+        lost: Sequence[int] = (),
+        joiners: Sequence[str] = (),
+        late: float = 0.0,
+        reason: str = "fault",
     ) -> None:
         """The survivors see the fault at time `at`, restart, and enter with the joiners.
 
@@ -108,7 +113,7 @@ class SyntheticRun:
             self.write(new[-1], Joined(iteration=self.iteration), at)
         for member in survivors:
             t = at + SEEN + (late if member == survivors[-1] else 0.0)
-            self.write(member, Seen(reason="fault"), t)
+            self.write(member, Seen(reason=reason), t)
             self.write(member, InterruptSent(how="signal"), t)
             self.write(member, AbortDone(seconds=ABORT), t + ABORT)
             self.write(member, LeftFunction(outcome="interrupted"), t + ABORT + INTERRUPT)

@@ -173,6 +173,22 @@ def test_json_says_the_same(tmp_path: Path) -> None:
     assert "ranks" not in report["restarts"][0], "they are in the trace"
 
 
+def test_a_host_that_joins_at_the_end_of_a_step_is_a_move(tmp_path: Path) -> None:
+    run = SyntheticRun(hosts=["a", "b", "b"])
+    run.begin(at=0.0)
+    run.death(2, at=1.0)
+    run.restart(at=1.0, lost=[2])
+    run.restart(at=2.0, joiners=["c"], reason="moved")
+    run.complete(at=9.0)
+    folder = log(run, tmp_path)
+    text = " ".join(printed(folder).split())
+    assert "moved: new ranks joined" in text
+    assert "No fault: ranks joined at the end of a step" in text
+    assert "1 lost, 1 replaced" in text
+    report = json.loads(to_json(build(load(folder))))
+    assert report["restart_causes"] == "1 move and 1 restart: 1 x died (rank 2)"
+
+
 def test_the_end_tells_the_restarts_by_cause(tmp_path: Path) -> None:
     run = SyntheticRun(hosts=["a", "a"])
     run.begin(at=0.0)

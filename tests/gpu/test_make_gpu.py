@@ -104,6 +104,7 @@ def test_a_test_that_hangs_ends_with_its_part(tmp_path: Path) -> None:
     assert [each.reason for each in found[1:]] == ["it took more than 20 s", "no time was left"]
 
 
+@pytest.mark.slow
 def test_the_plan_has_every_test_on_a_gpu_once_and_fits_its_time() -> None:
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "--collect-only", "-q", "tests/gpu"]
     done = subprocess.run(

@@ -31,5 +31,11 @@ def test_all_gpus(tmp_path: Path, scenario: str) -> None:
     first_day.run(tmp_path, scenario, ranks=COUNT)
 
 
+def test_symmetric_memory(tmp_path: Path) -> None:
+    if not all(torch.cuda.can_device_access_peer(0, each) for each in range(1, COUNT)):
+        pytest.skip("needs GPUs that reach each other's memory")
+    first_day.run(tmp_path, "in_symmetric_memory", "raise", ranks=COUNT)
+
+
 def test_a_job_that_comes_back_with_one_rank_less_and_with_all(tmp_path: Path) -> None:
     first_day.resize(tmp_path, COUNT, COUNT - 1, COUNT)

@@ -30,8 +30,11 @@ from zygote import is_shared, shared
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hosts"
 TRAIN = EXAMPLE / "train.py"
+SHARDED = Path(__file__).parent / "scripts" / "sharded.py"
 HOLD_AT = 60
 """The step at which training waits for `Cluster.go`, so that it cannot end before the fault."""
+STEPPING = ("--pause=0.5", "--hold-at=115")
+"""For a job that grows: it does so at the end of a step, and so not while it waits in one."""
 LINGER_S = 20.0
 LEASE_S = 4.0
 """Long enough for an agent to be scheduled while the processors have much to do."""

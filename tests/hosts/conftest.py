@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from network import Network, unavailable
 
-from hosts.cluster import TRAIN
+from hosts.cluster import SHARDED, TRAIN
 from zygote import Zygote
 
 
@@ -34,6 +36,12 @@ def four(_allowed: None) -> Iterator[Network]:
         yield network
 
 
+@pytest.fixture
+def five(_allowed: None) -> Iterator[Network]:
+    with Network([f"h{number}" for number in range(1, 6)]) as network:
+        yield network
+
+
 @pytest.fixture(scope="session")
 def weights(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> str:
     """The hash of the weights of a run without faults, in one process."""
@@ -43,3 +51,27 @@ def weights(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> str:
     done = zygote.run(command, environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()[-1]
+
+
+def undisturbed_sharded(folder: Path, zygote: Zygote, ranks: int, **env: str) -> str:
+    """What `sharded.py` prints without a fault or move."""
+    run = ["-m", "outlast.launch", "run", f"--nproc-per-node={ranks}", "--standby", "0"]
+    options = ["--state", str(folder / "state"), "--pause", "0"]
+    command = [sys.executable, *run, str(SHARDED), *options]
+    done = zygote.run(command, {**os.environ, "OMP_NUM_THREADS": "1", **env})
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"weights (\w+)", done.stdout)
+    assert found is not None
+    return found[1]
+
+
+@pytest.fixture(scope="session")
+def sharded_weights(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> str:
+    """With three ranks."""
+    return undisturbed_sharded(tmp_path_factory.mktemp("undisturbed"), zygote, 3)
+
+
+@pytest.fixture(scope="session")
+def hsdp_weights(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> str:
+    """With four ranks and HSDP."""
+    return undisturbed_sharded(tmp_path_factory.mktemp("undisturbed"), zygote, 4, HSDP="1")

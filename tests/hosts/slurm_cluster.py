@@ -54,9 +54,14 @@ class SlurmCluster:
     """The first host of `network` is the controller, and the others are the nodes.
 
     The daemons run in the foreground, as processes of their hosts, and end with them.
+
+    Args:
+        switches: the nodes at each switch, below one at the top; empty for none.
     """
 
-    def __init__(self, network: Network, folder: Path) -> None:
+    def __init__(
+        self, network: Network, folder: Path, switches: Mapping[str, str] | None = None
+    ) -> None:
         self.network = network
         self.controller, *self.nodes = network
         self._folder = folder
@@ -74,6 +79,11 @@ class SlurmCluster:
             nodes=nodes,
             names=names,
         )
+        if switches:
+            conf += "TopologyPlugin=topology/tree\n"
+            lines = [f"SwitchName={name} Nodes={below}" for name, below in switches.items()]
+            lines.append(f"SwitchName=top Switches={','.join(switches)}")
+            (folder / "topology.conf").write_text("\n".join(lines) + "\n")
         (folder / "slurm.conf").write_text(conf)
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         (folder / "key").write_bytes(os.urandom(64))

@@ -9,7 +9,7 @@ import pytest
 from etcd import Etcd
 from network import Network
 
-from hosts.cluster import Cluster, Started
+from hosts.cluster import STEPPING, Cluster, Started
 
 # It waits for timeouts of ranks, and the machine may have much to do.
 pytestmark = pytest.mark.slow
@@ -19,7 +19,9 @@ SCRIPT = Path(__file__).parent / "scripts" / "short_soft_timeout.py"
 
 def started(network: Network, tmp_path: Path, *options: str) -> tuple[Cluster, dict[str, Started]]:
     cluster = Cluster(network, tmp_path)
-    agents = {name: cluster.agent(name, *options, script=SCRIPT) for name in network.names}
+    agents = {
+        name: cluster.agent(name, *options, script=SCRIPT, args=STEPPING) for name in network.names
+    }
     cluster.until_step(20, size=3)
     return cluster, agents
 
@@ -34,6 +36,7 @@ def left_out(cluster: Cluster, agents: dict[str, Started], ends: list[str]) -> s
     return found[1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("both_ways", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_without_a_spare_one_end_leaves_and_comes_back_when_the_link_works(
     network: Network, tmp_path: Path, weights: str, both_ways: bool

@@ -14,7 +14,7 @@ import pytest
 from etcd import Etcd
 from network import Network
 
-from hosts.cluster import LEASE_S, Cluster
+from hosts.cluster import LEASE_S, Cluster, Started
 
 WRITER = Path(__file__).parent / "scripts" / "etcd_writer.py"
 WAITER = WRITER.with_name("etcd_waiter.py")
@@ -69,8 +69,11 @@ def test_every_write_counts_once_although_the_host_of_the_leader_is_lost(
     for writer in writers:
         cluster.until_said("wrote 20\n", writer)
     fault(network, leader)
-    assert cluster.wait(*writers) == [0, 0], cluster.output()
+    _check_writes(cluster, others, writers)
 
+
+def _check_writes(cluster: Cluster, others: list[str], writers: list[Started]) -> None:
+    assert cluster.wait(*writers) == [0, 0], cluster.output()
     results = [cluster.until_said(r"winner (\w+) sums \[(.*)\] log (.*)", w) for w in writers]
     assert results[0][1] == results[1][1]
     assert results[0][1] in others
@@ -124,6 +127,31 @@ def disks(network: Network, tmp_path: Path) -> Iterator[Callable[[str, bool], No
         on(host, "fsfreeze", "--unfreeze", str(folder / host))
 
 
+@pytest.mark.parametrize("which", ["follower", pytest.param("all", marks=pytest.mark.exhaustive)])
+def test_every_write_counts_once_although_disks_stall(
+    network: Network, tmp_path: Path, disks: Callable[[str, bool], None], which: str
+) -> None:
+    etcd = Etcd(network, ["h1", "h2", "h3"], tmp_path / "etcd")
+    etcd.start_all()
+    leader = etcd.leader()
+    others = [name for name in etcd.names if name != leader]
+    stalled = others[:1] if which == "follower" else list(etcd.names)
+    cluster = Cluster(network, tmp_path)
+    # The endpoints begin with the stalled follower's: each writer is connected to it.
+    endpoints = ",".join(f"{name}:2379" for name in [*others, leader])
+    writers = [cluster.start(name, [str(WRITER), endpoints, str(COUNT)]) for name in others]
+    for writer in writers:
+        cluster.until_said("wrote 20\n", writer)
+    for host in stalled:
+        disks(host, True)
+    if which == "all":
+        time.sleep(LEASE_S)  # no write can be durable meanwhile
+        for host in stalled:
+            disks(host, False)
+    _check_writes(cluster, others, writers)
+
+
+@pytest.mark.exhaustive
 def test_a_restart_while_the_disk_of_etcds_leader_stalls(
     network: Network, tmp_path: Path, weights: str, disks: Callable[[str, bool], None]
 ) -> None:

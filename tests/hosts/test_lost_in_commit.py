@@ -42,7 +42,9 @@ def test_the_leader_loses_power_while_a_checkpoint_commits(
     def start(name: str) -> None:
         # The only endpoint leads first.
         options = ("--nnodes=2:3", "--replacement-timeout=1", "--rdzv-endpoint", "h1:29400")
-        cluster.agent(name, *options, script=SCRIPT, env={PLAN: str(plan.folder)})
+        cluster.agent(
+            name, *options, script=SCRIPT, args=("--no-live",), env={PLAN: str(plan.folder)}
+        )
 
     start("h1")
     cluster.until_said("h1 leads the hosts")

@@ -31,6 +31,7 @@ if '"side"' in sys.orig_argv[-1]:
 """
 
 
+@pytest.mark.exhaustive
 def test_a_job_begins_once_its_hosts_are_checked_and_a_spare_is_checked_too(
     network: Network, tmp_path: Path, weights: str
 ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from network import Network
 
-from hosts.cluster import Cluster
+from hosts.cluster import STEPPING, Cluster
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +52,7 @@ def test_a_host_that_is_cut_off_stops_and_comes_back_as_a_new_host(
     network: Network, tmp_path: Path, weights: str, cut: Cut, leads: bool
 ) -> None:
     cluster = Cluster(network, tmp_path)
-    agents = {name: cluster.agent(name, *SMALLER) for name in network.names}
+    agents = {name: cluster.agent(name, *SMALLER, args=STEPPING) for name in network.names}
     cluster.until_step(20, size=3)
     leader = cluster.leader()
     lost = leader if leads else next(name for name in network.names if name != leader)
@@ -97,7 +97,7 @@ def test_of_two_sides_the_smaller_stops_and_its_hosts_come_back_when_the_network
 ) -> None:
     cluster = Cluster(five, tmp_path)
     options = ("--nnodes=3:5", "--replacement-timeout=1")
-    agents = {name: cluster.agent(name, *options) for name in five.names}
+    agents = {name: cluster.agent(name, *options, args=STEPPING) for name in five.names}
     cluster.until_step(20, size=5)
     leader = cluster.leader()
     others = [name for name in five.names if name != leader]

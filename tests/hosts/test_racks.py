@@ -26,6 +26,7 @@ def copied(cluster: Cluster) -> set[int]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_what_a_lost_rack_had_in_memory_is_restored_from_copies_in_another(
     four: Network, tmp_path: Path, weights: str
 ) -> None:
@@ -34,7 +35,7 @@ def test_what_a_lost_rack_had_in_memory_is_restored_from_copies_in_another(
 
     def start(name: str) -> None:
         env = {"OUTLAST_FAILURE_DOMAIN": racks[name]}
-        cluster.agent(name, "--nnodes=4", args=("--replicas=1",), env=env)
+        cluster.agent(name, "--nnodes=4", args=("--replicas=1", "--no-live"), env=env)
 
     for name in racks:
         start(name)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from network import Network
 
-from hosts.cluster import Cluster
+from hosts.cluster import STEPPING, Cluster
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +44,7 @@ def test_a_host_that_was_stopped_for_too_long_ends_its_workers_and_joins_as_a_ne
     leads: bool,
 ) -> None:
     cluster = Cluster(network, tmp_path)
-    agents = {name: cluster.agent(name, *SMALLER) for name in network.names}
+    agents = {name: cluster.agent(name, *SMALLER, args=STEPPING) for name in network.names}
     cluster.until_step(20, size=3)
     leader = cluster.leader()
     stopped = leader if leads else next(name for name in network.names if name != leader)

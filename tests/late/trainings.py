@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from elastic.live_trainings import Run, fault
@@ -16,6 +17,7 @@ def check(faulty: Run, reference: Run, *steps: int, sources: tuple[str, ...] = M
     assert len({step for step, _ in found}) == 1, faulty.errors
     assert {step for step, _ in found} <= set(steps), faulty.errors
     wanted = reference.losses()  # not all are told: a rank may have received the state after it
+    assert all(math.isfinite(float.fromhex(each)) for told in wanted.values() for each in told)
     assert faulty.losses() == {key: wanted[key] for key in faulty.losses()}
     assert faulty.ended() == reference.ended()
 

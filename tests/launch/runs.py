@@ -209,7 +209,10 @@ class Run:
         `by` these workers.
         """
         store = self.store()
-        store.put(COMPLETED_BY, b"".join(f"{worker.pid}\n".encode() for worker in by))
+        names = b"".join(f"{worker.pid}\n".encode() for worker in by)
+        if names:
+            fields = {"prefix": "call/", **fields}
+        store.put(fields.get("prefix", "") + COMPLETED_BY, names)
         store.put(JOB_KEY, json.dumps({"call": 0, "state": state, **fields}).encode())
         store.read(JOB_KEY)  # torch's client does not wait for the answer to a put
 

@@ -125,3 +125,17 @@ def test_a_look_for_variables_with_an_own_prefix_is_no_read_of_all(
     with environment.recorded_reads() as reads:
         exec(code, {"__name__": module})
     assert reads == expected
+
+
+def test_a_read_of_the_users_own_interface_keeps_no_standby_from_importing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Workers have the same one. tqdm, which torch imports, reads all variables."""
+    for name in environment.PER_WORKER:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    with environment.recorded_reads() as reads:
+        exec("import os; dict(os.environ.items())", {"__name__": "tqdm.utils"})
+        assert reads == []
+        exec("import os; os.environ.get('RANK')", {"__name__": "settings"})
+    assert reads == ["RANK"]

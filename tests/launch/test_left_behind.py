@@ -42,6 +42,7 @@ def helpers(deaf: bool) -> str:
     return f"{ours}FAR = {ours + HELPER + 'print(start(start_new_session=True))'!r}\n{HELPERS}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deaf", [False, True])
 def test_helpers_end_with_the_job(tmp_path: Path, deaf: bool) -> None:
     with Run(tmp_path, helpers(deaf), "--nproc-per-node=1", "--grace=0.2") as run:
@@ -51,6 +52,7 @@ def test_helpers_end_with_the_job(tmp_path: Path, deaf: bool) -> None:
         assert run.alive() == []
 
 
+@pytest.mark.slow
 def test_a_dead_workers_group_ends_with_it(tmp_path: Path) -> None:
     with Run(tmp_path, helpers(deaf=True), "--nproc-per-node=2", "--grace=0.2") as run:
         first = run.start_job(2)

@@ -19,6 +19,7 @@ from outlast.events.event import Event
 from outlast.events.types import (
     Entered,
     Fault,
+    HostLeaving,
     HostLost,
     LauncherEnded,
     Lost,
@@ -143,6 +144,20 @@ def test_ranks_that_ended_at_a_stop_have_not_completed(logs: Logs) -> None:
     text = frame(logs.folder, alive=True)
     assert "3 ended" in text
     assert "completed" not in text
+
+
+def test_a_host_that_is_to_leave_is_shown_until_it_has_left(logs: Logs) -> None:
+    logs.write(running())
+    h2 = {"host_id": "h2-1", "name": "h2"}
+    logs.write([HostLeaving(**h2, reason="SIGTERM", host="a", time=140.6)])
+    assert "leaving: h2, waits for a host" in frame(logs.folder, alive=True)
+    logs.write([HostLeaving(**h2, to="h4", host="a", time=140.7)])
+    assert "leaving: h2 to h4" in frame(logs.folder, alive=True)
+    logs.write([HostLost(**h2, left=True, host="a", time=140.8)])
+    assert "leaving" not in frame(logs.folder, alive=True)
+    logs.write([HostLeaving(**h2, host="a", time=140.9)])
+    logs.write([HostLeaving(**h2, stays=True, host="a", time=141.0)])
+    assert "leaving" not in frame(logs.folder, alive=True)
 
 
 def test_the_last_fault_is_a_hang_also_if_it_was_ended_by_a_signal(logs: Logs) -> None:

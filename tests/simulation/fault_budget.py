@@ -22,6 +22,9 @@ class Schedule:
         per_host: the ranks of each host; 0 for no loss of a host.
         host_losses, new_hosts: hosts that die or are cut off, and hosts that take their places.
         launcher_losses: launchers that are lost, or lose the lead, while they report a lost host.
+        moves: hosts, or ranks of a job without hosts, that are to leave in order; joiners then wait
+            for a step, too.
+        patient: no member returns while ranks are to leave that can, or moves are to begin.
         p_keeps: how likely a member keeps something that is saved before the job ends.
     """
 
@@ -45,12 +48,15 @@ class Schedule:
     new_hosts: int = 0
     launcher_losses: int = 0
     p_keeps: float = 0.0
+    moves: int = 0
+    patient: bool = False
 
     @classmethod
     def of(cls, seed: int) -> Schedule:
         """The schedule of a seed; all seeds together cover the options."""
         r = random.Random(f"schedule {seed}")
         hosts = random.Random(f"hosts {seed}")
+        moves = random.Random(f"moves {seed}")
         per_host = hosts.choice([0, 0, 0, 0, 0, 1, 2, 3])
         return cls(
             members=r.randint(1, 6),
@@ -71,6 +77,8 @@ class Schedule:
             host_losses=hosts.randint(1, 3) if per_host else 0,
             new_hosts=hosts.randint(0, 3),
             launcher_losses=hosts.randint(0, 3),
+            moves=moves.choice([0, 0, 0, 1, 2, 4]),
+            patient=moves.random() < 0.5,
             p_keeps=random.Random(f"keeps {seed}").choice([0.0, 0.0, 0.6, 1.0]),
         )
 
@@ -81,6 +89,9 @@ class Budget:
     def __init__(self, schedule: Schedule, random: random.Random) -> None:
         self._left = dataclasses.asdict(schedule)
         self._random = random
+
+    def left(self, what: str) -> int:
+        return int(self._left[what])
 
     def spend(self, what: str, probability: float) -> bool:
         """Whether an event happens now; if so, one fewer is left."""

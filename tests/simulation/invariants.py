@@ -9,7 +9,7 @@ from outlast.coordination.decision import Decision, ViewRecord
 from outlast.coordination.membership import COMPLETED, MembershipProtocol, decision_key
 from outlast.coordination.ops import Link, drive, perform_on
 from outlast.coordination.records import lines
-from outlast.errors import RankLostError, RestartAbort, RestartError, UnrecoverableFault
+from outlast.errors import RankLostError, RankMoved, RestartAbort, RestartError, UnrecoverableFault
 from outlast.events.fault_record import FaultRecord, ends
 from outlast.inprocess.recovery.host_protocol import GrowPolicy
 from simulation.fault_budget import Schedule
@@ -47,6 +47,11 @@ class Invariants:
 
     def _ledger(self) -> frozenset[int]:
         return frozenset(record["member"] for record in self._read(barrier.LEDGER))
+
+    def _asked(self, lost: frozenset[int]) -> list[dict[str, Any]]:
+        """The requests to join, without those that succeed a member which is still there."""
+        joins = self._read("joins")
+        return [said for said in joins if said["succeeds"] < 0 or said["succeeds"] in lost]
 
     def must(self, holds: bool, what: str) -> None:
         """Records a broken invariant: the member that finds it may die before it can raise."""
@@ -95,7 +100,7 @@ class Invariants:
         lost = self._ledger()
         left = before.view.expected <= lost | {said["member"] for said in arrived}
         if left and k + 1 not in self.known:
-            asked = [said["member"] for said in self._read("joins")]
+            asked = [said["member"] for said in self._asked(lost)]
             self.known[k + 1] = lost, asked
             self.told_to_stop[k + 1] = "stop" in table
             faults = [FaultRecord(**said) for said in self._read(f"fault/{k}")]
@@ -127,6 +132,8 @@ class Invariants:
             return
         lost, asked = self.known[record.iteration]
         self.must(not record.expected & lost, f"R1: {record} has lost members: {sorted(lost)}")
+        both = {j.succeeds for j in record.joiners} & record.expected
+        self.must(not both, f"R1: {record} has {sorted(both)} and those that succeed them")
         if self.schedule.grow is GrowPolicy.NEVER or record.saves:
             return
         left_out = set(asked) - record.expected - self._ledger()
@@ -194,8 +201,9 @@ class Invariants:
                 self.must(False, f"R5: it took a timeout of the wait for {key}")
             elif (host := self.members.get(task)) is not None:
                 k = host.iteration
-                known = self._read("joins") + self._read(f"start/{k}/arrived")
-                present = {said["member"] for said in known} - self._ledger()
+                lost = self._ledger()
+                known = self._asked(lost) + self._read(f"start/{k}/arrived")
+                present = {said["member"] for said in known} - lost
                 full = len(present) >= self.schedule.members
                 self.must(not full, f"R5: the restart of {k} was held, and the job was full")
                 ahead = any(other.iteration > k for other in self.members.values())
@@ -224,6 +232,8 @@ class Invariants:
         elif isinstance(error, RestartAbort):
             allowed |= any(said.get("ends_job") for said in self._read(barrier.LEDGER))
             allowed |= self.end is not None and self.end.ended_by is not None
+        elif isinstance(error, RankMoved):
+            allowed |= any(host.member in said["members"] for said in self._read("leaves"))
         elif isinstance(error, RankLostError):
             allowed |= host.member in self.suspected
         elif type(error) is RestartError and self.schedule.grow is GrowPolicy.NEVER:

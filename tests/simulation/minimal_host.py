@@ -20,6 +20,7 @@ class MinimalHost:
     member = -1
     rules = Rules()
     keeps = False
+    succeeds: tuple[range, str, str] | None = None
 
     async def wait_over(self, link: Link, timeout: float | None) -> bytes:
         return await link.wait_for(f"over/{self.place.iteration}", timeout)

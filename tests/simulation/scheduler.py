@@ -9,6 +9,7 @@ the earliest deadline of a waiting task expires. The same seed gives the same ru
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -18,6 +19,9 @@ from fake_clock import FakeClock
 from outlast.coordination.ops import Op, perform_on
 from outlast.coordination.stores.store import KeyTimeout, MemoryStore, Store
 
+_POLLED = "gone/"
+"""Waits for these keys may expire at any time: training goes on meanwhile, and its steps take time.
+"""
 _STORE_OPS = frozenset(name for name in vars(Store) if not name.startswith("_"))
 
 
@@ -106,7 +110,9 @@ class Simulation:
                 continue
             if op.name == "wait_for":
                 if op.key not in self.store.table:
-                    continue
+                    if not op.key.startswith(_POLLED):
+                        continue
+                    performers[task] = functools.partial(_expire, op.key)
             elif op.name not in _STORE_OPS:
                 perform = self._choose(task, op)
                 if perform is None:
@@ -157,3 +163,7 @@ class Simulation:
 
     def _where(self) -> str:
         return "; ".join(f"{t.name} at {t.op.name} {t.op.key}" for t in self.tasks if t.op)
+
+
+def _expire(key: str) -> None:
+    raise KeyTimeout(key)

@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from outlast.coordination import moves
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link, Op, request
 from outlast.events.fault_record import FaultRecord
@@ -36,6 +37,7 @@ class SimulatedHost:
     has_successor: bool = False  # another host takes its place, once it is fenced
     joins_early: bool = False  # the successor starts before the loss is reported
     succeeded: bool = False
+    predecessor: SimulatedHost | None = None  # whose ranks are to move to this one
     late: list[Task] = dataclasses.field(default_factory=list)  # operations that were under way
 
 
@@ -44,8 +46,10 @@ class SimulatedHosts:
     which is never lost: its launcher can report the loss of all others.
 
     Args:
-        start: starts a process with a rank, on the host that `of_rank` returns.
+        start: starts a process with a rank, on the host that `of_rank` returns, and says which
+            host it succeeds.
         lost: called when a task has been stopped because its host is lost.
+        stays: called when the ranks of a host that was to leave stay where they are.
     """
 
     def __init__(
@@ -53,11 +57,13 @@ class SimulatedHosts:
         schedule: Schedule,
         sim: Simulation,
         budget: Budget,
-        start: Callable[[int], None],
+        start: Callable[[int, tuple[range, str, str] | None], None],
         lost: Callable[[Task], None],
+        stays: Callable[[str], None],
     ) -> None:
         self._schedule, self._sim, self._budget = schedule, sim, budget
-        self._start, self._lost = start, lost
+        self._start, self._lost, self._stays = start, lost, stays
+        self._leaving: list[SimulatedHost] = []
         self._born = 0
         self._where: dict[Task, SimulatedHost] = {}
         self._reports: dict[Task, SimulatedHost] = {}  # what launchers do about lost hosts
@@ -75,6 +81,22 @@ class SimulatedHosts:
     def of_rank(self, rank: int) -> SimulatedHost:
         """The host on which processes with this rank run."""
         return self._places[rank // self._schedule.per_host] if self._places else self._spare
+
+    @property
+    def up(self) -> list[SimulatedHost]:
+        """The hosts that run and have a place."""
+        return [host for host in self._places if host.up]
+
+    def move(self, host: SimulatedHost, *, alone: bool) -> None:
+        """A host is to leave: another one gets its place, now or, if it leaves `alone`, later."""
+        to = self._places[host.place] = self._new_host(host.place)
+        to.predecessor = None if alone else host
+        self._leaving.append(host)
+
+    def where(self, host_id: str) -> SimulatedHost:
+        """The host with this ID."""
+        hosts = (*self._places, *self._leaving)
+        return next((host for host in hosts if host.id == host_id), self._spare)
 
     def any(self) -> SimulatedHost:
         """A host that runs."""
@@ -96,7 +118,7 @@ class SimulatedHosts:
     def before_step(self) -> bool:
         """Losses, of hosts and of launchers that report one. Returns whether there was one."""
         if self._budget.spend("host_losses", self._schedule.p_death):
-            up = [host for host in self._places if host.up]
+            up = [host for host in (*self._places, *self._leaving) if host.up]
             if up:
                 self._lose(self._sim.random.choice(up), cut_off=self._sim.random.random() < 0.4)
             return True
@@ -113,7 +135,8 @@ class SimulatedHosts:
     def choose(self, op: Op) -> Callable[[], Any] | None:
         """Performs an operation of a launcher that is not one of the store."""
         host = next(host for host in self._reports.values() if host.id == op.key)
-        return lambda: self._fence(host) if op.name == "lease" else self._succeed(host)
+        act = {"lease": self._fence, "succeed": self._succeed, "stay": self._stay}[op.name]
+        return lambda: act(host)
 
     def _new_host(self, place: int) -> SimulatedHost:
         self._born += 1
@@ -123,8 +146,8 @@ class SimulatedHosts:
     def _lose(self, host: SimulatedHost, *, cut_off: bool) -> None:
         self._sim.trace.append(f"{self._sim.steps}: {host.id} {'cut off' if cut_off else 'dies'}")
         host.up = False
-        host.has_successor = self._budget.spend("new_hosts", 0.8)
-        host.joins_early = self._sim.random.random() < 0.3
+        host.has_successor = host not in self._leaving and self._budget.spend("new_hosts", 0.8)
+        host.joins_early = self._sim.random.random() < 0.3 and host.predecessor is None
         tasks = self._tasks(host)
         for task in tasks:
             if task.op is not None and task.op.name in _WRITES and self._sim.random.random() < 0.5:
@@ -140,6 +163,8 @@ class SimulatedHosts:
 
     def _stop(self, tasks: list[Task]) -> None:
         for task in tasks:
+            if task.ended:
+                continue  # a thread of another one
             self._sim.kill(task)
             about = self._reports.pop(task, None)
             if about is not None:
@@ -162,9 +187,14 @@ class SimulatedHosts:
         killed = Interruption.TERMINATED.value
         fault = FaultRecord(0, -1, host.ranks[0], host.id, -1, killed, f"host {host.id} was lost")
         await membership.report_ended(host.id, host.ranks, fault)
+        if (old := host.predecessor) is not None and old.up:
+            ranks = range(old.ranks.start, min(old.ranks.stop, self._schedule.members))
+            if await moves.train(membership, ranks, old.id):
+                await request(Op("stay", host.id))
+                return
         if host.has_successor:
             await request(Op("succeed", host.id))
-        elif self._schedule.await_full:
+        elif self._schedule.await_full and host not in self._leaving:
             await membership.give_up(frozenset(host.ranks))
 
     def _reported(self, task: Task) -> None:
@@ -184,10 +214,20 @@ class SimulatedHosts:
     def _succeed(self, host: SimulatedHost) -> None:
         if not host.succeeded:
             host.succeeded = True
-            self._places[host.place] = self._new_host(host.place)
+            new = self._places[host.place] = self._new_host(host.place)
+            old = new.predecessor = host.predecessor
+            there = old is not None and old in self._leaving
             for rank in host.ranks:
                 if rank < self._schedule.members:
-                    self._start(rank)
+                    self._start(rank, (host.ranks, old.id, "why") if old and there else None)
+
+    def _stay(self, host: SimulatedHost) -> None:
+        old = host.predecessor
+        if not host.succeeded and old is not None and old in self._leaving:
+            host.succeeded = True
+            self._places[host.place] = old
+            self._leaving.remove(old)
+            self._stays(old.id)
 
 
 async def _perform(op: Op) -> None:

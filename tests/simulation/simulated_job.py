@@ -14,6 +14,10 @@ from simulation.invariants import Invariants
 from simulation.scheduler import Simulation, Task
 from simulation.simulated_hosts import SimulatedHost, SimulatedHosts
 from simulation.simulated_member import STOPPED, SimulatedMember
+from simulation.simulated_moves import SimulatedMoves
+
+_NEVER = b""
+"""In place of the last step on which the ranks have agreed: no rank is stopped."""
 
 
 class SimulatedJob:
@@ -27,19 +31,34 @@ class SimulatedJob:
         self.reporters: dict[Task, SimulatedMember] = {}
         self.ended: list[tuple[Task, SimulatedMember]] = []
         self.invariants = Invariants(schedule, self.sim, self.members)
-        self.hosts = SimulatedHosts(schedule, self.sim, self.budget, self.start, self._lost)
-        self.born = 0
+        self.moves = SimulatedMoves(self, self.start)
+        self.hosts = SimulatedHosts(
+            schedule, self.sim, self.budget, self.start, self._lost, self.moves.stays
+        )
+        self.born, self.size = 0, schedule.members
         for rank in range(schedule.members):
             self.start(rank)
 
-    def start(self, rank: int) -> None:
-        """A new process, started as `rank`, if the host of that rank runs."""
-        at = self.hosts.of_rank(rank)
+    def start(
+        self,
+        rank: int,
+        succeeds: tuple[range, str, str] | None = None,
+        at: SimulatedHost | None = None,
+    ) -> None:
+        """A new process, started as `rank` on that host, or on that of the rank, if it runs."""
+        at = at or self.hosts.of_rank(rank)
         if not at.up:
             return
         self.born += 1
         host = SimulatedMember(
-            f"p{self.born}", rank, self.sim.clock, self.schedule, self.budget, self.invariants
+            f"p{self.born}",
+            rank,
+            self.sim.clock,
+            self.schedule,
+            self.budget,
+            self.invariants,
+            self.moves,
+            succeeds,
         )
         if self.schedule.per_host:
             host.host_id, host.token = at.id, process_token(at.id, host.name)
@@ -60,7 +79,7 @@ class SimulatedJob:
             host = self.members.pop(task)
             self.sim.kill(task)
             self._watch(host, self._monitor(host), self.hosts.lives_on(task))
-            if self.budget.spend("joins", 0.7):
+            if not self.moves.replaces(host) and self.budget.spend("joins", 0.7):
                 self.start(host.preferred_rank)
         elif self.reporters and self.budget.spend("double_deaths", 0.05):
             task = self.sim.random.choice(list(self.reporters))
@@ -70,6 +89,8 @@ class SimulatedJob:
         elif self.budget.spend("suspicions", 0.01):
             host = self.sim.random.choice(list(self.members.values()))
             self._watch(host, self._observer(host, suspected=True))
+        elif self.budget.spend("moves", 0.01):
+            self.moves.begin()
         elif self.budget.spend("stops", 0.02):
             self._watch(self.sim.random.choice(list(self.members.values())), self._stop())
         elif self.budget.spend("joins", 0.002):
@@ -84,6 +105,8 @@ class SimulatedJob:
 
     def _lost(self, task: Task) -> None:
         """A member, or a process that reports one, was lost with its host."""
+        if self.moves.lost(task):
+            return
         about = self.reporters.pop(task, None)
         if about is None:
             del self.members[task]
@@ -129,9 +152,11 @@ class SimulatedJob:
 
     def _choose(self, task: Task, op: Op) -> Any:
         if op.name == "function":
-            return lambda: self._function(op)
+            return lambda: self._function(self.members[task], op)
         if task.cut_off:
             return None
+        if op.name == "exchange":
+            return self._exchange(self.members[task], op)
         return self._heartbeat(op) if op.name == "heartbeat" else self.hosts.choose(op)
 
     def _heartbeat(self, op: Op) -> Any:
@@ -163,8 +188,20 @@ class SimulatedJob:
             return lambda: newest
         return None if self.members else lambda: None  # a later view may have the silent one
 
-    def _function(self, op: Op) -> Any:
-        if op.key in self.sim.store.table:
+    def _exchange(self, host: SimulatedMember, op: Op) -> Any:
+        """Whether all active ranks have come to the end of the agreed step; or are interrupted."""
+        assert host.assigned is not None
+        passed = int(self.sim.store.table[op.key]) >= host.assigned.actives
+        over = f"over/{host.iteration}" in self.sim.store.table
+        result = passed and not (over and self.sim.random.random() < 0.5)
+        return (lambda: result) if passed or over else None
+
+    def _function(self, host: SimulatedMember, op: Op) -> Any:
+        table, agreed = self.sim.store.table, op.key.replace("over", "agreed")
+        moves = table.get(agreed, _NEVER) != _NEVER
+        if op.key in table:
+            if moves and self.sim.random.random() < 0.3:
+                return "move"
             return self.sim.random.choice(["interrupt", "interrupt", "raise", "return"])
         if self.budget.spend("faults", 0.5):
             return "raise"
@@ -172,6 +209,14 @@ class SimulatedJob:
             return SystemExit(3)
         if self.budget.spend("aborts", 0.1):
             return RestartAbort("function")
+        if moves:
+            return "move"
+        record = host.machine.record
+        if self.schedule.moves and agreed not in table and not (record.stop or record.saves):
+            waits = self.schedule.patient and (self.budget.left("moves") or self.moves.pending())
+            if waits or self.sim.random.random() < 0.9:
+                return "step"
+            table[agreed] = _NEVER  # this rank begins no more steps
         return "return"
 
     def _ended(self, task: Task) -> None:

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from outlast.clock import Clock
 from outlast.coordination.decision import Decision, Rules, ViewRecord
+from outlast.coordination.membership import MOVED
 from outlast.coordination.ops import Link, Op, request
+from outlast.coordination.records import lines
 from outlast.coordination.repeated_faults import RepeatedFaults
-from outlast.errors import RankDiscarded, RestartAbort, RestartError
+from outlast.errors import RankDiscarded, RankMoved, RestartAbort, RestartError
 from outlast.events.emitter import Place
 from outlast.events.fault_record import FaultRecord
 from outlast.inprocess.recovery.host_protocol import (
@@ -27,6 +29,7 @@ from simulation.minimal_host import MinimalHost
 
 if TYPE_CHECKING:
     from simulation.invariants import Invariants
+    from simulation.simulated_moves import SimulatedMoves
 
 # How long a restart is held for replacements, if the schedule says so. Shorter than the backstop of
 # the waits: a hold whose end was to come from a member that died ends by itself first.
@@ -51,6 +54,7 @@ class AssignedRank:
     rank: int
     world_size: int
     active: bool
+    actives: int  # how many are active
 
 
 class SimulatedMember(MinimalHost):
@@ -66,7 +70,10 @@ class SimulatedMember(MinimalHost):
         schedule: Schedule,
         budget: Budget,
         invariants: Invariants,
+        moves: SimulatedMoves,
+        succeeds: tuple[range, str, str] | None,
     ) -> None:
+        self.moves, self.succeeds = moves, succeeds
         self.name, self.token, self.host_id = name, name, ""
         self.preferred_rank, self.clock, self.grow = rank, clock, schedule.grow
         self.schedule, self.budget, self.invariants = schedule, budget, invariants
@@ -103,16 +110,17 @@ class SimulatedMember(MinimalHost):
         rank = alive.index(member)
         if record.saves:
             self.invariants.must(self.keeps, f"R5: {self.name} is to save, and keeps nothing")
-            self._assign(rank, len(alive), active=True)
+            self._assign(rank, len(alive), len(alive))
             return
         if size and rank >= size:
             raise self.give(RankDiscarded(self.name))
         size = size or len(alive)
         active = max(1, size - self.schedule.reserve)
-        self._assign(rank, size, active=rank < active)
+        self._assign(rank, size, active)
 
-    def _assign(self, rank: int, size: int, *, active: bool) -> None:
-        self.assigned = AssignedRank(rank, size, active)
+    def _assign(self, rank: int, size: int, actives: int) -> None:
+        active = rank < actives
+        self.assigned = AssignedRank(rank, size, active, actives)
         self.place.rank, self.place.world_size, self.place.active = rank, size, active
 
     def serve(self) -> str | None:
@@ -132,10 +140,19 @@ class SimulatedMember(MinimalHost):
         return None
 
     async def call(self) -> Returned | Raised | Interrupted:
-        iteration = self.iteration
+        iteration, record = self.iteration, self.machine.record
         if self.assigned is not None and self.assigned.rank == 0:  # as its monitor does, later
             await self.machine.membership.forget_before(iteration)
-        outcome = await request(Op("function", f"over/{iteration}"))
+            if self.schedule.moves and record.stop is None and not record.saves:
+                self.moves.watch(self)
+        try:
+            outcome = "step"
+            while outcome == "step":
+                outcome = await request(Op("function", f"over/{iteration}"))
+            if outcome == "move":
+                return await self._move(iteration)
+        finally:
+            self.moves.end_watch(self)
         if isinstance(outcome, BaseException):
             raise self.give(outcome)
         if outcome == "raise":
@@ -145,14 +162,31 @@ class SimulatedMember(MinimalHost):
                 fault = self.fault("in a finally")
                 return Raised(dataclasses.replace(fault, overtaken=True))
             return Interrupted()
-        if self.machine.record.saves:
+        if record.saves:
             self.invariants.saved.add(self.member)
             return Returned(None)
-        if self.machine.record.stop is not None:  # as `Job` does, after its last save
+        if record.stop is not None:  # as `Job` does, after its last save
             await self.machine.membership.finish_stop("saved")
             raise self.give(SystemExit(STOPPED))
         self.invariants.returned(iteration, self.member)
         return Returned(self.name)
+
+    async def _move(self, iteration: int) -> Interrupted:
+        """After the agreed step, as `elastic.leaving.leave`."""
+        link = self.machine.link
+        [wanted] = lines(await link.read(f"agreed/{iteration}"))
+        await link.add(f"exchange/{iteration}", 1)
+        if await request(Op("exchange", f"exchange/{iteration}")):
+            if self.member in wanted["members"]:
+                raise self.give(RankMoved(wanted["reason"]))
+            assert self.assigned is not None
+            started = self.machine.membership.roster(self.machine.decision)
+            ranks, _ = await started
+            leave = {ranks[rank] for rank in range(self.assigned.actives)} & {*wanted["members"]}
+            if not leave and self.place.rank == 0:
+                await self.machine.membership.end(iteration, MOVED)
+            await link.wait_for(f"over/{iteration}", None)
+        return Interrupted()
 
     async def settle(self) -> None:
         self.inside = False

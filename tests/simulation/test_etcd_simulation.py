@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from inprocess.mutations import mutate
+from outlast.coordination.stores.etcd import operations
 from outlast.coordination.stores.etcd.operations import Operations
 from outlast.coordination.stores.etcd.watch import Waits
 from simulation.etcd.simulation import simulate_etcd
@@ -49,6 +50,10 @@ _FENCED = """\
         conditions,
         [layout.put(slot.key, name.encode(), fence.lease), *work],
 """
+_UNCHANGED = """\
+                layout.unchanged_since(base, base + b"\\0", revision),
+                layout.unchanged_since(entries, end, revision),
+"""
 _NOT_FENCED = _FENCED.replace("conditions.append", "id").replace("fence.lease", "0")
 
 MUTATIONS: dict[str, list[tuple[Any, str, str]]] = {
@@ -56,20 +61,42 @@ MUTATIONS: dict[str, list[tuple[Any, str, str]]] = {
         (Operations._write, "[layout.modified(slot.key, slot.revision)]", "[]"),
     ],
     "a claim without its condition": [
-        (Operations.claim, "layout.nested([absent],", "layout.nested([],"),
+        (
+            Operations._steps,
+            "layout.nested(absent, [layout.put(base, value)])",
+            "layout.nested([], [layout.put(base, value)])",
+        ),
     ],
     "a host that is not fenced": [(Operations._write, _FENCED, _NOT_FENCED)],
     "the sum of an add whose answer was lost, as it is later": [
         (Operations._at, "if entry.modified <= revision", ""),
     ],
     "a deleted key as it is after the delete": [
-        (Operations.delete, "written.revision - 1", "written.revision"),
+        (Operations._result, "revision - 1", "revision"),
     ],
     "a replacement of a key that was deleted meanwhile": [
-        (Operations.compare_set, "(base, end, revision), same]", "(base, end, revision)]"),
+        (Operations._compare_set, "layout.created(base, found[0].created),", ""),
     ],
     "a replacement of a key that was written meanwhile": [
-        (Operations.compare_set, "[layout.unchanged_since(base, end, revision), same]", "[same]"),
+        (Operations._compare_set, _UNCHANGED, ""),
+    ],
+    "a replacement of a key that was appended to meanwhile": [
+        (Operations._compare_set, _UNCHANGED.splitlines(keepends=True)[1], ""),
+    ],
+    "an entry without a base": [
+        (Operations._steps, '[layout.put(base, b"")]', "[]"),
+    ],
+    "a key twice in a transaction": [
+        (operations._transactions, " or again", ""),
+    ],
+    "a watch that does not see that a key has gone": [
+        (Waits._dispatch, "self._present.add if written else self._present.discard", "id"),
+    ],
+    "a list of keys of before a compaction": [
+        (Waits._canceled, "self._present = None", "pass"),
+    ],
+    "a wait that takes the empty base for the value": [
+        (Waits._dispatch, " or None)", ")"),
     ],
     "a wait from a later revision than that of the read": [
         (Operations.wait_for, "after=revision", "after=revision + 1"),
@@ -83,12 +110,15 @@ MUTATIONS: dict[str, list[tuple[Any, str, str]]] = {
 }
 
 
-_LATE = "a wait that forgets what the watch has seen before it"  # found after seconds
+_LATE = (  # found after many seconds
+    "a list of keys of before a compaction",
+    "a wait that forgets what the watch has seen before it",
+)
 
 
 @pytest.mark.parametrize(
     "what",
-    [pytest.param(w, marks=[pytest.mark.slow] if w == _LATE else []) for w in MUTATIONS],
+    [pytest.param(w, marks=[pytest.mark.slow] if w in _LATE else []) for w in MUTATIONS],
 )
 def test_the_simulation_detects(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for function, old, new in MUTATIONS[what]:

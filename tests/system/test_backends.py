@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from outlast.system import backends
-from outlast.system.backends import Backend, Nccl, serving
+from outlast.system.backends import Backend
 
 
 class OfTorch:
@@ -24,17 +24,16 @@ class OfTorch:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("nccl", Nccl), ("nccl2", Nccl), ("nccl-lazy", Nccl), ("hccl", Backend)]
+    ("name", "abort_s"), [("nccl", 30), ("nccl2", 30), ("nccl-lazy", 30), ("hccl", 10)]
 )
-def test_each_has_its_class(name: str, kind: type[Backend]) -> None:
-    found = serving(OfTorch(name))
-    assert type(found) is kind
-    assert (found.name, found.begun()) == (name, 7)
+def test_each_has_its_time_for_an_abort(name: str, abort_s: float) -> None:
+    found = Backend(OfTorch(name))
+    assert (found.name, found.begun(), found.abort_s) == (name, 7, abort_s)
 
 
 def test_a_backend_that_is_not_known_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     backends._say_unknown.cache_clear()
     with caplog.at_level(logging.INFO, logger="outlast.devices"):
         for name in ("other", "other", "nccl"):
-            serving(OfTorch(name))
+            Backend(OfTorch(name))
     assert [each.getMessage().split()[2] for each in caplog.records] == ["other"]

@@ -41,6 +41,7 @@ def particular(tree: ast.AST) -> Iterator[int]:
             yield getattr(node, "lineno", 0)
 
 
+@pytest.mark.slow
 def test_no_other_module_speaks_to_a_particular_type_of_device() -> None:
     found = {
         f"{path.relative_to(SOURCE)}:{line}"
@@ -192,6 +193,7 @@ def test_a_state_of_another_device_is_skipped(xpus: Xpus, name: str) -> None:
     assert [int(state) for state in xpus.states] == [0, 1]
 
 
+@pytest.mark.slow
 def test_imports_initialize_nothing() -> None:
     program = (
         "import torch; torch.accelerator.current_accelerator = torch.cuda._lazy_init = None\n"

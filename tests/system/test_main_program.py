@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
+from outlast.system.main_program import without_collections
 
 PROGRAM = """
 import atexit, pathlib, sys
@@ -77,3 +81,24 @@ def test_a_library_that_counts_what_the_search_has_freed(tmp_path: Path) -> None
         check=True,
     )
     assert done.stdout + done.stderr == ""
+
+
+def test_the_collector_is_off_only_within_and_only_in_the_main_thread() -> None:
+    def fails() -> bool:
+        assert not gc.isenabled()
+        raise KeyError
+
+    assert gc.isenabled()
+    assert not without_collections(gc.isenabled)
+    assert gc.isenabled()
+    with pytest.raises(KeyError):
+        without_collections(fails)
+    assert gc.isenabled()
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(without_collections, gc.isenabled).result()
+    gc.disable()
+    try:
+        without_collections(gc.isenabled)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

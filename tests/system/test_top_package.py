@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 IMPORT = """
 import logging, signal, sys
 handlers = [signal.getsignal(s) for s in signal.valid_signals()]
@@ -22,11 +24,13 @@ assert not hasattr(outlast, "nothing")
 """
 
 
+@pytest.mark.slow
 def test_the_packages_are_there_after_the_import_of_outlast() -> None:
     done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_job_without_numpy_is_refused_when_it_is_imported() -> None:
     """Not in each iteration of a job, by "Numpy is not available" from torch."""
     program = "import sys; sys.modules['numpy'] = None; import outlast; outlast.Job"

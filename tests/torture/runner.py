@@ -15,6 +15,7 @@ import logging
 import os
 import random
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -88,15 +89,17 @@ def trials_of_jobs() -> dict[str, Trial]:
     """Those whose subject is a whole job, and not a process whose calls are recorded. They need no
     torch in this process: it takes long to import.
     """
-    from .hosts.jobs import try_jobs
-    from .hosts.store import try_liveness, try_safety
+    from .hosts.jobs import try_etcd_jobs, try_jobs
+    from .hosts.store import try_etcd, try_liveness, try_safety
     from .programs.trial import try_programs
     from .states.trial import try_states
 
+    etcd = shutil.which("etcd") is not None
     return {
         "hosts:safety": try_safety,
         "hosts:liveness": try_liveness,
         "hosts:jobs": try_jobs,
+        **({"hosts:etcd": try_etcd, "hosts:etcd-jobs": try_etcd_jobs} if etcd else {}),
         "programs": try_programs,
         "states": try_states,
     }

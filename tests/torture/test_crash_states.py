@@ -10,6 +10,7 @@ from torture.runner import run_trial
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "subject",
     [

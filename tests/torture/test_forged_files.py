@@ -14,6 +14,7 @@ SEED = int(os.environ.get("TORTURE_SEED", "0"))
 TESTS = Path(__file__).parents[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "most",
     [

@@ -34,9 +34,8 @@ def test_a_choice_that_does_not_fit_is_not_made() -> None:
 
 
 # Different in most choices; the others are in `make torture ONLY=programs`.
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in (7, 13))]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", [0, 7, 13])
 @pytest.mark.timeout(1500)
 def test_a_program_ends_as_without_faults(seed: int) -> None:
     report = run_trial("programs", seed, 60.0, most=3)

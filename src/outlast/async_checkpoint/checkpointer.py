@@ -13,7 +13,7 @@ import socket
 import uuid
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch.distributed as dist
 from torch.optim import Optimizer
@@ -38,7 +38,7 @@ from outlast.coordination.training_step import report_step, restart_count
 from outlast.errors import CheckpointError, SaveCancelled
 from outlast.events.emitter import Emitter, Sink
 from outlast.events.spool import keep_events_beside
-from outlast.system.arguments import Duration, as_int, as_timedelta, as_wait
+from outlast.system.arguments import Duration, as_int, as_number, as_timedelta, as_wait
 
 __all__ = ["Checkpointer"]
 
@@ -184,7 +184,7 @@ class Checkpointer:
         step: int,
         state_dict: Mapping[str, Any],
         *,
-        metric: float | None = None,
+        metric: SupportsFloat | None = None,
         finite: Collection[str] = (),
         place: str = "",
     ) -> SaveHandle:
@@ -196,13 +196,15 @@ class Checkpointer:
             state_dict: nested dicts and lists of tensors (including DTensor and ShardedTensor) and
                 of values that a restore can load without running code: see "What can be saved" in
                 the guide. Replicated parts are saved by one rank.
-            metric: the quality of the checkpoint, for `Retention(best=...)`.
+            metric: the quality of the checkpoint, for `Retention(best=...)`: a number, or a tensor
+                of one element.
             finite: the names of tensors that must be finite, such as "model.0.weight", the same on
                 all ranks: see `Retention`. An `outlast.Job` names its parameters.
             place: where in its data the training is, in words: as the step, the same on all ranks.
 
         Raises:
-            TypeError: if `step` is not an integer (NumPy's are), or `state_dict` is not a dict.
+            TypeError: if `step` is not an integer (NumPy's are), `metric` is not a number, or
+                `state_dict` is not a dict.
             ValueError: if `step` is negative, or is being saved already.
             CheckpointTimeout: if it cannot begin within `timeout`, because the disk or another rank
                 does not respond; names what it waited for.
@@ -214,7 +216,8 @@ class Checkpointer:
         step = as_int("step", step, at_least=0)
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a dict, not a {type(state_dict).__name__}")
-        handle = self.saves.save(step, state_dict, metric, finite, place)
+        number = None if metric is None else as_number("metric", metric)
+        handle = self.saves.save(step, state_dict, number, finite, place)
         if not self._alone:  # its steps are none of the training: see `elastic.states`
             report_step(step)
         return handle

@@ -26,6 +26,11 @@ def ranks() -> int:
     return _count("WORLD_SIZE")
 
 
+def may_have_other_hosts() -> bool:
+    """Whether ranks may be on other hosts, or in other failure domains, than this one."""
+    return local_ranks() < ranks() or bool(failure_domain())
+
+
 def _count(name: str) -> int:
     value = os.environ.get(name, "1")
     return max(1, int(value)) if value.isdigit() else 1

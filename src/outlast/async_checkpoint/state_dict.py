@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from outlast.async_checkpoint.subclasses import SUBCLASS, inner, wraps
 from outlast.errors import CheckpointUnsavable
+from outlast.system.main_program import without_collections
 
 V = TypeVar("V")
 Path = tuple[Any, ...]
@@ -31,7 +32,7 @@ class Last(Generic[V]):
     def of(self, key: Any, make: Callable[[], V]) -> V:
         """The value of `key`, made by `make` unless the last key was equal."""
         entry = self._entry
-        value = entry[1] if entry is not None and entry[0] == key else make()
+        value = entry[1] if entry is not None and entry[0] == key else without_collections(make)
         # In one step, so another thread never sees a key without its value; and the newer of two
         # equal keys, so the mesh of a destroyed process group is not kept alive.
         self._entry = key, value
@@ -83,7 +84,7 @@ def look_up(state: Any, path: Path) -> Any:
 
 def torch_path(path: Path) -> Path:
     """The path as torch.distributed.checkpoint has it: every key of a dict is text."""
-    return tuple(key[0] if isinstance(key, tuple) else str(key) for key in path)
+    return tuple([key[0] if type(key) is tuple else str(key) for key in path])
 
 
 def signature_and_leaves(state: Any) -> tuple[list[Any], list[Any]]:

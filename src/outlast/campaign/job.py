@@ -9,15 +9,18 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+
+import psutil
 
 from outlast.campaign.environment import job_environment, marked, reap_orphans
 from outlast.campaign.network import Network
 from outlast.campaign.notes import Progress
-from outlast.campaign.plan import Action, LauncherFault, RoundPlan
+from outlast.campaign.plan import MOVES, Action, LauncherFault, RoundPlan
 
 LINGER_S = 15.0
 """How long after the end of the launchers other processes may end."""
@@ -28,6 +31,8 @@ _LEASE_S = 5.0
 _CUT_OFF_S = 8.0
 """How long a host is cut off: the others declare it lost 1.2 leases after they last heard of it."""
 _PORT = 29400
+_SPARE = "this one is a spare"
+_DRAIN = (sys.executable, "-m", "outlast.launch", "drain")
 
 
 def host_options(plan: RoundPlan, standby: int) -> list[str]:
@@ -78,7 +83,7 @@ class Job:
         self._mark = uuid.uuid4().hex
         self._launchers: dict[str, subprocess.Popen[bytes]] = {}
         self._network: Network | None = None
-        self._cut: tuple[str, Action, float] | None = None  # the host, and until when
+        self._begun: tuple[LauncherFault, Iterator[None]] | None = None
         self._settled_at = 0  # the events that tell that training has continued since
         self.taken: list[LauncherFault] = []
         self.orphans: list[str] = []
@@ -87,9 +92,9 @@ class Job:
         if not self._plan.hosts:
             self._start(str(self._number))
             return self
-        self._network = Network(self._plan.hosts, self._folder)
+        self._network = Network(self._plan.hosts + self._plan.moves, self._folder)
         try:
-            for name in self._network.names:
+            for name in self._network.names[: self._plan.hosts]:
                 self._start(name)
         except BaseException:
             self._network.close()
@@ -135,6 +140,8 @@ class Job:
                 stall = f"no rank completed a step for {stall_s:.0f} s"
                 return f"{stall}, after step {progress.last}; see {logs}"
         progress.update()
+        if self._begun is not None and self._begun[0].action in MOVES:
+            self.taken.remove(self._begun[0])
         return ""
 
     def failures(self, also_good: Sequence[int]) -> list[str]:
@@ -150,11 +157,12 @@ class Job:
 
     def _act(self, progress: Progress) -> None:
         """Carries out the next action when it is due, or ends what was begun."""
-        if self._cut is not None:
-            name, action, until = self._cut
-            if time.monotonic() >= until:
-                self._cut = None
-                self._end_cut(name, action)
+        if self._begun is not None:
+            fault, rest = self._begun
+            if next(rest, self) is self:
+                self._begun = None
+                if fault.action in MOVES and progress.last == self._plan.steps:
+                    self.taken.remove(fault)  # the end of the training was first
                 # The job waits for the host, so all of its ranks have been replaced by then.
                 self._settled_at = progress.events + 2 * self._plan.ranks
             return
@@ -170,21 +178,57 @@ class Job:
                 signal.SIGTERM if stop else signal.SIGKILL
             )
         else:
-            name = self._network.names[len(self.taken) % self._plan.hosts]
-            self._network.cut_off(name)
-            self._cut = name, fault.action, time.monotonic() + _CUT_OFF_S
+            name = sorted(self._launchers)[len(self.taken) % self._plan.hosts]
+            act = self._move if fault.action in MOVES else self._cut_off
+            self._begun = fault, act(self._network, name, fault.action)
         self.taken.append(fault)
 
-    def _end_cut(self, name: str, action: Action) -> None:
-        assert self._network is not None
+    def _cut_off(self, network: Network, name: str, action: Action) -> Iterator[None]:
+        network.cut_off(name)
+        until = time.monotonic() + _CUT_OFF_S
+        while time.monotonic() < until:
+            yield
         if action is Action.HOST_LOST:
-            self._network.power_off(name)
+            network.power_off(name)
             self._launchers.pop(name).wait()
             shutil.rmtree(self._temporary / name)  # a fresh host has none of these files
-        self._network.connect(name)
+        network.connect(name)
         if action is Action.HOST_LOST:
-            self._network.boot(name)
+            network.boot(name)
             self._start(name)
+
+    def _move(self, network: Network, name: str, action: Action) -> Iterator[None]:
+        launcher, rank = self._launchers[name], action is Action.RANK_MOVES
+        free = next((other for other in network.names if other not in self._launchers), "")
+        moved = self._told(" has moved from pid ")
+        if action is Action.HOST_LEAVES:
+            waits = self._told(_SPARE)
+            self._start(free)
+            while self._told(_SPARE) == waits:
+                yield
+            for process in psutil.Process(launcher.pid).children():  # of `nsenter`
+                process.send_signal(signal.SIGTERM)
+        else:
+            drain = [*_DRAIN, *(["--rank=0"] if rank else [name]), *self._where]
+            with self._log("drain").open("ab") as log:
+                asked = network.start(name, drain, os.environ, log)
+            while asked.poll() is None:
+                yield
+            if not rank:
+                self._start(free)
+        while self._told(" has moved from pid ") == moved if rank else launcher.poll() is None:
+            yield
+        if launcher.poll() == 0:
+            del self._launchers[name]
+
+    def _told(self, words: str) -> int:
+        """How many lines of the launchers have these words."""
+        logs = self._folder.glob("launcher-*.log")
+        return sum(log.read_text(errors="replace").count(words) for log in logs)
+
+    @property
+    def _where(self) -> list[str]:
+        return [each for each in self._command if each.startswith("--rdzv-")]
 
     def _start(self, name: str) -> None:
         # The launchers of one host find what the one before has left.

@@ -35,6 +35,12 @@ class Action(str, enum.Enum):
     """A host is cut off from the others for longer than its lease, and then comes back."""
     HOST_LOST = "host_lost"
     """A host is cut off in the same way, and then loses power; a fresh host takes its place."""
+    HOST_LEAVES = "host_leaves"
+    """The launcher of a host gets SIGTERM, while a spare host waits for its ranks."""
+    HOST_JOINS = "host_joins"
+    """`outlast drain` has a host leave as soon as another one joins, which then does so."""
+    RANK_MOVES = "rank_moves"
+    """`outlast drain --rank` moves a rank to another process of its host."""
 
     def __str__(self) -> str:
         return self.value
@@ -48,7 +54,8 @@ class LauncherFault:
     step: int
 
 
-OF_HOSTS = (Action.HOST_CUT_OFF, Action.HOST_LOST)
+MOVES = (Action.HOST_LEAVES, Action.HOST_JOINS, Action.RANK_MOVES)
+OF_HOSTS = (Action.HOST_CUT_OFF, Action.HOST_LOST, *MOVES)
 """The actions of rounds on several hosts."""
 _FEWEST_HOSTS = 3
 """Of fewer, one cannot be lost whichever it is."""
@@ -76,6 +83,10 @@ class RoundPlan:
         """On how many hosts the job runs: 0 if it is a job on this machine alone."""
         on_hosts = any(fault.action in OF_HOSTS for fault in self.launcher)
         return hosts_for(self.ranks) if on_hosts else 0
+
+    @property
+    def moves(self) -> bool:
+        return any(fault.action in MOVES for fault in self.launcher)
 
     def only(self, faults: Sequence[Fault]) -> RoundPlan:
         return dataclasses.replace(

@@ -28,6 +28,7 @@ _LOSS = "the loss"
 """Begins the names of values that a run may lack: a rank that dies between the collective of a step
 and its note has none of that step, if the other ranks have completed it.
 """
+_MOVE_S = 30.0  # the training lasts for so long for each move
 _OWN_STALL_S = 150.0
 _STALL_S = 900.0  # more than the default timeouts of the wrapper, after which hangs end
 _GENERATORS = "random."  # in a checkpoint of `Job`
@@ -69,6 +70,8 @@ class Program:
         if self.own:
             arguments = [f"--folder={work}", f"--steps={plan.steps}", f"--seed={plan.seed}"]
             arguments.append(f"--device={self._device}")
+            if plan.moves:  # during which the training goes on
+                arguments.append(f"--pause={_MOVE_S * len(plan.launcher) / plan.steps:.2f}")
         return [str(Path(self._script).absolute()), *arguments]
 
     def working_directory(self, folder: Path) -> Path | None:

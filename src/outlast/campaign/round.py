@@ -11,15 +11,15 @@ import signal
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from outlast.async_checkpoint import inspection
 from outlast.campaign import figures
 from outlast.campaign.job import Job, host_options
-from outlast.campaign.notes import ENTRY, read_notes
-from outlast.campaign.plan import Action, RoundPlan
+from outlast.campaign.notes import ENTRY, STEP, read_notes
+from outlast.campaign.plan import MOVES, Action, LauncherFault, RoundPlan
 from outlast.campaign.programs import Program, Reference
 from outlast.campaign.results import Fired, RoundResult
 from outlast.chaos import Kind, Plan
@@ -64,6 +64,8 @@ class Round:
         temporary = Path(tempfile.mkdtemp(prefix="outlast-round-"))
         try:
             wrong = self._run_jobs(temporary, tell)
+            if all(isinstance(f, LauncherFault) and f.action in MOVES for f in plan.all_faults):
+                wrong += steps_made_again(folder)
             if reference is not None:
                 wrong += self._program.differences(reference, folder, plan)
             result.problems["differences"] += wrong
@@ -142,6 +144,13 @@ class Round:
             if not any(one.kind in figures.DAMAGING for one in inside):
                 problems["believed"] += damaged_checkpoints(checkpoints)
         result.wall_seconds, result.productive_seconds = figures.job_times(stages)
+
+
+def steps_made_again(folder: Path) -> list[str]:
+    """Steps of the own training that a rank has made twice."""
+    made = Counter((n.data["step"], n.rank) for n in read_notes(folder) if n.name == STEP)
+    again = sorted(f"{step} (rank {rank})" for (step, rank), count in made.items() if count > 1)
+    return [f"steps were made again: {', '.join(again[:5])}"] if again else []
 
 
 def temporary_files(folder: Path, prefix: str) -> list[str]:

@@ -12,6 +12,7 @@ import argparse
 import gc
 import hashlib
 import os
+import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -139,6 +140,7 @@ def train(
                 note(STEP, step=job.steps + 1, loss=float(loss.item()).hex())
                 with call.long_phase():  # a save waits for the one before it
                     job.step()
+                time.sleep(options.pause)
                 if job.steps >= options.steps:
                     break
         samples_seen = job.samples
@@ -161,6 +163,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="notes and checkpoints")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds between two steps")
     parser.add_argument("--device", default="cpu", help="the type; each rank uses one of them")
     torch.set_num_threads(1)
     options = parser.parse_args()

@@ -21,8 +21,9 @@ last one to add gets a number that, plus the number of lost members, is not belo
 process that dies between its append and its check is recorded by its monitor, which checks again;
 if a recorder dies too, the waiting members check when their backstop expires.
 
-Operations: four for a member that is not the last (append, add, read, wait) and four for the last
-(append, add, read, claim), whatever the size.
+Operations: four for a member that is not the last (append, add, read, wait) and seven for the last
+(append, add, read, three reads, claim), whatever the size. The first three are one message of a
+host, and so are the three reads.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def done_key(name: str) -> str:
 
 async def lost_members(link: Link) -> frozenset[int]:
     """Every member in the ledger."""
-    return frozenset(record["member"] for record in lines(await link.read(LEDGER)))
+    return _members(await link.read(LEDGER))
 
 
 def summary(done: bytes) -> dict[int, dict[str, Any]]:
@@ -54,7 +55,12 @@ def summary(done: bytes) -> dict[int, dict[str, Any]]:
 
 async def log(link: Link, name: str) -> dict[int, dict[str, Any]]:
     """The record of each member that has arrived so far, with the greatest values of `most`."""
-    records = sorted(lines(await link.read(f"{name}/arrived")), key=lambda each: each["member"])
+    return arrivals(await link.read(f"{name}/arrived"))
+
+
+def arrivals(data: bytes | None) -> dict[int, dict[str, Any]]:
+    """As `log`, from the value of the key `arrived`."""
+    records = sorted(lines(data), key=lambda each: each["member"])
     most: dict[str, int] = {}
     for record in records:
         for key, value in record.pop("most", {}).items():
@@ -80,10 +86,8 @@ async def record_arrival(
     line = {"member": member, **known, **({"most": dict(most)} if most else {})}
     record = json.dumps(line, separators=(",", ":")).encode() + b"\n"
     await link.append(f"{name}/arrived", record)
-    count = await link.add(f"{name}/count", 1)
-    return count >= len(expected) or (
-        count + len(expected & await lost_members(link)) >= len(expected)
-    )
+    count, ledger = await link.add_and_read(f"{name}/count", 1, LEDGER)
+    return count + len(expected & _members(ledger)) >= len(expected)
 
 
 async def arrive(
@@ -97,14 +101,18 @@ async def arrive(
 
 async def complete(link: Link, name: str, expected: frozenset[int]) -> bytes | None:
     """Completes the barrier if all are accounted for: the value of `done`, else `None`."""
-    arrived = await log(link, name)
-    absent = expected - arrived.keys()
-    if absent and absent - await lost_members(link):
-        return None
+    done, data, ledger = await link.read_all(done_key(name), f"{name}/arrived", LEDGER)
+    arrived = arrivals(data)
+    if done is not None or expected - arrived.keys() - _members(ledger):
+        return done
     return await link.claim(done_key(name), pack_records(list(arrived.values())))
 
 
 async def missing(link: Link, name: str, expected: frozenset[int]) -> frozenset[int]:
     """The members that are not accounted for."""
-    arrived = await log(link, name)
-    return expected - arrived.keys() - await lost_members(link)
+    data, ledger = await link.read_all(f"{name}/arrived", LEDGER)
+    return expected - arrivals(data).keys() - _members(ledger)
+
+
+def _members(ledger: bytes | None) -> frozenset[int]:
+    return frozenset(record["member"] for record in lines(ledger))

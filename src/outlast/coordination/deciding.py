@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -42,8 +42,11 @@ from outlast.coordination.ops import Link
 from outlast.coordination.records import SUSPECTED_LINK, LostRecord, StopRecord, lines
 from outlast.events.fault_record import FaultRecord
 
+T = TypeVar("T")
+
 RESTART = b"restart"
 COMPLETED = b"completed"
+MOVED = b"moved"
 GONE = "outlast/gone"
 """The ranks that no launcher replaces, as `give_up` and `take_back` have added them."""
 
@@ -64,7 +67,7 @@ class Decisions:
         self._own_rules = rules
         self._rules: Rules | None = None
         # What this process knows already, and what never changes.
-        self._decision: Decision | None = None
+        self._decisions: dict[int, Decision] = {}  # the last two
         self._started: tuple[int, dict[int, dict[str, Any]]] = -1, {}
 
     async def rules(self) -> Rules:
@@ -74,13 +77,16 @@ class Decisions:
                 data = await self.link.read("rules")
             else:
                 data = await self.link.claim("rules", msgspec.json.encode(self._own_rules))
-            if data is None:
-                return Rules()  # no member has registered yet
+            self.know_rules(data)
+        return self._rules or Rules()  # no member has registered yet
+
+    def know_rules(self, data: bytes | None) -> None:
+        """`data` is what stands under `rules`, if anything does."""
+        if data is not None:
             self._rules = msgspec.json.decode(data, type=Rules)
-        return self._rules
 
     async def joiners(self) -> list[Joiner]:
-        return [Joiner(**record) for record in lines(await self.link.read("joins"))]
+        return _records(Joiner, await self.link.read("joins"))
 
     async def current(self) -> int:
         iteration = int(await self.link.read("current") or b"0")
@@ -90,23 +96,28 @@ class Decisions:
 
     async def decision(self, iteration: int) -> Decision | None:
         """The decision with which the iteration starts; `None` before it is made."""
-        known = self._decision
-        if known is not None and known.view.iteration == iteration:
-            return known
         number = 0
-        while True:
-            data = await self.link.read(decision_key(iteration, number))
-            record = None if data is None else decode_record(data)
-            if not isinstance(record, Held):
-                return record
-            number += 1
+        while iteration not in self._decisions:
+            # Two at once: after a death, a note that the restart is held comes first.
+            keys = decision_key(iteration, number), decision_key(iteration, number + 1)
+            for data in await self.link.read_all(*keys):
+                if data is None:
+                    return None
+                record = decode_record(data)
+                if isinstance(record, Decision):
+                    self.follow(record)
+                    return record
+            number += 2
+        return self._decisions[iteration]
 
     async def view(self, iteration: int) -> ViewRecord | None:
         decision = await self.decision(iteration)
         return None if decision is None else decision.view
 
     def follow(self, decision: Decision) -> None:
-        self._decision = decision
+        self._decisions[decision.view.iteration] = decision
+        while len(self._decisions) > 2:
+            del self._decisions[min(self._decisions)]
 
     def started(self, iteration: int, arrived: dict[int, dict[str, Any]]) -> None:
         self._started = iteration, arrived
@@ -118,9 +129,20 @@ class Decisions:
         in it. Call it after every change of a fact: `after` says which. `expired` is a wait that
         has lasted too long.
         """
-        last: Held | None = None
-        number = 0
-        while (record := await self._next_record(iteration, last, expired)) is not None:
+        facts, data = await self._facts(iteration)
+        if facts is None:
+            return None
+        record: Decision | Held | None = None
+        last, number = None, 0
+        while True:
+            if data is not None:
+                claimed = decode_record(data)
+                if isinstance(claimed, Decision):
+                    return claimed
+                last = claimed
+                number += 1
+            if record is None or record != last:
+                record = await self._next_record(facts, last, expired)
             if isinstance(record, Decision):
                 record = dataclasses.replace(record, reached=after)
             key = decision_key(iteration + 1, number)
@@ -130,22 +152,17 @@ class Decisions:
                     return record
             else:
                 data = await self.link.claim(key, encode_record(record))
-            claimed = decode_record(data)
-            if isinstance(claimed, Decision):
-                return claimed
-            last = claimed
-            number += 1
-        return None
 
     async def _next_record(
-        self, iteration: int, last: Held | None, expired: Held | None
-    ) -> Decision | Held | None:
-        facts = await self._facts(iteration)
-        if facts is None:
-            return None
-        rules = await self.rules()
+        self, facts: Facts, last: Held | None, expired: Held | None
+    ) -> Decision | Held:
+        iteration, rules = facts.before.view.iteration, await self.rules()
         if len(facts.present) < rules.await_size:
-            facts = dataclasses.replace(facts, given_up=await self.given_up())
+            # A launcher gives up the ranks that are lost once it knows of a request to stop. So
+            # that is read after the ranks: without it, the job would end as if nobody had asked.
+            given_up = await self.given_up()
+            stop = await self.stop_request()
+            facts = dataclasses.replace(facts, given_up=given_up, stop=stop)
         record = next_record(facts, rules, last, expired)
         if isinstance(record, Held) and record.links:
             if await self.link.read(f"links/{iteration}") is not None:
@@ -159,31 +176,42 @@ class Decisions:
             await self.link.put("size", size)
         return record
 
-    async def _facts(self, iteration: int) -> Facts | None:
-        """What a decision depends on; `None` while a member is left, or if nothing follows."""
+    async def _facts(self, iteration: int) -> tuple[Facts | None, bytes | None]:
+        """What a decision depends on, `None` while a member is left, or if nothing follows; and
+        the first record of the decision, if it is there.
+        """
         before = await self.decision(iteration)
         if before is None or before.ends:
-            return None
-        arrived = await barrier.log(self.link, f"term/{iteration}")
-        ledger = await self.ledger()
-        if before.view.expected - arrived.keys() - {record.member for record in ledger}:
-            return None
-        if not arrived and await self.over(iteration) == COMPLETED:
-            return None  # its members have ended since
-        faults = await self.faults(iteration)
+            return None, None
+        logs = f"term/{iteration}/arrived", barrier.LEDGER, f"fault/{iteration}", "joins"
+        keys = [*logs, "stop", f"over/{iteration}", decision_key(iteration + 1, 0)]
+        if iteration != self._started[0]:
+            keys.append(barrier.done_key(f"start/{iteration}"))
+        log, losses, failed, joins, stop, over, first, *done = await self.link.read_all(*keys)
+        if done and done[0] is not None:
+            self.started(iteration, barrier.summary(done[0]))
+        arrived, ledger = barrier.arrivals(log), _records(LostRecord, losses)
+        lost = {record.member for record in ledger}
+        if before.view.expected - arrived.keys() - lost:
+            return None, None
+        if not arrived and over == COMPLETED:
+            return None, None  # its members have ended since
+        faults = _records(FaultRecord, failed)
         roster, world_size = await self.roster(before)
-        joiners, stop = await self.joiners(), await self.stop_request()
-        return Facts(before, roster, world_size, arrived, ledger, faults, joiners, stop)
+        # One that succeeds a member which is still there takes no part yet.
+        joiners = [j for j in _records(Joiner, joins) if j.succeeds < 0 or j.succeeds in lost]
+        request = None if stop is None else await self.stop_request()
+        found = before, roster, world_size, arrived, ledger, faults, joiners, request
+        return Facts(*found, grows=over == MOVED), first
 
     async def over(self, iteration: int) -> bytes | None:
         return await self.link.read(f"over/{iteration}")
 
     async def faults(self, iteration: int) -> list[FaultRecord]:
-        data = await self.link.read(f"fault/{iteration}")
-        return [FaultRecord(**record) for record in lines(data)]
+        return _records(FaultRecord, await self.link.read(f"fault/{iteration}"))
 
     async def ledger(self) -> list[LostRecord]:
-        return [LostRecord(**record) for record in lines(await self.link.read(barrier.LEDGER))]
+        return _records(LostRecord, await self.link.read(barrier.LEDGER))
 
     async def roster(self, decision: Decision) -> tuple[dict[int, int], int]:
         """The member at each rank, and the world size: as announced, or else as decided."""
@@ -215,3 +243,7 @@ class Decisions:
             else:
                 gone.update(record)
         return frozenset(gone)
+
+
+def _records(kind: type[T], data: bytes | None) -> list[T]:
+    return [kind(**record) for record in lines(data)]

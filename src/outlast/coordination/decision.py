@@ -41,6 +41,7 @@ class Joiner:
     member: int
     preferred: int = -1  # the rank that it was started as
     token: str = dataclasses.field(default="", compare=False)  # in its request only
+    succeeds: int = -1  # the member whose place it takes once that has left: see `moves`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +66,11 @@ class ViewRecord:
         """The member in each slot, including joiners; `None` for an empty slot."""
         slots = [None if m in self.lost else m for m in self.base]
         waiting = list(self.joiners)
-        for joiner in self.joiners:
-            if 0 <= joiner.preferred < len(slots) and slots[joiner.preferred] is None:
-                slots[joiner.preferred] = joiner.member
+        for joiner in sorted(self.joiners, key=lambda each: each.succeeds not in self.base):
+            before = joiner.succeeds in self.base
+            place = self.base.index(joiner.succeeds) if before else joiner.preferred
+            if 0 <= place < len(slots) and slots[place] is None:
+                slots[place] = joiner.member
                 waiting.remove(joiner)
         empty = [place for place, member in enumerate(slots) if member is None]
         for place, joiner in zip(empty, waiting, strict=False):
@@ -112,7 +115,7 @@ def decide(
         base=base,
         lost=frozenset(m for m in base if m is not None and m in lost),
         joiners=tuple(
-            Joiner(j.member, j.preferred)
+            Joiner(j.member, j.preferred, succeeds=j.succeeds)
             for j in joiners
             if j.member not in inside and j.member not in lost
         ),
@@ -237,6 +240,7 @@ class Facts:
     stop: StopRecord | None
     given_up: frozenset[int] = frozenset()  # ranks not replaced; read only if a rank is missing
     links_known: bool = False  # the launchers have found out which links are broken
+    grows: bool = False  # it has ended for joiners, after a step that the ranks had agreed on
 
     @functools.cached_property
     def lost(self) -> frozenset[int]:
@@ -279,9 +283,11 @@ def next_record(
     view = decide(k + 1, facts.roster, facts.world_size, facts.lost, joiners)
     faults = facts.own_faults()
     cause = first_cause(faults)
-    if cause is not None and cause.may_be_harmless and view.joiners:
-        cause = None  # no rank failed: connections broke because the job is made to grow
-    history = _history(facts, cause, faults, rules.repeated)
+    left = any(r.moved and r.member in before.view.expected for r in facts.ledger)
+    moved = left or facts.grows
+    if cause is not None and cause.may_be_harmless and (view.joiners or moved):
+        cause = None  # no rank failed: connections broke because ranks come or leave
+    history = _history(facts, cause, faults, rules.repeated, moved=moved)
     ended_by = facts.ended_by
     last_cause, unreplaced = cause or before.last_cause, before.unreplaced
     if facts.stop is not None:
@@ -328,13 +334,15 @@ def _history(
     cause: FaultRecord | None,
     faults: list[FaultRecord],
     policy: RepeatedFaults | None,
+    *,
+    moved: bool,
 ) -> FaultHistory:
     records = facts.arrived.values()
     steps = [each.get("step", 0) for each in records] + [fault.step for fault in faults]
     step = max(steps, default=0)
     # The first ping often stands at the top of the loop, before the code that has never run.
     pings = [each.get("pings", 0) for each in records] + [fault.pings for fault in faults]
-    return add_fault(facts.before.history, cause, step, max(pings, default=0) > 1, policy)
+    return add_fault(facts.before.history, cause, step, max(pings, default=0) > 1, policy, moved)
 
 
 def _cause_of_abort(facts: Facts, faults: list[FaultRecord]) -> FaultRecord | None:

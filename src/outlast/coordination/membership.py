@@ -5,7 +5,7 @@ Keys of iteration k (under the prefix of one call):
     decision/k/n  record n of the decision with which the iteration starts    first claim wins
     values/k      barrier before the rank assignment, if that needs values of other ranks
     start/k       barrier before the function
-    over/k        how the iteration ended: restart | completed                first claim wins;
+    over/k        how the iteration ended: restart | completed | moved (`moves`),  first claim wins;
                   covered by read leases (`replicated.read_leases`)
     done/k        the number of members that have returned from the function
     idle/k        the number of members that wait for others in the function
@@ -13,17 +13,19 @@ Keys of iteration k (under the prefix of one call):
     term/k        barrier after all members have left the function
     resume/k      the pause before iteration k is over
     links/k       the launchers know which links between hosts are broken
+    agrees/k      the ranks can agree on a last step (`moves`)
 
 and of the whole call: `rules` (the arguments on which decisions depend), `ledger` (members lost for
 good), `joins` (requests to join), `current` (a recent k, for joiners), `goodbye` (a barrier that
 only the host of the store waits for), `stop` (a request to stop the job, the first claim wins),
+`stop-signals` (for the launcher: those that are such requests, and the exit code of the job),
 `last-save` (for the launcher: the save for the stop has begun), `stopped` (what the stop has
 saved), `size` (for the launcher: the ranks that are there, and needed, while a restart is held),
 `progress` (for the launcher: the last iteration that made progress), `read-lease/H` (host H asks
 for one), `no-page` (a rank cannot use the page of a launcher on one host), `claim/R` (who
-registered as rank R), `killed/P` (why its monitor kills process P). Two keys have no prefix:
-`outlast/gone`, the ranks that the launcher does not replace, and `outlast/suspected-link` (see
-`records`).
+registered as rank R), `killed/P` (why its monitor kills process P, and why its replacement does not
+count). Two keys have no prefix: `outlast/gone`, the ranks that the launcher does not replace, and
+`outlast/suspected-link` (see `records`).
 
 Why one key `over/k`: "all have completed" and "one has failed" can happen at the same moment. The
 store orders the two claims, and every member follows the one that won.
@@ -50,10 +52,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from outlast.coordination import barrier
-from outlast.coordination.deciding import COMPLETED, GONE, RESTART, Decisions, decision_key
+from outlast.coordination.deciding import COMPLETED, GONE, MOVED, RESTART, Decisions, decision_key
 from outlast.coordination.decision import (
     Decision,
     Joiner,
@@ -62,12 +64,19 @@ from outlast.coordination.decision import (
     encode_record,
     forgotten,
 )
-from outlast.coordination.records import LostRecord, SizeRecord, StopRecord, belongs_to, to_line
+from outlast.coordination.records import (
+    ENDED,
+    LostRecord,
+    SizeRecord,
+    StopRecord,
+    belongs_to,
+    to_line,
+)
 from outlast.events.fault_record import FaultRecord
 from outlast.events.first_cause import first_cause
 from outlast.events.restart_causes import HUNG, RestartCount
 
-__all__ = ["COMPLETED", "RESTART", "MembershipProtocol", "decision_key", "resume_key"]
+__all__ = ["COMPLETED", "MOVED", "RESTART", "MembershipProtocol", "decision_key", "resume_key"]
 
 _KEPT = 8
 """Iterations whose keys are kept."""
@@ -92,20 +101,26 @@ class MembershipProtocol(Decisions):
 
     async def _claim(self, rank: int, token: str) -> str | None:
         """Claims `rank` of the first view; the token that has it, `None` if there is none."""
-        await self.rules()
         if not 0 <= rank < self.world_size:
+            await self.rules()
             return None
+        # A replacement finds its rank claimed; then the rules are there, too.
+        held, rules = await self.link.read_all(f"claim/{rank}", "rules")
+        self.know_rules(rules)
+        if held is not None:
+            return held.decode()
+        await self.rules()
         # The view first: once a rank is claimed, there is a view in which its loss can be reported.
         first = Decision(ViewRecord(0, tuple(range(self.world_size))))
         await self.link.claim(decision_key(0, 0), encode_record(first))
         return (await self.link.claim(f"claim/{rank}", token.encode())).decode()
 
-    async def ask_to_join(self, preferred: int, token: str) -> int:
-        """Asks to join; returns the new member id. The monitor of this process finds the request
-        by `token`, if the process dies before its monitor knows the id.
+    async def ask_to_join(self, preferred: int, token: str, succeeds: int = -1) -> int:
+        """Asks to join, or to succeed a member; returns the new member id. The monitor of this
+        process finds the request by `token`, if the process dies before its monitor knows the id.
         """
         member = self.world_size - 1 + await self.link.add("ids", 1)
-        await self.link.append("joins", to_line(Joiner(member, preferred, token)))
+        await self.link.append("joins", to_line(Joiner(member, preferred, token, succeeds)))
         return member
 
     async def leave(
@@ -197,6 +212,7 @@ class MembershipProtocol(Decisions):
         owner gets it: the others do not wait for a process that will never arrive. `fault` is what
         is known of the end, without iteration, member and rank.
         """
+        await self.link.put(f"gone/{owner}", b"1")
         # The first members were started as the ranks that are their IDs.
         members = {
             rank: rank for rank in ranks if belongs_to(await self._claim(rank, owner) or "", owner)
@@ -230,37 +246,27 @@ class MembershipProtocol(Decisions):
         views = []
         while (view := await self.view(at)) is not None:
             if members & view.expected:
-                if failed & view.expected:
-                    await self.end(at, RESTART)
-                    await self.link.put(resume_key(at), b"1")
-                await barrier.complete(self.link, f"start/{at}", view.expected)
-                await self.decide(at, Reached.LOST)
                 views.append(view)
             at += 1
+        for view in views:
+            if failed & view.expected:
+                await self.end(view.iteration, RESTART)
+                await self.link.put(resume_key(view.iteration), b"1")
+            await barrier.complete(self.link, f"start/{view.iteration}", view.expected)
+            await self.decide(view.iteration, Reached.LOST)
         for view in views:  # at last: the store may end with the last goodbye
             await barrier.complete(self.link, "goodbye", view.expected)
 
     async def announce_kill(self, process: str, fault: FaultRecord, why: str) -> None:
         """Records, for the launcher, that a monitor is about to kill its process with this fault,
-        and the rank that had ended the iteration before by a fault of its own. Not after a hang, in
-        which a rank may also fail in what the interrupt has it do.
+        and whether that is a consequence: another rank had ended the iteration before by a fault of
+        its own. Not after a hang, in which a rank may also fail in what the interrupt has it do.
         """
         faults = await self.faults(fault.iteration)
         first = next((each for each in faults if not each.may_be_harmless), fault)
-        hung = any(each.interruption == HUNG for each in faults)
-        before = "" if hung or first.member == fault.member else str(first.rank)
-        await self.link.put(f"killed/{process}", f"{why}\n{before}".encode())
-
-    async def announced_kill(self, process: str) -> tuple[str, str]:
-        """Why its monitor has killed this process, empty if it has not; and the rank of whose fault
-        that is a consequence, empty if it is not one.
-        """
-        record = (await self.link.read(f"killed/{process}") or b"").decode()
-        why, _, before = record.partition("\n")
-        return why, before
-
-    async def is_registered(self, rank: int) -> bool:
-        return await self.link.read(f"claim/{rank}") is not None
+        own = first.member == fault.member or any(f.interruption == HUNG for f in faults)
+        uncounted = "" if own else f"rank {first.rank} had failed first"
+        await self.link.put(f"{ENDED}{process}", f"{why}\n{uncounted}".encode())
 
     async def say_goodbye(self, member: int, iteration: int) -> None:
         view = await self.view(iteration)
@@ -286,7 +292,7 @@ class MembershipProtocol(Decisions):
             for name in ("start", "term", "values"):
                 for part in ("arrived", "count", "done"):
                     await self.link.delete(f"{name}/{iteration}/{part}")
-            for key in ("done", "idle", "fault", "resume", "links"):
+            for key in ("done", "idle", "fault", "resume", "links", "agrees"):
                 await self.link.delete(f"{key}/{iteration}")
             iteration -= 1
 
@@ -300,6 +306,19 @@ class MembershipProtocol(Decisions):
         for iteration in (newest, newest + 1):
             await self.link.put(resume_key(iteration), b"1")
         await self.decide(newest, Reached.ASKED)
+
+    async def note_stop_signals(self, numbers: Collection[int], exit_code: int) -> None:
+        """Records, for the launcher, the signals that are requests to stop, as long as they are."""
+        await self.link.put("stop-signals", json.dumps([*numbers, exit_code]).encode())
+
+    async def request_stop_by(self, number: int, reason: str) -> None:
+        """`request_stop`, if the signal is one; by the launcher, before it forwards the signal. So
+        every decision after a loss since then knows of the request: a rank that waits in a
+        collective for the lost one handles the signal only when that has ended.
+        """
+        *numbers, exit_code = json.loads(await self.link.read("stop-signals") or b"[0]")
+        if number in numbers:
+            await self.request_stop(StopRecord(reason, exit_code))
 
     async def finish_stop(self, done: str) -> None:
         """Records that all that the stop requires has been done. A member calls this before it
@@ -327,10 +346,6 @@ class MembershipProtocol(Decisions):
     async def note_progress(self, iteration: int) -> None:
         """Records, for the launchers, that the training has come further than ever before."""
         await self.link.put("progress", str(iteration).encode())
-
-    async def progress(self) -> str:
-        """The last iteration with progress; empty before the first one."""
-        return (await self.link.read("progress") or b"").decode()
 
     async def size(self) -> SizeRecord | None:
         """What the members of the last held restart need; `None` before the first one."""

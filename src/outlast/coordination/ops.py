@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-from outlast.coordination.stores.store import Store
+from outlast.coordination.stores.store import Combines, Store
 from outlast.coordination.stores.store import drive as drive
 from outlast.errors import InternalError
 
@@ -24,13 +24,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Op:
-    """One store operation. `name` is a method of `Store`."""
+    """One store operation. `name` is a method of `Store` or `Combines`, with the keys `others`."""
 
     name: str
     key: str
     value: bytes = b""
     amount: int = 0
     timeout: float | None = None
+    others: tuple[str, ...] = ()
 
 
 @types.coroutine
@@ -70,6 +71,20 @@ class Link:
     async def add(self, key: str, amount: int) -> int:
         return cast(int, await self._do(Op("add", self.prefix + key, amount=amount)))
 
+    async def add_and_read(self, key: str, amount: int, other: str) -> tuple[int, bytes]:
+        """`add`, then `read` of another key (empty if absent): one request, where a store can."""
+        if self.perform is None:
+            return await self.add(key, amount), await self.read(other) or b""
+        op = Op("add_and_read", self.prefix + key, amount=amount, others=(self.prefix + other,))
+        return cast("tuple[int, bytes]", await self._do(op))
+
+    async def read_all(self, *keys: str) -> list[bytes | None]:
+        """`read` of each key, in this order or all at once: one request, where a store can."""
+        if self.perform is None:
+            return [await self.read(key) for key in keys]
+        names = tuple(self.prefix + key for key in keys)
+        return cast("list[bytes | None]", await self._do(Op("read_all", names[0], others=names)))
+
     async def append(self, key: str, value: bytes) -> None:
         await self._do(Op("append", self.prefix + key, value))
 
@@ -85,8 +100,14 @@ def perform_on(store: Store) -> Callable[[Op], Any]:
             return store.wait_for(op.key, op.timeout)
         if op.name == "add":
             return store.add(op.key, op.amount)
-        if op.name in ("read", "delete"):
-            return getattr(store, op.name)(op.key)
+        if op.name == "add_and_read":
+            if isinstance(store, Combines):
+                return store.add_and_read(op.key, op.amount, *op.others)
+            return store.add(op.key, op.amount), store.read(*op.others) or b""
+        if op.name == "read_all" and not isinstance(store, Combines):
+            return [store.read(key) for key in op.others]
+        if op.name in ("read", "delete", "read_all"):
+            return getattr(store, op.name)(*op.others or (op.key,))
         return getattr(store, op.name)(op.key, op.value)
 
     return perform

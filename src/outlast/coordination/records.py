@@ -20,6 +20,9 @@ SUSPECTED_LINK = "outlast/suspected-link"
 link between two hosts may be broken (`suspects_link`).
 """
 
+ENDED = "killed/"
+"""In a call, followed by the name of a process: see `MembershipProtocol.announce_kill`."""
+
 
 def process_name(host: str, pid: int) -> str:
     """The name of a process in the job; `host` is the ID of its host, empty in a job on one."""
@@ -44,6 +47,7 @@ class LostRecord:
     reason: str
     discarded: bool = False  # it is healthy, and the rank assignment left it out
     ends_job: bool = False  # all other members are to end too
+    moved: bool = False  # it has left in order, at the end of a step: see `moves`
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,7 +36,7 @@ import re
 
 from outlast.events.fault_record import FaultRecord, ends
 from outlast.events.hung_ranks import is_uneven, without_collectives
-from outlast.events.restart_causes import JOINED, RestartCount, add_up, what_failed
+from outlast.events.restart_causes import JOINED, MOVED, RestartCount, add_up, what_failed
 from outlast.system.arguments import Duration, as_timedelta, check_int, seconds
 
 ALWAYS = "always"
@@ -134,6 +134,7 @@ def add_fault(
     step: int,
     pinged: bool,
     policy: RepeatedFaults | None,
+    moved: bool = False,
 ) -> FaultHistory:
     """The history after an iteration whose first cause is `cause`: `None` if it ended without a
     fault. `step` is its furthest step; `pinged` says whether a rank made a second ping in it.
@@ -146,7 +147,7 @@ def add_fault(
         seen=() if step > history.step else history.seen,
     )
     if cause is None:
-        return _restarted(made, RestartCount(JOINED))
+        return _restarted(made, RestartCount(MOVED if moved else JOINED))
     signature, times = signature_of(cause), 1
     if signature:
         before = next((each for each in made.seen if each.signature == signature), None)

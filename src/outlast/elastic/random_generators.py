@@ -24,7 +24,8 @@ log = logging.getLogger("outlast.elastic")
 Generators = dict[str, torch.Tensor]
 
 _MASK = (1 << 64) - 1
-_TWISTER_BYTES = 2500  # of NumPy's Mersenne Twister: 624 words and the position
+_memory = ctypes.string_at  # quicker than by a NumPy array
+_TWISTER_BYTES = 2500  # of a Mersenne Twister of Python or NumPy: 624 words and the position
 
 
 def capture() -> Generators:
@@ -89,27 +90,36 @@ def set_all(states: Generators) -> None:
 
 
 class Notes:
-    """Notes the states of the generators as plain values, after every step. Most programs draw from
-    one of them, or from none: a state that has not changed since is not converted again.
+    """Notes the states of the generators as plain values, after every step: mostly by a copy of
+    their memory, as what the generators return as their state has hundreds of Python numbers.
     """
 
     def __init__(self) -> None:
-        self._python: tuple[Any, ...] = ()
-        self._python_noted: tuple[Any, ...] = ()
         self._numpy: tuple[Any, ...] | None = None
         self._twister = b""
+        # In memory, the position and the words follow the head of the object: seen here, not known.
+        self._reads_python = False
+        returned = self._of_python()
+        if hasattr(random.getstate, "__self__"):  # a program may have replaced it
+            self._reads_python = True
+            self._reads_python = self._of_python() == returned
 
     def take(self) -> dict[str, Any]:
         """The present states, to compare and to pickle."""
-        python = random.getstate()
-        if python != self._python:
-            version, numbers, gauss = self._python = python
-            self._python_noted = version, array.array("Q", numbers).tobytes(), gauss
         tensors = {"torch": torch.get_rng_state(), **of_devices()}
-        noted: dict[str, Any] = {name: each.numpy().tobytes() for name, each in tensors.items()}
+        noted: dict[str, Any] = {n: _memory(t.data_ptr(), t.nbytes) for n, t in tensors.items()}
         if "numpy" in sys.modules:
             noted["numpy"] = self._of_numpy(sys.modules["numpy"])
-        return noted | {"python": self._python_noted}
+        noted["python"] = self._of_python()
+        return noted
+
+    def _of_python(self) -> tuple[Any, ...]:
+        if self._reads_python:
+            generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
+            at = id(generator) + object.__basicsize__
+            return generator.VERSION, _memory(at, _TWISTER_BYTES), generator.gauss_next
+        version, (*words, position), gauss = random.getstate()
+        return version, array.array("I", [position, *words]).tobytes(), gauss
 
     def _of_numpy(self, numpy: Any) -> tuple[Any, ...] | None:
         """`None` if it is not a Mersenne Twister. `get_state`, which is slow, is not called if the
@@ -118,7 +128,7 @@ class Notes:
         generator = numpy.random.get_bit_generator()
         if type(generator).__name__ != "MT19937":
             return None
-        twister = ctypes.string_at(generator.ctypes.state_address, _TWISTER_BYTES)
+        twister = _memory(generator.ctypes.state_address, _TWISTER_BYTES)
         if self._numpy is None or self._numpy[3] or twister != self._twister:
             name, keys, position, has_gauss, cached = numpy.random.get_state()
             self._numpy = (name, keys.tobytes(), int(position), int(has_gauss), float(cached))
@@ -131,14 +141,13 @@ def of_note(noted: Mapping[str, Any]) -> Generators:
     found: Generators = {}
     for name, state in noted.items():
         if name == "python":
-            words = torch.frombuffer(bytearray(state[1]), dtype=torch.int64)
-            found[name] = of_python((state[0], words.tolist(), state[2]))
+            position, *words = array.array("I", state[1])
+            found[name] = of_python((state[0], (*words, position), state[2]))
         elif name != "numpy":
             found[name] = torch.frombuffer(bytearray(state), dtype=torch.uint8)
         elif state is not None:
             kind, keys, *rest = state
-            words = torch.frombuffer(bytearray(keys), dtype=torch.int32).to(torch.int64)
-            found[name] = of_numpy((kind, (words & 0xFFFFFFFF).tolist(), *rest))
+            found[name] = of_numpy((kind, array.array("I", keys), *rest))
     return found
 
 

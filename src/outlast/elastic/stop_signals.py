@@ -8,6 +8,7 @@ A request to stop outlives the iteration in which it arrives. It is kept in thre
 - *The store of the call.* A thread writes the request there before it asks the ranks to agree on a
   last step. So once any rank acts on a request, every later decision on a next iteration reads it.
   That iteration is then the last one (`ViewRecord.with_stop`): it saves what only memory has.
+  The launcher writes it there, too, before it forwards its signal to the ranks.
 - *The agreement of the iteration* (`stop_agreement`), which stops all ranks after the same step. A
   fault ends it; the other two remain.
 
@@ -16,6 +17,7 @@ A signal handler only puts a value into a `SimpleQueue`: that is safe wherever t
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import os
@@ -23,11 +25,12 @@ import queue
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from types import FrameType
 from typing import Any, Protocol
 
 from outlast.async_checkpoint import Checkpointer
+from outlast.elastic.leaving import LeaveWatch, LiveState, leave
 from outlast.elastic.stop_agreement import StopAgreement
 from outlast.errors import StoreError
 from outlast.events.types import StopRequested
@@ -79,7 +82,10 @@ class StopSignals:
         self.grace_s = as_timedelta("grace", grace, allow_zero=True).total_seconds()
         self._checkpointer, self._exit_code = checkpointer, exit_code
         self._call, self._ledger = running_call(), checkpointer.ledger.child("stop")
+        if self._call is not None:
+            self._call.grace_s = self.grace_s
         self._agreement: StopAgreement | None = None
+        self._leaves: LeaveWatch | None = None
         self._closed = False
         self._request = _present_request(self._call)
         self.request = self._request.request
@@ -97,22 +103,40 @@ class StopSignals:
         if self._agreement is None and not self._closed:
             self._agreement = StopAgreement(self._ledger, step + 1)
             self._request.attach(self._agreement)
+            if self._call is not None and self._call.launch.agent and self._ledger.rank == 0:
+                self._leaves = LeaveWatch(self._call, self._agreement)
 
-    def completed(self, step: int, save: Callable[[], object]) -> None:
-        """Call it after each step, before the next; as `begin`, if it was the last of a stop."""
+    def completed(
+        self,
+        step: int,
+        save: Callable[[], object],
+        live: LiveState | None = None,
+        save_for_move: Callable[[], object] | None = None,
+    ) -> None:
+        """Call it after each step, before the next; as `begin`, if it was the last of a stop. If
+        ranks leave after it, their successors get `live`, or load what `save_for_move` saves, by
+        default `save`.
+        """
         self._request.furthest = max(self._request.furthest, step)
         self._request.check_handlers()
         if self._agreement is None:
             self.begin(step, save)
         agreement = self._agreement
-        if agreement is not None and agreement.is_last(step, self.grace_s):
-            self._exit(step, agreement.reason, save)
+        if agreement is None or not agreement.is_last(step, self.grace_s):
+            return
+        if agreement.leave is not None and self._call is not None:
+            save, limit_s = save_for_move or save, self.grace_s
+            leave(agreement.leave, self._call, self._checkpointer, step, limit_s, save, live)
+        self._exit(step, agreement.reason, save)
 
     def close(self, *, failed: bool = False) -> None:
         """This rank begins no more steps. `failed`: a fault has ended the training, or it is not
         known yet, and signals are kept for the next iteration.
         """
         self._closed = True
+        leaves, self._leaves = self._leaves, None
+        if leaves is not None:
+            leaves.close()
         agreement, self._agreement = self._agreement, None
         if agreement is not None:
             self._request.detach(agreement)
@@ -175,6 +199,7 @@ class StopRequest:
             ignored = number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
             if number not in self._previous and not ignored:
                 self._previous[number] = signal.signal(number, self._handle)
+        self._note(self._previous)
 
     def check_handlers(self) -> None:
         """Says once which signal the program handles itself since: it may not arrive here."""
@@ -209,6 +234,16 @@ class StopRequest:
             if self._agreement is agreement:
                 self._agreement = None
         agreement.close()
+
+    def release(self) -> None:
+        """The training has ended without a fault: signals have their usual effect again."""
+        self._note(())
+        self.uninstall()
+
+    def _note(self, numbers: Collection[int]) -> None:
+        if self.call is not None and self.call.rank == 0:
+            with contextlib.suppress(StoreError):  # of which the job learns elsewhere
+                self.call.note_stop_signals(numbers, self._exit_code)
 
     def uninstall(self) -> None:
         # Not where other code has since installed its own handler.
@@ -282,11 +317,9 @@ def _close_request() -> None:
 
 
 def _release_request() -> None:
-    """The training has ended without a fault: signals have their usual effect again. A wrapped
-    call keeps the request itself: it may still be restarted.
-    """
+    """A wrapped call keeps the request itself: it may still be restarted."""
     if _present is not None and running_call() is not None:
-        _present.uninstall()
+        _present.release()
     else:
         _close_request()
 

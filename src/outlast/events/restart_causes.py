@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 JOINED, HOST_LOST, DIED = "new ranks joined", "host lost", "died"
+MOVED = "moved"
+"""No fault: ranks have left at the end of a step, and others have their places."""
 
 
 class Interruption(str, enum.Enum):
@@ -111,11 +113,13 @@ def add_up(counts: Iterable[RestartCount]) -> tuple[RestartCount, ...]:
 def describe_restarts(counts: Iterable[RestartCount]) -> str:
     """The counts in words; empty without restarts."""
     totals = add_up(counts)
+    moves = sum(each.count for each in totals if each.what == MOVED)
+    totals = tuple(each for each in totals if each.what != MOVED)
     number = sum(each.count for each in totals)
-    if not number:
-        return ""
     causes = ", ".join(f"{each.count} x {each.what}{_on(each.ranks)}" for each in totals)
-    return f"{number} restart{'' if number == 1 else 's'}: {causes}"
+    restarts = f"{number} restart{'' if number == 1 else 's'}: {causes}" if number else ""
+    moved = f"{moves} move{'' if moves == 1 else 's'}" if moves else ""
+    return " and ".join(filter(None, (moved, restarts)))
 
 
 def _on(ranks: tuple[int, ...]) -> str:

@@ -147,9 +147,10 @@ class Admitted(Event, kind="admitted"):
 
 
 class Lost(Event, kind="lost"):
-    """A member is no longer in the job; `reason` says why."""
+    """A member is no longer in the job; `reason` says why. `moved`: it has left in order."""
 
     reason: str = ""
+    moved: bool = False
 
 
 class Completed(Event, kind="completed"):
@@ -215,6 +216,16 @@ class HostLost(HostJoined, kind="host_lost"):
 
     reason: str = ""
     left: bool = False
+
+
+class HostLeaving(HostJoined, kind="host_leaving"):
+    """A launcher has learned that a host is to leave in order; then also the name of the host `to`
+    which its ranks move, `nobody` if to none; or that it `stays`.
+    """
+
+    reason: str = ""
+    to: str = ""
+    stays: bool = False
 
 
 class LauncherEnded(Event, kind="launcher_ended"):

@@ -38,6 +38,9 @@ class Launch:
     host_id: str = ""  # of this host among those of the job; empty for a job on one host
     read_lease: str = ""  # the page with the read lease of this host, if the launcher has one
     host_address: str = ""  # at which other hosts reach this one; empty: found from the store's
+    # the ID of the host of the ranks that this process and its neighbors succeed, and why they
+    # leave; of this host, if it succeeds its own rank alone
+    succeeds: tuple[str, str] | None = None
 
 
 def read_launch() -> Launch:
@@ -62,7 +65,16 @@ def read_launch() -> Launch:
         host_id=os.environ.get("OUTLAST_HOST", ""),
         read_lease=os.environ.get("OUTLAST_READ_LEASE", ""),
         host_address=os.environ.get("OUTLAST_HOST_ADDR", ""),
+        succeeds=_succeeded(),
     )
+
+
+def _succeeded() -> tuple[str, str] | None:
+    text = os.environ.get("OUTLAST_SUCCEEDS")
+    if text is None:
+        return None
+    host, _, reason = text.partition(" ")
+    return host, reason
 
 
 def launched_job() -> str:

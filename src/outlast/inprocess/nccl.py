@@ -1,8 +1,7 @@
 """What is known to break with NCCL: by its version, by torch's, and by environment variables.
 
 `CONDITIONS` is the one table: `docs/gpu.md` has its lines, and a test compares the two. In a
-process that uses NCCL, those that hold are logged once. If one `aborts`, a `Job` does not continue
-from what is in memory.
+process that uses NCCL, those that hold are logged once.
 """
 
 from __future__ import annotations
@@ -57,9 +56,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Condition:
-    """`when` says in words when it `holds`; `source` is public. If it `aborts`, torch may end a
-    collective by itself, with garbage as its result.
-    """
+    """`when` says in words when it `holds`; `source` is public."""
 
     when: str
     holds: Callable[[Use], bool]
@@ -67,27 +64,20 @@ class Condition:
     remedy: str
     source: str
 
-    @property
-    def aborts(self) -> bool:
-        return self.effect == _ABORTED
-
     def __str__(self) -> str:
         return f"{self.when}: {self.effect}. Remedy: {self.remedy}".replace("`", "")
 
 
 CONDITIONS = (
     Condition(
-        "`TORCH_NCCL_ASYNC_ERROR_HANDLING` is 1 or 2 in the function",
-        lambda use: use.environment.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") in ("1", "2"),
-        _ABORTED,
-        "leave it out, or set 0",
-        _GROUP,
-    ),
-    Condition(
+        "`TORCH_NCCL_ASYNC_ERROR_HANDLING` is 1 or 2 in the function, or "
         "`TORCH_NCCL_BLOCKING_WAIT` or `NCCL_BLOCKING_WAIT` is 1",
-        lambda use: use.on("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"),
+        lambda use: (
+            use.environment.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") in ("1", "2")
+            or use.on("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
+        ),
         _ABORTED,
-        "leave it out",
+        "leave them out",
         _GROUP,
     ),
     Condition(
@@ -173,7 +163,8 @@ def warn_of_conditions() -> None:
 def aborted_by_torch() -> str:
     """Why torch may end a device's collective first, with garbage as its result; else empty."""
     use = _present_use() if _uses_nccl() else None
-    return "; ".join(str(each) for each in CONDITIONS if use and each.aborts and each.holds(use))
+    ending = [each for each in CONDITIONS if each.effect == _ABORTED]
+    return "; ".join(str(each) for each in ending if use and each.holds(use))
 
 
 @functools.cache

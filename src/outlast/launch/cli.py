@@ -15,7 +15,7 @@ import typer
 import outlast
 from outlast.errors import HostUnfit, LaunchError
 from outlast.launch import environment
-from outlast.launch.commands import chaos, checkpoint, live, report
+from outlast.launch.commands import chaos, checkpoint, drain, live, report
 from outlast.launch.commands.shared import UNFIT, exit_on, fold_help, with_options_of
 from outlast.launch.config.from_options import job_from_options
 from outlast.launch.config.job_spec import JobSpec
@@ -74,7 +74,7 @@ app.command(
         "token_normalize_func": lambda name: name.replace("_", "-"),
     },
 )(with_options_of(RunOptions, run))
-for command in (report.report, live.top, live.metrics):
+for command in (report.report, live.top, live.metrics, drain.drain):
     app.command()(command)
 checkpoint.register(app)
 chaos.register(app)

@@ -30,7 +30,7 @@ PER_WORKER = frozenset({
     "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE",
     "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE", "OUTLAST_REPLACEMENT",
     "OUTLAST_STORE", "OUTLAST_HOST", "OUTLAST_HOST_ADDR", "OUTLAST_FENCE", _GLOO_INTERFACE,
-    "OUTLAST_ITERATION", "OUTLAST_MASTER_ADDR", "OUTLAST_READ_LEASE",
+    "OUTLAST_ITERATION", "OUTLAST_MASTER_ADDR", "OUTLAST_READ_LEASE", "OUTLAST_SUCCEEDS",
 })  # fmt: skip
 """The variables that are known only when a worker gets its place in the job."""
 
@@ -88,6 +88,16 @@ def step() -> SlurmStep | None:
     from outlast.launch.config.slurm import slurm_step
 
     return slurm_step(os.environ)
+
+
+def topology() -> tuple[str, str]:
+    """Where the user, or else Slurm, says that this host is in the network; and the number that
+    Slurm or Kubernetes has given to this launcher. Empty if they say nothing.
+    """
+    from outlast.launch.config.slurm import switches
+
+    number = os.environ.get("SLURM_PROCID") or os.environ.get("JOB_COMPLETION_INDEX", "")
+    return os.environ.get("OUTLAST_TOPOLOGY") or ".".join(switches(os.environ)), number
 
 
 def gloo_interface(address: str) -> dict[str, str]:
@@ -218,9 +228,12 @@ def _recording(plain: Any, record: Callable[[str], None]) -> type:
     """A subclass of the type of `os.environ`; all of its methods read by the two of this one."""
 
     def getitem(self: Any, key: str) -> str:
-        if key in PER_WORKER and _reader() not in _RANK_ZERO:
-            record(key)
-        return str(plain.__getitem__(self, key))
+        try:
+            return str(plain.__getitem__(self, key))  # the user's choice, which a worker has, too
+        except KeyError:
+            if key in PER_WORKER and _reader() not in _RANK_ZERO:
+                record(key)
+            raise
 
     def iterate(self: Any) -> Iterator[str]:
         if _reader() not in _OWN_PREFIX:

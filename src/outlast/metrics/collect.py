@@ -265,5 +265,7 @@ def time_states(host: HostTime) -> dict[str, float]:
 def cause_label(restart: Restart) -> str:
     """The kind of the first fault, one of a few; never its message."""
     if restart.cause is None or restart.cause.consequence:
+        if restart.moved:
+            return "moved"
         return "joined" if restart.joined and not restart.lost else ELSEWHERE
     return restart.cause.interruption.lower()

@@ -96,6 +96,7 @@ class RunState:
         # the last committed save, as each host recorded it: their clocks are not compared
         self.newest_saves: dict[str, ev.CheckpointCommitted] = {}
         self.hosts_lost: dict[str, str] = {}  # the names of lost hosts
+        self.leaving: dict[str, str] = {}  # by the ID of each host that is to leave: how, in words
         self.stop = ""  # why the job was told to stop; empty if it was not
         self.launchers: set[str] = set()  # the hosts whose launchers have recorded workers
         self.exit_codes: dict[str, int] = {}  # how the launcher of each host ended
@@ -134,8 +135,14 @@ class RunState:
         elif isinstance(event, ev.LauncherEnded):
             self.exit_codes[event.host] = event.exit_code
         elif isinstance(event, ev.HostLost):
+            self.leaving.pop(event.host_id, None)
             if not event.left:
                 self.hosts_lost.setdefault(event.host_id, event.name)
+        elif isinstance(event, ev.HostLeaving):
+            how = f"{event.name} to {event.to}" if event.to else f"{event.name}, waits for a host"
+            self.leaving[event.host_id] = how
+            if event.stays:
+                del self.leaving[event.host_id]
         elif isinstance(event, ev.StopRequested):
             self.stop = self.stop or event.reason
         else:
@@ -188,7 +195,7 @@ class RunState:
         if isinstance(event, ev.LeftFunction):
             return State.RETURNED if event.outcome == "returned" else State.RESTARTING
         if isinstance(event, ev.Lost):
-            return State.ENDED if self.stop else State.LOST
+            return State.ENDED if self.stop or event.moved else State.LOST
         return _STATES.get(type(event))
 
     def _process(self, host: str, pid: int) -> Process:

@@ -98,6 +98,8 @@ class Screen:
         parts.append(f"{len(hosts)} host{'' if len(hosts) == 1 else 's'}")
         if state.hosts_lost:
             parts.append(f"hosts lost: {_line(', '.join(state.hosts_lost.values()))}")
+        if state.leaving:
+            parts.append(f"leaving: {_line('; '.join(state.leaving.values()))}")
         return Text(" · ".join(parts))
 
     def _ranks(self, height: int | None) -> list[RenderableType]:

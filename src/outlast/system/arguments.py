@@ -23,6 +23,16 @@ def as_int(name: str, value: object, *, at_least: int | None = None) -> int:
     return int(value)
 
 
+def as_number(name: str, value: Any) -> float:
+    """A number of Python or NumPy, or a tensor of one element; else a `TypeError`."""
+    try:
+        if not isinstance(value, str | bytes):
+            return float(value.detach() if hasattr(value, "detach") else value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        pass
+    raise TypeError(f"{name} must be a number, not {value!r:.200}")
+
+
 def check_int(name: str, value: object, *, at_least: int) -> None:
     """Raises as `as_int` does."""
     as_int(name, value, at_least=at_least)

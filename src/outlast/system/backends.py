@@ -13,9 +13,15 @@ from typing import Any
 log = logging.getLogger("outlast.devices")
 
 
+_NCCL = ("nccl", "nccl2", "nccl-lazy")
+"""`nccl` is `ProcessGroupNCCL` up to torch 2.14, and nccl2 since 2.15. Their abort waits for the
+device, for no longer than the timeout of the group.
+"""
+
+
 class Backend:
-    """The backend of one process group. This class serves every backend that is not known: its
-    abort may do nothing, or not return, so a rank does not wait for it for long.
+    """The backend of one process group. One that is not known is named in the log: its abort may do
+    nothing, or not return, so a rank does not wait for it for long.
     """
 
     abort_s = 10.0
@@ -25,6 +31,10 @@ class Backend:
         self._backend = backend
         named = getattr(backend, "_get_backend_name", lambda: type(backend).__name__)
         self.name = str(named())
+        if self.name in _NCCL:
+            self.abort_s = 30.0
+        else:
+            _say_unknown(self.name)
 
     def abort(self) -> None:
         """Ends all collectives. Called in a thread of its own, as it may not return; never in two
@@ -35,27 +45,6 @@ class Backend:
     def begun(self) -> int:
         """How many collectives have begun; a `RuntimeError` if the backend does not count them."""
         return int(self._backend._get_sequence_number_for_group())
-
-
-class Nccl(Backend):
-    """`ProcessGroupNCCL`, which is `nccl` up to torch 2.14 and `nccl-legacy` since then; and nccl2,
-    which is `nccl` since torch 2.15. Their abort waits for the device, for no longer than the
-    timeout of the group.
-    """
-
-    abort_s = 30.0
-
-
-_KNOWN: dict[str, type[Backend]] = {"nccl": Nccl, "nccl2": Nccl, "nccl-lazy": Nccl}
-
-
-def serving(backend: Any) -> Backend:
-    """What serves this backend of torch."""
-    found = Backend(backend)
-    if found.name in _KNOWN:
-        return _KNOWN[found.name](backend)
-    _say_unknown(found.name)
-    return found
 
 
 @functools.cache

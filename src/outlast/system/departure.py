@@ -29,12 +29,14 @@ _told_end = False
 class Departure:
     """`code` is the exit code that the exception gives the process, unless the program catches it;
     `call` the prefix of the keys of the wrapped call that was left, empty at the end of the script;
-    `threads` the names of those for which Python waits at its end.
+    `threads` the names of those for which Python waits at its end. With `asks` it has not left: it
+    asks, for this reason, that its host leaves the job.
     """
 
     code: int
     call: str
     threads: list[str]
+    asks: str = ""
 
     @classmethod
     def by(cls, error: BaseException | None, call: str = "") -> Departure:

@@ -23,7 +23,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from outlast.system.backends import Backend, serving
+from outlast.system.backends import Backend
 from outlast.system.optional_hooks import has
 
 P = ParamSpec("P")
@@ -84,7 +84,7 @@ class Accelerator:
             return None
         # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it; the wrapper of torch 2.6 has no `abort`.
         backend = getattr(backend, "wrapped_pg", backend)
-        return serving(backend) if hasattr(backend, "abort") else None
+        return Backend(backend) if hasattr(backend, "abort") else None
 
     def nccl_version(self) -> tuple[int, ...]:
         """The version of NCCL in this process; empty if this type does not use it."""

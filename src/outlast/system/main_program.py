@@ -15,8 +15,12 @@ import io
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from types import ModuleType, TracebackType
+from typing import TypeVar
+
+V = TypeVar("V")
 
 _FROZEN_RUNPY = "<frozen runpy>"
 _BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
@@ -87,6 +91,20 @@ def freeze_imports() -> None:
     is_script = hasattr(sys.modules["__main__"], "__file__") and not hasattr(sys, "ps1")
     if is_script and gc.get_freeze_count() == 0:
         gc.freeze()
+
+
+def without_collections(make: Callable[[], V]) -> V:
+    """What `make` returns, made with the garbage collector off, which would look at all objects
+    again and again. In the main thread only: another one might undo what the program has set since.
+    """
+    is_on = gc.isenabled() and threading.current_thread() is threading.main_thread()
+    try:
+        if is_on:
+            gc.disable()
+        return make()
+    finally:  # no call before this one: an interrupt may be raised only after a call
+        if is_on:
+            gc.enable()
 
 
 def exit_fast() -> None:

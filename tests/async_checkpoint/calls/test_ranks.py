@@ -55,6 +55,7 @@ def test_nothing_is_finalized_before_every_rank_has_finished(
             assert said(job, rank, "finalized", "index") == [0, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["exception", "exit", "os._exit", "kill"])
 def test_a_failure_on_one_rank_is_an_error_on_all(ranks: Ranks, kind: str, how: str) -> None:
     with ranks("calls", "one_fails", kind, how, nprocs=3) as job:

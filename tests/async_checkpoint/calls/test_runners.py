@@ -221,6 +221,7 @@ def test_what_cannot_be_unpickled_is_a_failed_call(worker: WorkerRunner) -> None
     assert "cannot be unpickled in the worker: RuntimeError: not here" in cause
 
 
+@pytest.mark.slow
 def test_a_program_that_reads_its_arguments_when_it_is_imported(tmp_path: Path) -> None:
     program = tmp_path / "arguments.py"
     program.write_text(

@@ -115,6 +115,7 @@ def check_passed_over(path: Path, damage: str, caplog: pytest.LogCaptureFixture)
     assert (loaded.step, loaded.source) == (1, "storage")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_what_is_damaged_is_passed_over(
     path: Path, damage: str, caplog: pytest.LogCaptureFixture

@@ -35,9 +35,9 @@ if what != "end\\n":
     snapshots.append(StoredSnapshot({"step": 3, "layout": []}, b"values of the lost", lost))
     launcher = os.pidfd_open(os.getppid())
     if what == "listen\\n":
-        hand_over(announcement, snapshots, None, 60.0, launcher)
+        hand_over(announcement, snapshots, {}, 60.0, launcher)
     else:
-        hand_over(announcement, [], memory, 60.0, launcher)
+        hand_over(announcement, [], {"own": memory}, 60.0, launcher)
 announcement.withdraw()
 """
 
@@ -91,27 +91,27 @@ def test_a_replacement_waits_for_the_writer_of_a_dead_process(
         for each in found:
             each.memory.close()
         content = b""
-        if kept is not None:
-            content = bytes(kept.view[:4])
-            kept.close()
+        for name, memory in kept.items():
+            content += name.encode() + b" " + bytes(memory.view[:4])
+            memory.close()
     assert told == [True]
     assert [each.values for each in found] == ([b"values"] if does == "listen" else [])
     lost = "the memory with the snapshot of step 3 is lost"
     assert (lost in caplog.text) == (does == "listen")
-    assert content == (b"kept" if does == "give kept memory" else b"")
+    assert content == (b"own kept" if does == "give kept memory" else b"")
     assert os.listdir(path.parent) == []
 
 
 def test_a_process_does_not_wait_for_the_writer_of_a_living_one(path: Path) -> None:
     with writer(path, os.getpid()) as process:
-        assert handover.take_over(path) == ([], None)
+        assert handover.take_over(path) == ([], {})
         process.communicate("end\n")
 
 
 def test_a_killed_writer_announces_nothing(path: Path, dead: int) -> None:
     with writer(path, dead) as process:
         process.kill()
-    assert handover.take_over(path) == ([], None)
+    assert handover.take_over(path) == ([], {})
 
 
 def test_the_socket_of_a_writer_that_was_killed_is_removed(path: Path, dead: int) -> None:
@@ -122,5 +122,5 @@ def test_the_socket_of_a_writer_that_was_killed_is_removed(path: Path, dead: int
             assert handover._connect(path) is None
             assert path.exists()  # the writer is about to listen
             process.kill()
-        assert handover.take_over(path) == ([], None)
+        assert handover.take_over(path) == ([], {})
     assert not path.exists()

@@ -50,6 +50,7 @@ VIEWS: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("view", VIEWS)
 def test_views_get_the_saved_values(tmp_path: Path, view: str) -> None:
     saved, target = VIEWS[view](), VIEWS[view]()
@@ -127,6 +128,7 @@ EXTRA: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", EXTRA)
 def test_an_extra_state_is_replaced(tmp_path: Path, kind: str) -> None:
     """From memory, and from the files."""
@@ -173,6 +175,7 @@ def shape_of(value: Any) -> Any:
     return [shape_of(each) for each in value] if isinstance(value, list) else type(value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("linger", [0, 60])
 def test_an_empty_dict_is_filled_in_the_order_and_with_the_dicts_of_the_saved_one(
     tmp_path: Path, linger: int

@@ -116,6 +116,7 @@ MISFITS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MISFITS)
 def test_another_tensor_is_refused_by_name(tmp_path: Path, kind: str) -> None:
     saved, target = MISFITS[kind]

@@ -55,6 +55,7 @@ def check(ranks: Ranks, path: Path, *points: str) -> None:
         assert cause in there["message"], there
 
 
+@pytest.mark.slow
 def test_what_one_rank_raises_reaches_all(ranks: Ranks, tmp_path: Path) -> None:
     check(ranks, tmp_path, "identity", "snapshots", "commit")
 

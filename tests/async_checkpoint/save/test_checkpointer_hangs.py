@@ -41,6 +41,7 @@ def check_error(error: BaseException, path: Path) -> None:
     assert re.search(rf"{path} within 0.3 s .*respond|0.3 s for .* to {path} .*respond", str(error))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "op", ["publish", *(pytest.param(op, marks=pytest.mark.slow) for op in ("write_at", "finish"))]
 )

@@ -45,6 +45,7 @@ def restored_state(path: Path, step: int) -> dict[str, object]:
     return state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replaces", [False, True])
 @pytest.mark.parametrize(
     ("call", "how", "error"),
@@ -153,6 +154,7 @@ def first_visible(storage: LocalStorage) -> str:
     return saved_by(storage, folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_at_every_moment_of_a_replacement_one_of_both_is_visible(
     tmp_path: Path, calls: FailingCalls, when: str

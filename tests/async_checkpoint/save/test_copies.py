@@ -93,6 +93,7 @@ def test_tensors_at_other_addresses_next_time(memory: SharedMemory) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["aeb", "eab", "abe", "eee"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_tensors_without_elements(tmp_path: Path, order: str, overlap: bool) -> None:
@@ -239,6 +240,7 @@ def test_a_write_that_torch_does_not_count_fails_verification(
             assert torch.equal(found["w"], torch.ones(LARGE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["shared", "eager", "eager, strided"])
 def test_the_writer_hashes_what_the_copy_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str

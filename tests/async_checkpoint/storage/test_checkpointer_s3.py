@@ -68,6 +68,7 @@ def test_saved_restored_replaced_and_tidied(s3: Server) -> None:
     assert uploads(url) == []
 
 
+@pytest.mark.slow
 def test_plain_torch_reads_it(s3: Server) -> None:
     url = s3.new_url()
     with Checkpointer(url) as checkpointer:
@@ -83,6 +84,7 @@ def test_plain_torch_reads_it(s3: Server) -> None:
     assert same(loaded, state(7))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verdict", ["drop", pytest.param("go", marks=pytest.mark.slow)])
 def test_nothing_is_visible_before_the_manifest(s3: Server, verdict: str) -> None:
     url = s3.new_url()
@@ -107,6 +109,7 @@ def test_nothing_is_visible_before_the_manifest(s3: Server, verdict: str) -> Non
         }
 
 
+@pytest.mark.slow
 def test_a_snapshot_belongs_to_the_folder_and_not_to_its_name(s3: Server) -> None:
     url = s3.new_url()
     first = Checkpointer(url)

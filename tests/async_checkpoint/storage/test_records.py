@@ -118,6 +118,7 @@ LocalStorage(sys.argv[1]).put_record("trust", "limit.json", sys.argv[2].encode()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["before", "after"])
 def test_a_record_is_replaced_in_one_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str

@@ -48,6 +48,7 @@ def left_by_a_dead_job(storage: RemoteStorage) -> None:
     storage.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left", [False, True])
 def test_what_is_read_late_wins_no_lock(s3: Server, left: bool) -> None:
     url = s3.new_url()
@@ -179,6 +180,7 @@ def race(seed: int, count: int, left: bool) -> int:
     return len(got)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize("count", [2, 3])
 def test_no_two_hold_it_in_any_interleaving(

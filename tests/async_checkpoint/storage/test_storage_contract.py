@@ -79,6 +79,7 @@ def test_what_is_not_there_is_said_so(storage: Storage) -> None:
     storage.remove("b")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size_bytes", [0, 10, PART, 3 * PART, 3 * PART + 10])
 @pytest.mark.parametrize("order", ["forwards", "backwards"])
 def test_pieces_in_any_order_from_any_thread(storage: Storage, size_bytes: int, order: str) -> None:
@@ -224,6 +225,7 @@ def other_job(storage: Storage) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_two_jobs_cannot_have_it(storage: Storage) -> None:
     if storage.where.startswith("memory:"):
         pytest.skip("of one process only")

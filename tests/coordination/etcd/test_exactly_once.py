@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from etcd_cluster import NET_S, Cluster
-from outlast.coordination.replicated.operations import Keys, Operation
+from outlast.coordination.replicated.operations import Failed, Keys, Operation
 from outlast.coordination.stores.etcd import layout
 from outlast.coordination.stores.etcd.client import EtcdClient
 from outlast.coordination.stores.etcd.connection import Refused, Security
@@ -114,6 +114,88 @@ def test_replacing_is_exact_too(etcd: Cluster, root: str) -> None:
         total = sum(pool.map(work, range(THREADS)))
     with store_on(etcd.client(), root) as store:
         assert (store.read("n") or b"").startswith(b"%d:" % total)
+
+
+class CountingClient(EtcdClient):
+    calls = 0
+
+    def call(self, path: str, body: Any, limit: float | None = None) -> Any:
+        self.calls += 1
+        return super().call(path, body, limit)
+
+
+def batch(*operations: Operation) -> Operation:
+    return Operation("batch", operations=operations)
+
+
+def test_a_batch_is_one_request_and_others_see_all_of_it_or_nothing(
+    etcd: Cluster, root: str
+) -> None:
+    client = CountingClient(etcd.endpoints, Security())
+    never = b"no value"
+    with store_on(client, root) as store:
+        operations = (
+            Operation("append", "log", b"a"),
+            Operation("add", "n", amount=1),
+            Operation("add", "m", amount=7),
+            Operation("compare_set", "over", b"restart"),
+            Operation("claim", "c", b"mine"),
+            Operation("read", "ledger"),
+            Operation("compare_set", "x", never, expected=never),
+            Operation("check", "y"),
+            Operation("delete", "z"),
+            Operation("put", "p", b"v"),
+        )
+        results = [None, 1, 7, b"restart", b"mine", None, None, 0, 0, None]
+        assert store.perform(batch(*operations)) == results
+        assert client.calls == 1
+        written = {store.look(key)[0] for key in ("log", "n", "m", "over", "c", "p")}
+        assert written == {b"a", b"1", b"7", b"restart", b"mine", b"v"}
+        reads = batch(Operation("read", "log"), Operation("read", "over"), Operation("check", "p"))
+        before = client.calls
+        assert store.perform(reads) == [b"a", b"restart", 1]
+        assert client.calls == before + 1
+
+
+def test_a_batch_that_one_transaction_cannot_hold_is_performed_in_order(
+    etcd: Cluster, root: str
+) -> None:
+    with store_on(etcd.client(), root) as store:
+        many = [Operation("append", f"k{n}", b"%d" % n) for n in range(40)]
+        assert store.perform(batch(*many)) == [None] * 40
+        twice = batch(
+            Operation("put", "k", b"1"),
+            Operation("append", "k", b"2"),
+            Operation("read", "k"),
+            Operation("compare_set", "k", b"3", expected=b"12"),
+            Operation("compare_set", "k", b"4", expected=b"12"),
+            Operation("keys", "k3"),
+            Operation("delete_prefix", "k3"),
+            Operation("keys", "k3"),
+            Operation("delete", "k"),
+            Operation("compare_set", "k", b"5"),
+        )
+        names = tuple(sorted(f"k{n}" for n in (3, *range(30, 40))))
+        found = [None, None, b"12", b"3", b"3", Keys(names), None, Keys(()), 1, b"5"]
+        assert store.perform(twice) == found
+        large = [Operation("put", f"large{n}", b"x" * 700_000) for n in range(3)]
+        assert store.perform(batch(*large)) == [None] * 3
+
+
+def test_one_part_of_a_batch_that_fails_leaves_the_others(etcd: Cluster, root: str) -> None:
+    with store_on(etcd.client(), root) as store:
+        store.put("text", b"text")
+        store.put("empty", b"")
+        parts = batch(
+            Operation("add", "text", amount=1),
+            Operation("append", "log", b"a"),
+            Operation("compare_set", "empty", b"v"),
+        )
+        failed, *others = store.perform(parts)  # type: ignore[misc]
+        assert isinstance(failed, Failed)
+        assert "no number" in failed.reason
+        assert others == [None, b"v"]
+        assert (store.read("text"), store.read("empty")) == (b"text", b"v")
 
 
 def test_what_is_no_number_is_not_added_to(etcd: Cluster, root: str) -> None:

@@ -98,9 +98,10 @@ def test_a_wait_that_begins_behind_the_watch_sees_what_came_before(etcd: Cluster
     ):
         _, revision = store.look("k")
         store.put("k", b"v")
-        start, end = store.range_of("k")
+        start = store.base_of("k")
+        end = start + b"\0"
         with ThreadPoolExecutor(1) as pool:  # the watch begins, and sees the write
             pool.submit(store.waits.wait, start, end, revision, NET_S).result(NET_S)
         assert store.waits.wait(start, end, revision, NET_S)
-        other_start, other_end = store.range_of("other")
-        assert not store.waits.wait(other_start, other_end, revision, 0.05)
+        other = store.base_of("other")
+        assert not store.waits.wait(other, other + b"\0", revision, 0.05)

@@ -59,6 +59,7 @@ def survives(seed: int, hosts: int, lag_s: float) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 5))])
 @pytest.mark.parametrize("lag_s", [0.0, pytest.param(0.9, marks=pytest.mark.slow)])
 def test_the_death_of_the_leader_ends_no_other_lease(hosts: int, lag_s: float) -> None:

@@ -160,6 +160,7 @@ def train(path: Path, kind: str, seed: int, end: Any = None) -> list[Any]:
     return happened
 
 
+@pytest.mark.slow
 # torch does not know that the restored optimizer has made steps.
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize(
@@ -209,6 +210,7 @@ def test_what_is_done_is_not_loaded_again(tmp_path: Path) -> None:
     assert data.loaded == list(range(2 * BATCH, SAMPLES))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # of torchdata
 @pytest.mark.parametrize("saved", ["in the last step", "after the last batch"])
 def test_a_loader_with_a_state_that_was_resumed_at_its_end_begins_the_next_epoch(
@@ -440,6 +442,7 @@ def test_an_interrupt_at_a_loop_that_an_exception_leaves_is_raised_after_it(
             break
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["made anew", "kept", "set for each epoch"])
 def test_a_save_at_the_end_of_an_epoch_keeps_the_order_of_the_next_one(
     tmp_path: Path, how: str

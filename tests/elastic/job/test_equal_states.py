@@ -107,7 +107,7 @@ def noted(step: int, rank: int, value: str) -> list[Any]:
 
 def test_a_value_that_would_be_lost_is_refused() -> None:
     old = [[noted(4, 0, "inf"), noted(5, 0, "1.25")], [noted(4, 1, "inf"), noted(5, 1, "inf")]]
-    parts = [[each, {}] for each in old]
+    parts = [[each, [], {}] for each in old]
     why = refusal(parts, [0], is_resized=False)
     assert (
         "states['best'] differs between ranks: ['val'] is 1.25 on rank 0, and inf on rank 1" in why
@@ -116,16 +116,19 @@ def test_a_value_that_would_be_lost_is_refused() -> None:
     assert "states={'best': outlast.per_rank(...)}" in why
     # Equal at the newest step that both have noted: what rank 1 had alone at step 6 is of no step.
     parts = [
-        [[noted(4, 0, "1.25"), noted(5, 0, "2")], {}],
-        [[noted(4, 1, "inf"), noted(5, 1, "2"), noted(6, 1, "3")], {}],
+        [[noted(4, 0, "1.25"), noted(5, 0, "2")], [], {}],
+        [[noted(4, 1, "inf"), noted(5, 1, "2"), noted(6, 1, "3")], [], {}],
     ]
     assert refusal(parts, [0], is_resized=False) == ""
+    # The values of a rank whose host is lost are known from its mirror.
+    lost = [[], [], {}], [old[1], old[0], {}]
+    assert "['val'] is 1.25 on rank 0" in refusal(lost, [0], is_resized=False)
     # A new process, whose predecessor's memory is gone, has nothing to lose.
-    assert refusal([[[], {}], [[noted(5, 1, "inf")], {}]], [0], is_resized=False) == ""
+    assert refusal([[[], [], {}], [[noted(5, 1, "inf")], [], {}]], [0], is_resized=False) == ""
 
 
 def test_a_known_difference_with_a_lost_rank_is_refused() -> None:
-    parts = [[[noted(5, 1, "inf")], {"best": "differed on ranks 0 and 1 at step 5"}]]
+    parts = [[[noted(5, 1, "inf")], [], {"best": "differed on ranks 0 and 1 at step 5"}]]
     assert refusal(parts, [], is_resized=False) == ""
     assert "states['best'] differed on ranks 0 and 1" in refusal(parts, [], is_resized=True)
 

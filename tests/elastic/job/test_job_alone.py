@@ -115,6 +115,16 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+def test_a_new_job_loads_nothing_into_itself(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = made()
+    loads: list[object] = []
+    for part in job._training.parts.values():
+        monkeypatch.setattr(part, "load", lambda *given: loads.append(given))
+    assert job.restore() == 0
+    assert not loads
+    assert [each.step for each in job.checkpointer.checkpoints()] == [0]
+
+
 def test_a_survivor_goes_back_to_the_checkpoint(made: Made) -> None:
     job = made()
     job.restore()
@@ -253,6 +263,7 @@ def saved_with(path: Path, attached: Settable) -> Iterator[Job]:
         yield job
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved", [*SMALL, *WITH_TENSORS], ids=range(8))
 def test_an_attached_state_is_restored_exactly(tmp_path: Path, saved: dict[str, Any]) -> None:
     """Whatever its current keys, in the process that saved it and in a new one."""

@@ -119,6 +119,7 @@ def test_a_request_to_stop_ends_the_attempts(ranks: Ranks, small_disk: Path) -> 
             assert "after a request to stop (signal SIGTERM)" in job.errors(rank)
 
 
+@pytest.mark.slow
 def test_the_fallback_has_the_last_save_and_the_same_command_continues_there(
     ranks: Ranks, small_disk: Path, tmp_path: Path
 ) -> None:

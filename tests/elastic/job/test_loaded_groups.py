@@ -65,6 +65,7 @@ CHANGES: dict[str, tuple[Callable[[], Made], Callable[[], Made]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_group_that_has_changed(tmp_path: Path, change: str) -> None:
     save, load = CHANGES[change]
@@ -106,6 +107,35 @@ def test_moments_go_to_the_parameter_of_the_same_name(tmp_path: Path) -> None:
     names = optimizer.param_groups[0]["param_names"]
     optimizer.param_groups[0]["param_names"] = [f"_orig_mod.module.{name}" for name in names]
     assert train(tmp_path, model, optimizer, steps=0) == 2
+
+
+@pytest.mark.parametrize("other", ["b", "module"])
+def test_moments_follow_the_names_in_the_model_if_the_optimizer_has_another_order(
+    tmp_path: Path, other: str
+) -> None:
+    """Of parameters of one shape, torch would exchange the moments in silence. `module` is also the
+    name of what a DDP wraps.
+    """
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), other: nn.ModuleDict({"a": nn.Linear(4, 4)})})
+
+    def optimizer(*order: str) -> torch.optim.Optimizer:
+        return torch.optim.Adam([p for name in order for p in model[name].parameters()])
+
+    first = optimizer("a", other)
+    with outlast.Job(tmp_path, model=model, optimizer=first, signals=()) as job:
+        job.restore()
+        for number, each in enumerate(model.parameters()):
+            each.grad = torch.full_like(each, number + 1.0)
+        first.step()
+        job.step()
+    saved = {n: first.state[p]["exp_avg"].clone() for n, p in model.named_parameters()}
+    assert len({float(each.max()) for each in saved.values()}) == 4
+    for again in optimizer(other, "a"), optimizer("a", other):
+        with outlast.Job(tmp_path, model=model, optimizer=again, signals=()) as job:
+            assert job.restore() == 1
+            assert "outlast_names" not in again.param_groups[0]
+        for name, parameter in model.named_parameters():
+            assert torch.equal(again.state[parameter]["exp_avg"], saved[name]), name
 
 
 def test_parameters_of_other_names_are_refused(tmp_path: Path) -> None:

@@ -99,6 +99,7 @@ def shared(seed: int) -> tuple[Any, Any]:
     return models, {name: adam(model) for name, model in models.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", [gan, one_optimizer, two_optimizers, only, shared])
 def test_a_job_is_loaded_as_it_was_saved(
     tmp_path: Path, made: Callable[[int], tuple[Any, Any]]

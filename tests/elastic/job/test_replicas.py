@@ -32,6 +32,7 @@ def test_ranks_that_begin_with_different_models_are_refused(
     assert f"(rank {named[0]} names a tensor" in errors[1 - named[0]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["after", "buffers"])
 def test_the_model_of_rank_0_is_saved(ranks: Callable[..., Job], tmp_path: Path, when: str) -> None:
     first, second = run(ranks, tmp_path / "state", when)

@@ -26,6 +26,7 @@ def redone(ranks: Callable[..., Job], folder: Path, *arguments: str) -> Iterator
         yield job
 
 
+@pytest.mark.slow
 def test_redone_steps_are_counted_and_their_time_is_lost(
     ranks: Callable[..., Job], tmp_path: Path
 ) -> None:

@@ -78,6 +78,7 @@ def run(path: Path, kind: str, *, stop: int = -1, in_states: bool, workers: int)
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_states", [False, True])
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_generator_under_any_name(tmp_path: Path, in_states: bool, workers: int) -> None:

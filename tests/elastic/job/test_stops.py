@@ -129,7 +129,7 @@ def test_a_signal_and_an_exception_in_the_same_step(
 def test_a_request_that_the_restart_overtakes(training: Training, reference: list[Line]) -> None:
     """It is not in the store when the next iteration is decided: this one makes a last step."""
     codes, lines = training.run(
-        fault(0, "step 5", "SIGTERM, mark told"), fault(1, "step 5", "await told, raise"), late=True
+        fault(0, "step 5", "SIGTERM, mark told"), fault(1, "step 5", "await told, raise"), late=1
     )
     again = {line["step"] for line in events(lines, "trained") if line["iteration"] > 0}
     assert again
@@ -137,6 +137,7 @@ def test_a_request_that_the_restart_overtakes(training: Training, reference: lis
     check(training, codes, lines, reference)
 
 
+@pytest.mark.slow
 def test_a_state_in_memory_only_is_saved_before_the_ranks_leave(
     training: Training, reference: list[Line]
 ) -> None:
@@ -192,6 +193,7 @@ def test_a_job_that_fails_in_every_iteration_ends(
     check(training, codes, lines, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_rank_that_got_the_signal_is_killed(
     training: Training, reference: list[Line], killed: int

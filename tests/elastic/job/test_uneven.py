@@ -85,6 +85,7 @@ def test_a_job_notes_where_its_loop_is(tmp_path: Path) -> None:
     assert found[-2:] == [(3, 0, 0, ""), (3, 1, 0, LEFT)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "said"),
     [

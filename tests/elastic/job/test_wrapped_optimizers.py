@@ -93,6 +93,7 @@ def train(path: Path, kind: str, steps: int, **options: Any) -> tuple[list[Any],
     return [p.tolist() for p in model.parameters()], begun
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_wrapped_optimizer_saves_and_resumes(
     tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture

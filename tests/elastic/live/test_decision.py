@@ -9,9 +9,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from outlast.elastic.job.live.choice import Choice, Offer, choose
+from outlast.elastic.job.live.choice import (
+    Choice,
+    Offer,
+    StateToSave,
+    choose,
+)
 from outlast.elastic.job.live.frozen import Held
 from outlast.elastic.job.live.own_state import Record, Slots, State, read
+from outlast.elastic.job.live.to_save import choose_to_reshard
 from outlast.elastic.job.live.transfer import rounds
 
 
@@ -93,6 +99,30 @@ def test_a_job_of_another_size_needs_no_state_of_the_ranks_that_are_gone() -> No
     assert choose([left[0], dataclasses.replace(left[1], resizable=False)]) == (
         "step 5 lacks a state that fits 2 ranks instead of 3"
     )
+
+
+def test_the_own_state_of_a_lost_host_comes_from_its_mirror() -> None:
+    mirrored = [record(1, 4), record(1, 5), record(1, 6, final=False, passes=1)]
+    holder = dataclasses.replace(offer(0, 5, record(0, 5)), mirrored=mirrored)
+    found = choose([holder, offer(1, None)])
+    assert isinstance(found, Choice)
+    assert (found.step, found.sources) == (5, {1: [0]})
+    assert found.own == [(0, record(0, 5)), (0, record(1, 5))]
+    # What had not arrived is not used, nor an older state in its place.
+    lags = dataclasses.replace(holder, mirrored=mirrored[:1])
+    assert choose([lags, offer(1, None)]) == (
+        "step 5 lacks the random generators and other states of rank 1 alone; rank 1: a new process"
+    )
+
+
+def test_a_process_has_not_the_state_that_it_mirrors() -> None:
+    """In a job of another size, each keeps its own."""
+    mirrored = [record(1, 5, size=3)]
+    left = [offer(0, 5, record(0, 5, size=3), size=3), offer(2, 5, record(2, 5, size=3), size=3)]
+    left[0] = dataclasses.replace(left[0], records=[], mirrored=mirrored)
+    found = choose(left)
+    assert isinstance(found, Choice)
+    assert found.own == [(0, None), (1, record(2, 5, size=3))]
 
 
 def test_states_of_different_branches_do_not_mix() -> None:
@@ -189,6 +219,8 @@ def test_slots_keep_the_phases_of_the_last_step() -> None:
         for phase in range(3):
             slots.write(dataclasses.replace(record(0, step), phase=phase, until=phase), b"state")
         slots.extend(3)
+        before = {(r.step, r.phase, r.until) for r, _ in read(slots.memory)}
+        assert step == 1 or (step - 1, 2, 3) in before
         slots.write(record(0, step + 1, final=False), b"early")
         slots.extend(3)  # not the early one
         slots.write(record(0, step + 1, final=False), b"early again")
@@ -198,3 +230,50 @@ def test_slots_keep_the_phases_of_the_last_step() -> None:
         assert (step, 2, 3) in {(r.step, r.phase, r.until) for r, _ in read(slots.memory)}
     assert {r.until for r, _ in read(slots.memory) if not r.final} == {0}
     slots.memory.close()
+
+
+def shards(rank: int, step: int, size: int = 2, *, copies: int = 1) -> Offer:
+    """A rank that has its part of a sharded model; `copies` ranks have the same one."""
+    alike = range(rank % (size // copies), size, size // copies)
+    own = record(rank, step, size=size)
+    return offer(rank, step, own, size=size, signature=f"part {rank}", stands_for=tuple(alike))
+
+
+def found(*steps: int) -> dict[str, Any]:
+    """The checkpoints on storage."""
+    return {"candidates": [{"step": step} for step in steps]}
+
+
+NEW = dataclasses.replace(offer(0, None), signature="another part")
+
+
+def test_ranks_of_another_number_get_what_is_saved_of_all_shards() -> None:
+    grown = [shards(0, 6), shards(1, 6), NEW]
+    assert isinstance(choose(grown), str)
+    saved = choose_to_reshard(grown, found(5))
+    assert isinstance(saved, StateToSave)
+    assert (saved.state.step, saved.holders, saved.lost) == (6, [0, 1], [])
+    # Each shard has a second copy, and one of four ranks is lost: only its own state is.
+    fewer = [shards(rank, 6, 4, copies=2) for rank in range(3)]
+    saved = choose_to_reshard(fewer, found())
+    assert isinstance(saved, StateToSave)
+    assert (saved.holders, saved.lost) == ([0, 1, 2], [3])
+
+
+@pytest.mark.parametrize(
+    "offers",
+    [
+        [shards(0, 6), NEW],  # of the same size: the shards, and the generators, of rank 1 are lost
+        [shards(0, 6, 2, copies=2), NEW],
+        [shards(rank, 6, 4) for rank in range(3)],  # nobody else has those of rank 3
+        [shards(0, 6), shards(1, 5), NEW],  # no step is complete on both
+        [dataclasses.replace(shards(0, 6), came_back=True), shards(1, 6), NEW],
+        [NEW, NEW],
+    ],
+)
+def test_what_cannot_be_resharded(offers: list[Offer]) -> None:
+    assert choose_to_reshard(offers, found()) is None
+
+
+def test_a_checkpoint_of_the_same_step_is_loaded_without_another_save() -> None:
+    assert choose_to_reshard([shards(0, 6), shards(1, 6), NEW], found(4, 6)) is None

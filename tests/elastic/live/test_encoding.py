@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from outlast.elastic.job.encoding import dump_header, load_plain, load_shapes, load_state
+from outlast.elastic.job.encoding import (
+    dump_header,
+    dump_plain,
+    load_plain,
+    load_shapes,
+    load_state,
+)
 from outlast.elastic.job.live.frozen import Leaf
 
 SHAPES = [("float32", (2, 3)), ("int64", ())]
@@ -43,6 +49,19 @@ def test_a_header_runs_no_code(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="more than tensors and plain values"):
         load_state(header, [Leaf])
     assert not (tmp_path / "made").exists()
+
+
+def test_equal_plain_values_are_equal_bytes_with_tensors() -> None:
+    """As of torchdata's loaders, whose state has that of a generator."""
+
+    def state() -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(3)
+        return {"drawn": generator.get_state(), "at": (1, torch.ones(2, 0, dtype=torch.bfloat16))}
+
+    assert dump_plain(state()) == dump_plain(state())
+    found = load_plain(dump_plain(state()))
+    assert torch.equal(found["drawn"], state()["drawn"])
+    assert (found["at"][1].shape, found["at"][1].dtype) == ((2, 0), torch.bfloat16)
 
 
 def test_plain_values_run_no_code(tmp_path: Path) -> None:

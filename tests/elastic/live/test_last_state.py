@@ -50,6 +50,7 @@ def check_continued(ended: Run, second: Run, reference: Run) -> None:
     assert second.ended() == reference.ended(), second.errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [1, pytest.param(0, marks=SLOW)])
 def test_the_state_of_the_survivors_when_none_replaces_the_lost_rank(
     ranks: Ranks, tmp_path: Path, reference: Run, lost: int

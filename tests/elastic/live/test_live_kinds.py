@@ -35,6 +35,19 @@ def test_a_training_of_any_kind_continues_with_the_same_bits(
     check_same(faulty, reference)
 
 
+def test_with_a_loader_of_its_own_a_rank_killed_after_its_gradients_were_sent_costs_no_step(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """What it has in its loader after the step is known before that: the others have completed it,
+    and its replacement goes on with the batch after it.
+    """
+    reference = run(ranks, tmp_path / "reference", script="live_kinds", kind="loader")
+    faults = [*later(1, 9, "computed 9", "SIGKILL", iteration=0)]
+    faulty = run(ranks, tmp_path / "faulty", *faults, script="live_kinds", kind="loader")
+    assert faulty.restored() == {0: (9, LIVE), 1: (9, REPLICA)}, faulty.errors
+    check_same(faulty, reference, not_told=(1, 9))
+
+
 def test_a_step_with_a_closure_begins_with_the_first_write(ranks: Ranks, tmp_path: Path) -> None:
     """LBFGS evaluates its closure, writes, and evaluates it again: the second is in its step."""
     reference = run(ranks, tmp_path / "reference", script="live_kinds", kind="closure")
@@ -99,6 +112,41 @@ def test_a_killed_rank_gets_its_part_from_a_replica_with_hsdp(ranks: Ranks, tmp_
         1: (6, "replica"),
     }
     check_same(faulty, reference)
+
+
+@pytest.mark.fsdp2
+@pytest.mark.parametrize("again", [(), ("raise",), ("SIGKILL",)], ids=str)
+def test_fewer_ranks_continue_from_the_shards_of_all_with_hsdp(
+    ranks: Ranks, tmp_path: Path, again: tuple[str, ...]
+) -> None:
+    """Rank 3 is lost, whose shards rank 1 has, too: three ranks divide them anew. In the midst of
+    that, there is one more fault: rank 2 has the same shards as rank 0.
+    """
+    faults = later(3, 6, "forward 7", "SIGKILL", nprocs=4)
+    more = [fault(2, "reshard", each.replace("raise", "raise another")) for each in again]
+    plan: dict[str, Any] = {"kind": "hsdp", "await": False, "job": {"min_ranks": 2, "linger": 0}}
+    faulty = run(ranks, tmp_path / "c", *faults, *more, nprocs=4, replace=False, **plan)
+    left = {0, 1, 2} if again != ("SIGKILL",) else {0, 1}
+    last = max(line["iteration"] for line in faulty.events("restored"))
+    assert last == 1 + len(again)
+    assert faulty.restored(last) == dict.fromkeys(left, (6, "memory")), faulty.errors
+    assert "the state of the surviving ranks is not used" not in faulty.errors
+    made = [(rank, step) for rank in left for step in range(1, 13)]
+    assert all(faulty.times(rank, step) == 1 for rank, step in made), faulty.errors
+    assert len(set(faulty.ended().values())) == 1
+
+
+@pytest.mark.fsdp2
+def test_shards_that_cannot_be_saved_cost_the_steps_since_the_checkpoint(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    faults = [*later(3, 6, "forward 7", "SIGKILL", nprocs=4), fault(2, "reshard", "refuse")]
+    plan: dict[str, Any] = {"kind": "hsdp", "await": False, "job": {"min_ranks": 2, "linger": 0}}
+    faulty = run(ranks, tmp_path / "c", *faults, nprocs=4, replace=False, **plan)
+    assert faulty.restored() == dict.fromkeys(range(3), (4, "storage")), faulty.errors
+    assert "cannot be resharded: " in faulty.errors
+    assert "a planned refusal" in faulty.errors
+    assert "the state of the surviving ranks is not used: step 6 lacks" in faulty.errors
 
 
 def ends(found: Run) -> dict[tuple[int, int], set[str]]:

@@ -30,6 +30,7 @@ def totals(done: Run) -> set[tuple[int, str]]:
     return {(line["of"], line["total"]) for line in done.events("epoch")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "at", "do", "rows", "source"),
     [

@@ -49,6 +49,7 @@ def told(owner: subprocess.Popen[str], to: list[int]) -> list[int]:
     return list(json.loads(owner.stdout.readline()))
 
 
+@pytest.mark.slow
 def test_large_and_small_tensors_are_read_from_the_owner_alone(
     owner: subprocess.Popen[str],
 ) -> None:

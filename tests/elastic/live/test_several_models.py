@@ -33,6 +33,7 @@ def from_checkpoint(found: Run) -> None:
     assert not {source for _, source in found.restored().values()} & {LIVE, REPLICA}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("do", ["raise", pytest.param("SIGKILL", marks=SLOW)])
 def test_a_fault_before_the_first_optimizer_costs_no_step(
     ranks: Ranks, tmp_path: Path, reference: Run, do: str
@@ -104,6 +105,7 @@ def test_a_fault_of_all_ranks_between_the_optimizers_costs_the_steps_since_the_c
     check_same(faulty, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("do", ["raise", pytest.param("SIGKILL", marks=SLOW)])
 @pytest.mark.parametrize(
     "at", ["g computed", *(pytest.param(a, marks=SLOW) for a in ("g stepped", "averaged"))]
@@ -170,6 +172,7 @@ def test_sharded_models_continue_from_their_own_state(ranks: Ranks, tmp_path: Pa
     check_same(faulty, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=SLOW)])
 @pytest.mark.parametrize("size", [1, pytest.param(3, marks=SLOW)])
 def test_a_checkpoint_of_two_ranks_is_loaded_by_more_or_less(

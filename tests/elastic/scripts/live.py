@@ -4,7 +4,8 @@ The plan is JSON; its `faults` are those of `planned_faults`. The points of step
 `computed N` (the gradients are there); `torn N` (the optimizer has changed one parameter);
 `stepped N` (before `job.step`); `done N`. Others: `end E` (of an epoch), `begin`, `restored`,
 `chosen` (the ranks have agreed on the state from which they continue), and `transfer` (between two
-parcels, or two reads of another process's memory), `last save` (before the job ends). With
+parcels, or two reads of another process's memory), `last save` (before the job ends), `reshard`
+(before a save for ranks of another number). With
 `"over": "group"`, no memory is read. Without `"await"`, nothing replaces a rank that is lost.
 """
 
@@ -30,8 +31,9 @@ from torch.utils.data import TensorDataset
 import outlast
 from outlast import chaos, inprocess
 from outlast.elastic import ElasticLoader
-from outlast.elastic.job.live import rescue, same_host, transfer
+from outlast.elastic.job.live import rescue, same_host, to_save, transfer
 from outlast.elastic.job.restoring import Restoring
+from outlast.errors import CheckpointError
 from outlast.inprocess import Compose
 from outlast.inprocess.rank_assignment import AwaitReplacements, ShiftRanks
 
@@ -60,8 +62,12 @@ def spoil() -> None:
     next(MODEL[0].parameters()).data[0] = float("nan")
 
 
+def refuse() -> None:
+    raise CheckpointError("a planned refusal")
+
+
 ACTIONS = {"write": write, "swap": swap, "lose": lambda: chaos.fire("lost_shared_memory")}
-ACTIONS["spoil"] = spoil
+ACTIONS |= {"spoil": spoil, "refuse": refuse}
 reach = PlannedFaults(PLAN, ACTIONS).reach
 
 
@@ -94,7 +100,8 @@ def build() -> tuple[nn.Module, Any, torch.optim.Optimizer]:
     model = nn.Sequential(*layers)
     if PLAN["kind"] in ("fsdp", "hsdp"):
         size = dist.get_world_size()
-        shape, names = ((size,), ("s",)) if PLAN["kind"] == "fsdp" else ((2, size // 2), ("r", "s"))
+        is_hybrid = PLAN["kind"] == "hsdp" and size % 2 == 0
+        shape, names = ((2, size // 2), ("r", "s")) if is_hybrid else ((size,), ("s",))
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         fully_shard(model, mesh=mesh)
         return model, model, torch.optim.Adam(model.parameters(), lr=0.01)
@@ -129,7 +136,7 @@ def received() -> None:
 
     transfer.lent, same_host.OwnersMemory._read = lent, read  # type: ignore[method-assign]
     transfer._PARCEL_BYTES = 512
-    gathered = transfer._gathered
+    gathered = transfer.gathered
     parcels = []
 
     load = Restoring._load_from_ranks
@@ -146,14 +153,18 @@ def received() -> None:
             reach("transfer", JOB[1])
         return gathered(views, parcel)
 
-    transfer._gathered = counted
-    collect: Any = rescue._Rescue._collect
+    transfer.gathered = counted
+    last, resharded = rescue.collect, to_save.state_to_save
 
-    def collected(last: Any, choice: Any) -> Any:
+    def collected(*args: Any) -> Any:
         reach("last save", JOB[1])
-        return collect(last, choice)
+        return last(*args)
 
-    rescue._Rescue._collect = collected  # type: ignore[method-assign]
+    def made_to_reshard(*args: Any) -> Any:
+        reach("reshard", JOB[1])
+        return resharded(*args)
+
+    rescue.collect, to_save.state_to_save = collected, made_to_reshard
 
 
 # Torch 2.6 has no such option.
@@ -186,6 +197,8 @@ def train(call: inprocess.CallWrapper) -> str:
         known = PLAN["kept"] and step is not None
         sync = {"init_sync": not known} if HAS_INIT_SYNC else {}
         called = called or DistributedDataParallel(model, **sync)
+        if isinstance(called, DistributedDataParallel):
+            job.watch_ddp(called)  # with three ranks, their order changes the bits
         for epoch in job.epochs(PLAN["epochs"]):
             for inputs, targets in job.batches(loader):
                 if job.steps == 4:

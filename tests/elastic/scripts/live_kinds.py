@@ -5,9 +5,11 @@ front of its micro-batch M; `computed N`; `stepped N` (between the optimizer's s
 `done N`. `kind` is one of:
 
 `accumulation`: each step has two micro-batches. `scaler`: a `GradScaler`, which skips step 5.
-`consistent`: `ConsistentDDP`. `stream`: the data come from a `ShardedStream`. `compiled`: the model
-is compiled. `closure`: LBFGS, with a point `evaluation N M` in front of each call of its closure.
-`shrink`: a killed rank is not replaced. All have a learning rate scheduler.
+`consistent`: `ConsistentDDP`. `stream`: the data come from a `ShardedStream`. `loader`: from a
+loader with a state of each rank. `compiled`: the model is compiled. `closure`: LBFGS, with a point
+`evaluation N M` in front of each call of its closure.
+`shrink`: a killed rank is not replaced; with `shrinks`, so with any other kind. All have a learning
+rate scheduler.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from outlast.inprocess import Compose
 from outlast.inprocess.rank_assignment import AwaitReplacements, ShiftRanks
 
 PLAN: dict[str, Any] = {"steps": 12, "kind": "accumulation", "job": {}, "faults": []}
+PLAN["shrinks"] = False
 PLAN.update(json.loads(sys.argv[1]))
 KIND = PLAN["kind"]
 LENGTHS = [17, 9, 30, 8, 21, 14]  # of the shards of a stream
@@ -48,10 +51,32 @@ def read(shard: str, offset: int) -> Iterator[torch.Tensor]:
     return iter(INPUTS[begin + offset : begin + LENGTHS[int(shard)]])
 
 
+class Drawing:
+    """A loader that draws its samples: each rank has other ones, and a state of its own."""
+
+    weight = 1.0
+
+    def __init__(self, dataset: TensorDataset) -> None:
+        self._dataset = dataset
+        self._drawn = torch.Generator().manual_seed(dist.get_rank())
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(6):
+            yield self._dataset[torch.randperm(len(self._dataset), generator=self._drawn)[:8]]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"drawn": self._drawn.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._drawn.set_state(state["drawn"])
+
+
 def data() -> Any:
     if KIND == "stream":
         return ShardedStream([str(i) for i in range(len(LENGTHS))], read, batch_size=4)
     dataset = TensorDataset(INPUTS[:96], INPUTS[:96].sum(dim=1, keepdim=True))
+    if KIND == "loader":
+        return Drawing(dataset)
     more: dict[str, Any] = {}
     if KIND == "accumulation":
         more["max_batch_size"] = 8 // dist.get_world_size()
@@ -89,7 +114,8 @@ def batches(loader: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
                 yield batch[0], batch[1]
 
 
-ranks = ShiftRanks() if KIND == "shrink" else Compose(ShiftRanks(), AwaitReplacements(60))
+SHRINKS = KIND == "shrink" or PLAN["shrinks"]
+ranks = ShiftRanks() if SHRINKS else Compose(ShiftRanks(), AwaitReplacements(60))
 
 
 @inprocess.Wrapper(rank_assignment=ranks)
@@ -108,7 +134,7 @@ def train(call: inprocess.CallWrapper) -> str:
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
     states = {"scheduler": scheduler, "scaler": scaler}
     loader = data()
-    if KIND == "shrink":
+    if SHRINKS:
         PLAN["job"].update(min_ranks=2, linger=0)
     job = outlast.Job(
         PLAN["path"],
@@ -141,7 +167,9 @@ def train(call: inprocess.CallWrapper) -> str:
                 loss: Any = optimizer.step(partial(evaluate, *given))
             with part:
                 if KIND != "closure":
-                    loss = nn.functional.mse_loss(called(inputs) + 0.01 * random.random(), targets)
+                    # A generator that `ConsistentDDP` has for each part.
+                    draw = torch.rand(1).item() if KIND == "consistent" else random.random()
+                    loss = nn.functional.mse_loss(called(inputs) + 0.01 * draw, targets)
                     loss = loss if KIND == "consistent" else loss * loader.weight
                 if KIND == "scaler":
                     scaler.scale(loss * (float("inf") if step == 5 else 1.0)).backward()
@@ -159,7 +187,9 @@ def train(call: inprocess.CallWrapper) -> str:
                 optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-            say("trained", step=step, iteration=call.iteration, loss=loss.item().hex())
+            items = inputs[:, 0].tolist()
+            loss_text = loss.item().hex()
+            say("trained", step=step, iteration=call.iteration, loss=loss_text, items=items)
             reach(f"stepped {step}", call.iteration)
             job.step()
             reach(f"done {step}", call.iteration)

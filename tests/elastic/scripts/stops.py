@@ -1,8 +1,8 @@
 """One rank of a wrapped training with stops and faults: `python stops.py PLAN`.
 
 The plan is JSON; its `faults` are those of `planned_faults`. The points: `begin` (before the `Job`
-exists), `restored`, `step N` (trained, before `job.step`), `saving N` (when the save of step N
-begins).
+exists), `restored`, `step N` (trained, before `job.step`), `agreed` (on the last step, before the
+save for the stop), `saving N` (when the save of step N begins).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import sys
+import threading
 import time
 from typing import Any
 
@@ -27,12 +28,13 @@ import outlast
 from outlast import inprocess
 from outlast.async_checkpoint import Checkpointer
 from outlast.elastic import ElasticLoader
+from outlast.elastic.stop_signals import StopRequest
 from outlast.inprocess.running_call import RunningCall
 
 PLAN: dict[str, Any] = {
     "epochs": 2,
     "every": 3,
-    "late": False,
+    "late": 0,
     "job": {},
     "timeouts": {},
     "faults": [],
@@ -46,18 +48,23 @@ def hang() -> None:
             time.sleep(1000)
 
 
-reach = PlannedFaults(PLAN, {"hang": hang}).reach
+reach = PlannedFaults(PLAN, {"hang": hang, "tell": lambda: say("told", pid=os.getpid())}).reach
 
 
 def be_late() -> None:
-    """The request reaches the store only after the next iteration has been decided."""
-    record = RunningCall.request_stop
+    """The request reaches the store only once this iteration has been decided, or the call ends."""
+    record, close, ends = RunningCall.request_stop, StopRequest.close, threading.Event()
 
     def later(self: RunningCall, reason: str, exit_code: int) -> None:
-        wait_until(lambda: self.state.iteration > 0)
+        wait_until(lambda: self.state.iteration >= PLAN["late"] or ends.is_set())
         record(self, reason, exit_code)
 
+    def closing(self: StopRequest) -> None:
+        ends.set()
+        close(self)
+
     RunningCall.request_stop = later  # type: ignore[method-assign]
+    StopRequest.close = closing  # type: ignore[method-assign]
 
 
 def watch_saves() -> None:
@@ -68,6 +75,12 @@ def watch_saves() -> None:
         reach(f"saving {step}", int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
         return handle
 
+    def agreed(self: RunningCall, limit_s: float) -> None:
+        reach("agreed", self.state.iteration)
+        announce(self, limit_s)
+
+    announce = RunningCall.saving_for_stop
+    RunningCall.saving_for_stop = agreed  # type: ignore[method-assign]
     Checkpointer.save = saving  # type: ignore[method-assign]
 
 

@@ -104,6 +104,7 @@ def test_two_replicas_have_no_majority(ranks: Ranks, tmp_path: Path) -> None:
     assert "no majority of replicas says which is wrong" in run.errors[0]
 
 
+@pytest.mark.slow
 def test_an_excluded_rank_leaves_and_the_others_go_back_to_before_the_flip(
     ranks: Ranks, tmp_path: Path
 ) -> None:

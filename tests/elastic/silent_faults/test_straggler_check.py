@@ -18,6 +18,7 @@ from outlast.events.types import StragglerFound
 HOST = socket.gethostname()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "blocked",
     [

@@ -86,6 +86,7 @@ def test_a_sync_that_raises_on_one_replica(
     assert said(job, "returned", "value") == [[str(folder / "states" / "step-00000001")]] * 3
 
 
+@pytest.mark.slow
 def test_a_sync_that_raises_while_others_are_in_its_collective(
     run: Callable[..., Job], folder: Path, tmp_path: Path
 ) -> None:
@@ -191,6 +192,7 @@ def test_generators_that_stood_alike_stand_alike_again(run: Callable[..., Job]) 
     assert drawn(run("loads_random", nprocs=3)) == [before[0]] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("sharded", marks=pytest.mark.fsdp2), "ddp"])
 @pytest.mark.parametrize(
     ("before", "after"),

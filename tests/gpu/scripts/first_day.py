@@ -6,6 +6,7 @@ On CUDA with NCCL, also several ranks on one GPU; with `DEVICE=late`, on the one
 
 from __future__ import annotations
 
+import copy
 import datetime
 import os
 import signal
@@ -18,6 +19,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -164,19 +166,48 @@ def in_a_graph(call: CallWrapper) -> None:
 
 
 def sharded(call: CallWrapper) -> None:
-    """A model of FSDP2 on a mesh; the rank fails before its second step."""
+    """A model of FSDP2 on a mesh; the rank fails before its second step. In the end, its values are
+    those of the same model in one piece.
+    """
     group()
-    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(2)]).to(DEVICE)
-    fully_shard(model, mesh=init_device_mesh(KIND, (SIZE,), mesh_dim_names=("s",)))
-    optimizer = torch.optim.Adam(model.parameters())
+    torch.manual_seed(0)
+    whole = nn.Sequential(*[nn.Linear(256, 256) for _ in range(2)])
+    model = copy.deepcopy(whole).to(DEVICE)
+    mesh = init_device_mesh(KIND, (SIZE,), mesh_dim_names=("s",))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
-    def step() -> None:
-        model(torch.ones(4, 256, device=DEVICE)).square().mean().backward()
+    def step(model: nn.Module = model, device: torch.device = DEVICE) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+        model(torch.ones(4, 256, device=device)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
     step()
     fault(call, step)
+    for _ in range(2):
+        step(whole, torch.device("cpu"))
+    for part, wanted in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(part.full_tensor().cpu(), wanted, rtol=1e-3, atol=1e-5)
+
+
+def in_symmetric_memory(call: CallWrapper) -> None:
+    """All ranks meet for memory that they share, and again after the restart; OPTION `kill`: the
+    rank is killed.
+    """
+    group()
+    check_sum()
+
+    def meet() -> None:
+        memory = symmetric_memory.empty(1024, device=DEVICE)
+        met = symmetric_memory.rendezvous(memory, dist.group.WORLD)
+        assert (met.rank, met.world_size) == (RANK, SIZE)
+        print("meets in pid", os.getpid(), flush=True)
+
+    meet()
+    fault(call, lambda: dist.all_reduce(ones()), is_killed if OPTION == "kill" else raises)
+    meet()
 
 
 class Numbers(Dataset[torch.Tensor]):

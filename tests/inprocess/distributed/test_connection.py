@@ -99,6 +99,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_an_operation_on_a_frozen_store_ends() -> None:
     command = [sys.executable, "-c", SERVER]
     with (

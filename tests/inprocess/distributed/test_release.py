@@ -140,12 +140,19 @@ def test_a_group_that_is_left_is_not_kept(releaser: Releaser) -> None:
         assert not releaser._held
 
 
-def test_symmetric_memory_is_named_whose_store_cannot_be_renewed(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_a_rank_that_has_another_place_in_an_equal_mesh_knows_its_own_shard(
+    releaser: Releaser,
 ) -> None:
-    symmetric = pytest.importorskip("torch.distributed._symmetric_memory")
-    release.warn_of_symmetric_memory()
-    assert not caplog.text
-    monkeypatch.setitem(symmetric._group_name_to_store, "0", dist.HashStore())
-    release.warn_of_symmetric_memory()
-    assert "does not work after a restart in place" in caplog.text
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    for rank in (1, 0):
+        dist.init_process_group("fake", rank=rank, world_size=3, store=FakeStore())
+        mesh = init_device_mesh("cpu", (3,))
+        part = DTensor.from_local(torch.zeros(2), mesh, [Shard(0)], run_check=False)
+        for made in (part, part.detach(), torch.zeros_like(part)):
+            spec = made.shape, made.device_mesh, made.placements
+            assert compute_local_shape_and_global_offset(*spec)[1] == (2 * rank,)
+        releaser.release()

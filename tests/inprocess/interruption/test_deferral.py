@@ -147,6 +147,7 @@ def interrupt_after(interrupter: Interrupter, seconds: float, left: threading.Ev
         left.wait(0.005)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "times", [40, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.exhaustive])]
 )

@@ -407,6 +407,7 @@ def test_an_asynchronous_exception_at_any_bytecode_of_the_library() -> None:
     assert interleavings(act) > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("later", [1, 2, 3, 5, 8, 13, 21, 34])
 def test_a_requester_that_is_held_up_in_the_middle_of_its_request(
     later: int, monkeypatch: pytest.MonkeyPatch

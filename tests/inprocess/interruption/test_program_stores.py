@@ -170,6 +170,7 @@ def test_a_store_is_renewed_by_the_replacement_of_a_replacement() -> None:
         assert store.get("key") == b"value"
 
 
+@pytest.mark.slow
 def test_a_replacement_may_take_longer_than_the_timeout_of_the_store() -> None:
     port = free_port()
     store = given_store(port, datetime.timedelta(seconds=1))

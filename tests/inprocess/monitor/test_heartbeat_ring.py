@@ -25,6 +25,7 @@ class HostServer:
 
     def __init__(self, shared: MemoryStore) -> None:
         self.shared, self.own = shared, MemoryStore()
+        self.views_read = 0
         self.available = True
         self.link = Link("call/", self._operate)
 
@@ -35,6 +36,7 @@ class HostServer:
         return run(coroutine)
 
     def view(self, iteration: int) -> ViewRecord:
+        self.views_read += 1
         return ViewRecord(iteration, (0, 1, 2, 3))
 
     def lost_members(self) -> frozenset[int]:
@@ -120,3 +122,19 @@ def test_a_member_that_comes_later_is_watched() -> None:
         clock.advance(1.0)
         members[0].beat()
     assert reported == [1]
+
+
+def test_one_member_of_a_host_reads_the_view_for_all() -> None:
+    clock = FakeClock()
+    members, _, _ = rings(clock, per_host=True)
+    servers: list[Any] = [members[0]._store, members[2]._store]
+    for iteration in range(3):
+        for ring in members:
+            ring._page.iteration = iteration
+            ring.beat()
+        clock.advance(1.0)
+    for ring in members:
+        ring.beat()
+    # Once more in the first iteration, in which the second member is there when the first has read.
+    assert [ring.watched for ring in members] == [1, 0, 3, 2]
+    assert [server.views_read for server in servers] == [3, 3]

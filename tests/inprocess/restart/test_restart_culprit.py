@@ -43,6 +43,7 @@ def test_the_culprit_of_a_hang_is_named_though_its_victims_time_out_first(
         assert restart.phases.detection is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "named", "said"),
     [

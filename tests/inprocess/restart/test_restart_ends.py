@@ -29,6 +29,7 @@ def test_a_handler_that_exits_in_order_under_the_hard_timeout_is_not_killed(rank
         assert events(job, 1, "raised")[0]["type"] == "SystemExit"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "code"), [("raise", 1), ("exit", 5), ("return", 0)])
 def test_a_forked_child_that_leaves_the_function_is_no_member(
     ranks: Ranks, how: str, code: int
@@ -53,6 +54,7 @@ def test_an_exception_made_of_the_interrupt_is_no_fault(ranks: Ranks, tmp_path: 
     assert [(fault.rank, fault.cause) for fault in faults] == [(0, "OSError: the fault")]
 
 
+@pytest.mark.slow
 def test_an_atomic_block_that_outlasts_the_barrier_ends_its_rank_alone(ranks: Ranks) -> None:
     with ranks("ends", "long_atomic", nprocs=3) as job:
         job.start_all()
@@ -61,6 +63,7 @@ def test_an_atomic_block_that_outlasts_the_barrier_ends_its_rank_alone(ranks: Ra
         assert views(job) == {0: full(3), 1: full(2)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "code"), [("kill", -signal.SIGKILL), ("exit", 3)])
 def test_a_rank_that_connects_to_a_store_that_has_gone_is_not_stuck(
     ranks: Ranks, how: str, code: int
@@ -94,6 +97,7 @@ def test_a_daemon_without_standard_streams(ranks: Ranks, tmp_path: Path) -> None
         assert result.read_text() == "1"
 
 
+@pytest.mark.slow
 def test_a_call_gives_back_its_descriptors_without_a_garbage_collection(ranks: Ranks) -> None:
     with ranks("ends", "many_calls", nprocs=1) as job:
         job.start_all()

@@ -61,6 +61,7 @@ def test_the_main_process_of_rank_0_is_killed(ranks: Ranks) -> None:
         assert_never_together(job)
 
 
+@pytest.mark.slow
 def test_a_rank_that_sigkill_does_not_end(ranks: Ranks) -> None:
     """It waits in the kernel for ever, and the others continue."""
     with ranks("lost", "killed_without_effect", nprocs=3) as job:
@@ -95,6 +96,7 @@ def test_a_monitor_process_is_killed_and_replaced(ranks: Ranks, tmp_path: Path) 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nprocs", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_main_and_monitor_are_killed_together(ranks: Ranks, nprocs: int) -> None:
     with ranks("lost", "killed_by_the_test", nprocs=nprocs) as job:
@@ -108,6 +110,7 @@ def test_main_and_monitor_are_killed_together(ranks: Ranks, nprocs: int) -> None
         assert "heartbeat timeout" in job.errors(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "pings"),
     [
@@ -160,6 +163,7 @@ def test_the_monitor_is_woken_when_a_long_phase_ends(ranks: Ranks) -> None:
         assert views(job) == {0: full(2), 1: full(2)}
 
 
+@pytest.mark.slow
 def test_an_adaptive_timeout_sees_a_hang_and_leaves_long_phases_alone(ranks: Ranks) -> None:
     with ranks("lost", "adaptive") as job:
         job.start_all()

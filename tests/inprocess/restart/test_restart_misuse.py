@@ -14,6 +14,7 @@ from procs import Job
 Ranks = Callable[..., Job]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["raise", "clean up", "kill"])
 def test_the_error_names_the_first_cause(ranks: Ranks, how: str) -> None:
     with ranks("misuse", "aborted_by_the_controller", how, nprocs=3) as job:
@@ -83,6 +84,7 @@ def test_calls_nested_repeated_and_with_a_group_there_already(ranks: Ranks) -> N
             assert "initialized already" in events(job, rank, "initialized")[0]["message"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nprocs", [1, 3])
 def test_a_call_leaves_no_group_and_no_store_behind(ranks: Ranks, nprocs: int) -> None:
     with ranks("misuse", "calls_in_sequence", nprocs=nprocs) as job:

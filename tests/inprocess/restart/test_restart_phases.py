@@ -62,6 +62,7 @@ def test_abort_raises_and_the_restart_goes_on(ranks: Ranks) -> None:
         assert "a planned fault in abort" in job.errors(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("phase", "error"),
     [
@@ -91,6 +92,7 @@ def test_a_rank_is_killed_in_a_phase(ranks: Ranks, phase: str) -> None:
         assert_never_together(job)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("phase", "how"),
     [

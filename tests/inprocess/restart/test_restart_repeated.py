@@ -31,6 +31,7 @@ def _assert_stopped(job: Job, cause: str, why: str) -> None:
     assert said.index(cause) < said.index(f"rank 1 on {socket.gethostname()}") < said.index(why)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "cause", "why"),
     [

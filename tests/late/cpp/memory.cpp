@@ -52,19 +52,11 @@ class Arena {
     std::lock_guard<std::mutex> lock(mutex_);
     allocated_ += size;
     peak_ = std::max(peak_, allocated_);
-    auto& free = free_[{stream, size}];
-    if (!free.empty()) {
-      char* address = *free.begin();
-      free.erase(free.begin());
-      blocks_[address] = {stream, size, {}};
-      return address;
-    }
-    if (next_ + size > kArenaBytes)
-      throw std::runtime_error("late: out of memory");
-    char* address = addresses_ + next_;
-    next_ += size;
+    char* address = take(stream, size);
     blocks_[address] = {stream, size, {}};
-    scribble(stream, address, size);
+    queue_control(device_, stream, [this, address, size] {
+      std::memset(mapped(address), kGarbage, size);
+    });
     return address;
   }
 
@@ -126,15 +118,23 @@ class Arena {
   }
 
   // Call with the lock held.
-  void reuse(char* address, const Block& block) {
-    free_[{block.stream, block.size}].insert(address);
-    scribble(block.stream, address, block.size);
+  char* take(int64_t stream, size_t size) {
+    auto& free = free_[{stream, size}];
+    if (!free.empty()) {
+      char* address = *free.begin();
+      free.erase(free.begin());
+      return address;
+    }
+    if (next_ + size > kArenaBytes)
+      throw std::runtime_error("late: out of memory");
+    char* address = addresses_ + next_;
+    next_ += size;
+    return address;
   }
 
-  void scribble(int64_t stream, char* address, size_t size) {
-    queue_control(device_, stream, [this, address, size] {
-      std::memset(mapped(address), kGarbage, size);
-    });
+  // Call with the lock held.
+  void reuse(char* address, const Block& block) {
+    free_[{block.stream, block.size}].insert(address);
   }
 
   const int device_;

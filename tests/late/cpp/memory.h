@@ -7,7 +7,8 @@
 
 namespace late {
 
-// Memory for the current stream of the device. Its contents are garbage, in the order of the stream.
+// Memory for the current stream of the device. Its contents are garbage once the stream gets to
+// here: until then, what is queued before may still use a block that was released.
 void* allocate(int device, size_t size);
 // As with CUDA, the memory may be used again at once by what is queued on the same stream, and by
 // nothing before the streams of `used_on` have done what was queued on them.

@@ -28,6 +28,7 @@ struct Device {
   std::mutex mutex;
   std::string message;
   std::atomic<uint64_t> operations{0};
+  std::once_flag started;
 };
 
 // Never destroyed: the threads may outlive the static objects of the library.
@@ -63,6 +64,10 @@ class Queue {
  public:
   Queue(int device, int64_t number) : device_(device), number_(number) {}
 
+  void start() {
+    std::thread([this] { serve(); }).detach();
+  }
+
   void put(std::function<void()> run, bool operation) {
     std::lock_guard<std::mutex> lock(mutex_);
     int64_t delay = 0;
@@ -71,10 +76,6 @@ class Queue {
       ++devices()[device_].operations;
     }
     tasks_.push_back({std::move(run), operation, delay});
-    if (!started_) {
-      started_ = true;
-      std::thread([this] { serve(); }).detach();
-    }
     changed_.notify_one();
   }
 
@@ -144,7 +145,6 @@ class Queue {
   std::shared_ptr<Signal> awaited_;
   uint64_t done_ = 0;
   std::deque<Task> tasks_;
-  bool started_ = false;
   bool busy_ = false;
   uint64_t count_ = 0;
 };
@@ -158,6 +158,16 @@ Queue& queue_of(int device, int64_t stream) {
     return made;
   }();
   return *all->at(device).at(stream);
+}
+
+// The threads of a device start all at once: as on others, a new stream costs the process nothing
+// that a search for leaks could see.
+void put(int device, int64_t stream, std::function<void()> run, bool operation) {
+  std::call_once(devices()[device].started, [device] {
+    for (int64_t s = 0; s <= kPoolSize; ++s)
+      queue_of(device, s).start();
+  });
+  queue_of(device, stream).put(std::move(run), operation);
 }
 
 thread_local int device_now = 0;
@@ -229,13 +239,13 @@ void queue_operation(int device, int64_t stream, std::function<void()> operation
   check(device);
   mark_in_use();
   open_context(device);
-  queue_of(device, stream).put(std::move(operation), true);
+  put(device, stream, std::move(operation), true);
 }
 
 void queue_control(int device, int64_t stream, std::function<void()> control) {
   mark_in_use();
   open_context(device);
-  queue_of(device, stream).put(std::move(control), false);
+  put(device, stream, std::move(control), false);
 }
 
 std::shared_ptr<Signal> record(int device, int64_t stream) {

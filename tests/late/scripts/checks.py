@@ -96,6 +96,7 @@ def an_optimizer_waits_for_digests() -> None:
     replicas = Replicas(late, other)
     with device.held_beside(0):
         replicas.step()
+        LATE.settle()  # the digests of `other` are made: nothing below waits for them
         for each in late.parameters():
             each.grad = torch.ones_like(each)
         optimizer.step()

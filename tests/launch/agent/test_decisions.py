@@ -398,3 +398,16 @@ def test_faults_count_for_a_time() -> None:
     counts = [faults_that_count(faults, "call/1", now, 5.0) for now in (9.0, 10.0, 10.5, 14.5)]
     assert counts == [2, 2, 1, 0]
     assert limit_text(3, 3600.0) == "--max-restarts: 3 within 60 min 0 s"
+
+
+def test_a_host_that_has_left_does_not_say_that_the_job_has_failed() -> None:
+    killed = death(0, 1, Decision.LOST, -9)
+    left = Ending(None, None, False, 12.5, left="outlast drain", leave_exit_code=7)
+    assert summary([], left, "here") == [
+        "this host has left the job after 12.50 s, exit code 7: outlast drain"
+    ]
+    by_force = dataclasses.replace(left, cause=killed, left_in_order=False)
+    assert not by_force.failed
+    lines = summary([killed], by_force, "here")
+    assert lines[0] == "failures:"
+    assert lines[-1] == "this host has left the job after 12.50 s, exit code 137: outlast drain"

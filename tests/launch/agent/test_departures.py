@@ -138,6 +138,7 @@ def test_a_replacement_that_comes_late_and_works_on_is_not_ended(tmp_path: Path)
     assert not ended(run)
 
 
+@pytest.mark.slow
 def test_a_replacement_that_waits_before_a_completed_call_is_ended(tmp_path: Path) -> None:
     with Run(tmp_path, WORKER, "--nproc-per-node=3", "--grace=1") as run:
         first = run.start_job(3)

@@ -48,6 +48,7 @@ def test_the_traceback_of_the_error_file(tmp_path: Path) -> None:
     assert run.err.count("RuntimeError: the first cause") == 1  # that traceback
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "code", "how"),
     [

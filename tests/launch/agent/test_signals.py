@@ -19,6 +19,7 @@ TELLS = WORKER.replace(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_signal_reaches_the_workers_as_it_is(
@@ -107,6 +108,7 @@ TOLD = WORKER.replace(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("state", "saved", "how"),
     [

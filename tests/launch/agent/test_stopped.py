@@ -33,6 +33,7 @@ print("DONE", os.environ["RANK"])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "limit_s"), [("killed", "0.5"), ("continued", "100")])
 def test_it_is_ended_unless_it_goes_on(tmp_path: Path, how: str, limit_s: str) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)

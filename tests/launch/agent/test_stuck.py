@@ -20,6 +20,7 @@ stuck_workers.STUCK_S = 1.0
 STUCK = "was not ended by SIGKILL within 1 s"
 
 
+@pytest.mark.slow
 def test_its_rank_is_dead_and_not_replaced(tmp_path: Path) -> None:
     with Run(tmp_path, WORKER, "--nproc-per-node=2", launcher=LAUNCHER) as run:
         first = [run.ready(rank) for rank in range(2)]
@@ -35,6 +36,7 @@ def test_its_rank_is_dead_and_not_replaced(tmp_path: Path) -> None:
     assert run.words[-2].endswith(": lost")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("restarting", [False, True])
 def test_without_a_wrapper_it_ends_the_job(tmp_path: Path, restarting: bool) -> None:
     """Also while all workers are restarted, because of another one."""

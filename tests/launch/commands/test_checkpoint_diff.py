@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from async_checkpoint import made
@@ -87,6 +88,7 @@ def test_how_much_a_tensor_differs(tmp_path: Path) -> None:
     assert last == "different tensors: 1, equal: 1"
 
 
+@pytest.mark.slow
 def test_numbers_are_compared_exactly_and_not_a_number_bit_by_bit(tmp_path: Path) -> None:
     large = torch.tensor([0, 2**63 - 1, -(2**63)])
     assert changed(tmp_path / "a", large, 1, 2**63 - 2)["max_abs"] == 1

@@ -110,6 +110,11 @@ def test_addresses(options: dict[str, Any], address: tuple[str, int]) -> None:
         ({**HOSTS, "host_timeout": 0.0}, "--host-timeout 0: must be"),
         ({**STATIC, "nnodes": "2:4"}, "--rdzv-backend static --nnodes 2:4: the number"),
         ({**STATIC, "node_rank": 2}, "--node-rank 2: must be"),
+        (
+            {**STATIC, "rank_order": "hosts"},
+            "--rank-order: with --rdzv-backend static, --node-rank",
+        ),
+        ({**HOSTS, "rank_order": " "}, "--rank-order: must not be empty"),
         ({"nproc_per_node": "0"}, "--nproc-per-node 0"),
         ({"nproc_per_node": "-1"}, "--nproc-per-node -1"),
         ({"nproc_per_node": "many"}, "--nproc-per-node many"),
@@ -275,6 +280,13 @@ def test_hosts_compare_what_must_be_equal() -> None:
     other = dict(job(**HOSTS, args=["--lr", "0.2"], local_addr="10.0.0.2", run_id="x").settings)
     assert {name for name in one if one[name] != other[name]} == {"command line of the script"}
     assert one["command line of the script"] == "--lr 0.1"
+
+
+def test_hosts_compare_whether_they_have_an_order_and_not_which() -> None:
+    one, other = (dict(job(**HOSTS, rank_order=given).settings) for given in ("echo a", "echo b"))
+    none = dict(job(**HOSTS).settings)
+    assert one == other
+    assert {name for name in one if one[name] != none[name]} == {"--rank-order"}
 
 
 def test_a_slurm_step_completes_the_options() -> None:

@@ -146,6 +146,8 @@ def test_products_of_bfloat16_are_exact_too() -> None:
         ({"health_check": "full", "health_timeout": 0.0}, "--health-timeout 0: must be a positive"),
         ({"health_check": "quick", "health_free": -1.0}, "--health-free -1: must be a number of"),
         ({"health_command": " "}, "--health-command: must not be empty"),
+        ({"health_interval": 9.0, "nnodes": "2", "rdzv_endpoint": "h"}, "no --health-command"),
+        ({"health_interval": 9.0, "health_command": "true"}, "with --nnodes 1 no other host"),
         ({"health_folder": Path("x")}, "--health-folder: no folder is checked without"),
         ({"health_free": 2.0}, "--health-free: no folder is checked without"),
         (

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
-from launch.runs import Run
+from etcd_cluster import Cluster
+from launch.runs import WORKER, Run
 from procs import free_port
 
 LEASE_S = 1.5
@@ -75,3 +76,9 @@ class Hosts:
 def address(number: int) -> str:
     """The address of a host."""
     return f"127.0.0.{number}"
+
+
+def on(cluster: Cluster, tmp_path: Path, *options: str) -> Hosts:
+    """Hosts that meet in etcd."""
+    meet = (f"--rdzv-endpoint={cluster.rdzv_endpoint}", "--rdzv-backend=etcd", "--rdzv-id=job")
+    return Hosts(tmp_path, WORKER, *meet, *options)

@@ -10,11 +10,15 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from etcd_cluster import Cluster, require_etcd
+from launch.hosts.agents import Hosts, on
+from launch.runs import WORKER
 from procs import MARKER, default_signals, free_port
 
 NET_S = 60.0
@@ -145,3 +149,15 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     for each in runs:
         for host in each.hosts:
             host.close()
+
+
+@pytest.fixture(params=["c10d", "etcd"])
+def meet(
+    request: pytest.FixtureRequest, tmp_path: Path, etcd_if_installed: Cluster | None
+) -> Callable[..., Hosts]:
+    """`meet("--nnodes=2")`: hosts with these options, which meet by each of the backends."""
+    if request.param == "c10d":
+        return lambda *options: Hosts(tmp_path, WORKER, *options)
+    require_etcd()
+    assert etcd_if_installed is not None
+    return partial(on, etcd_if_installed, tmp_path)

@@ -10,9 +10,10 @@ from typing import Any
 
 from outlast.coordination.replicated.hosts import HostInfo
 from outlast.coordination.stores.store import MemoryStore
+from outlast.launch.hosts.host_entries import Check
 from outlast.launch.hosts.job.job_log import JobLog
 from outlast.launch.hosts.job.neighbors import HostNeighbors
-from outlast.launch.hosts.plan import Check, JobPlan
+from outlast.launch.hosts.plan import JobPlan
 from procs import NET_S
 
 PAIR = tuple(

@@ -86,11 +86,8 @@ class Event:
     begun: int
     ended: int = 1 << 30
     result: Result = None
-
-    @property
-    def only_woken(self) -> bool:
-        """A wait whose client has to look for the key."""
-        return self.operation.name == "wait_for" and self.ended < 1 << 30 and self.result is None
+    late: bool = False
+    """A wait that has joined one in flight: its value may be one of before."""
 
 
 def random_operation(rng: random.Random) -> Operation:
@@ -135,7 +132,8 @@ class Client:
                 self.unanswered -= 1
 
         if operation.name == "wait_for":
-            self.host.combiner.wait(operation.key, done)
+            shared, _ = self.host.combiner.wait(operation.key, done)
+            event.late = shared.handle is not None
         else:
             self.host.combiner.submit(self.number, operation, done)
 
@@ -166,7 +164,7 @@ def run_schedule(seed: int) -> list[list[Event]]:
             if host.deferred:
                 steps.append(host.flush)
         if not steps:
-            return [[e for e in client.events if not e.only_woken] for client in clients]
+            return [[e for e in client.events if not e.late] for client in clients]
         rng.choice(steps)()
 
 
@@ -245,14 +243,7 @@ _ADD = combining._Batch.add
 _SEND_SOON = Combiner._send_soon
 
 
-def as_if_all_were_early(combiner: Combiner, shared: combining.SharedWait, result: Result) -> None:
-    shared.late = False
-    _WOKEN(combiner, shared, result)
-
-
-_WOKEN = Combiner._woken
 MUTATIONS = {
-    "a late waiter gets the value": (Combiner, "_woken", as_if_all_were_early),
     "any compare_set joins": (combining._Group, "accepts", join_any),
     "one sum for all, and all delete": (combining._Group, "answer", answer_all),
     "joins before the client's last": (combining._Batch, "add", add_anywhere),
@@ -316,10 +307,9 @@ def test_waits_for_one_key_are_one_wait_and_end_with_their_clients() -> None:
         host.combiner.cancel(handle)
     host.upstream.model.perform(Operation("put", "k", b"v"))
     host.run()
-    assert woken == [None]  # one was late
     host.combiner.wait("k", woken.append)
     host.run()
-    assert woken == [None, b"v"]
+    assert woken == [b"v", b"v"]
     host.upstream.model.perform(Operation("delete", "k"))
     last = host.combiner.wait("k", woken.append)
     host.flush()

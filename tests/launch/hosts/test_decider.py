@@ -14,6 +14,7 @@ from outlast.coordination.records import SizeRecord
 from outlast.coordination.replicated.hosts import HostInfo, HostJoined, HostLost
 from outlast.launch.agent.decisions import JobRecord
 from outlast.launch.config.hosts_spec import HostsSpec
+from outlast.launch.hosts.host_entries import Links, Probe
 from outlast.launch.hosts.job.decider import Decider, Facts, Wait
 from outlast.launch.hosts.job.leading import WaitNotice
 from outlast.launch.hosts.plan import (
@@ -22,9 +23,7 @@ from outlast.launch.hosts.plan import (
     Finish,
     GiveUp,
     JobPlan,
-    Links,
     LostHost,
-    Probe,
     Restart,
     Stage,
     Start,
@@ -116,6 +115,35 @@ def test_a_spare_takes_the_place_of_a_lost_host_in_a_wrapped_job() -> None:
     after = plan.apply(Take(1, "d"))
     assert (after.places, after.taken_over) == (("a", "d", "c"), (0, 1, 0))
     assert first(after, group("acd", lost="b")) is None
+
+
+def at(name: str, *topology: str) -> HostInfo:
+    return structs.replace(info(name), topology=topology)
+
+
+def test_a_spare_takes_the_place_of_the_nearest_lost_host() -> None:
+    lost = {
+        host.id: LostHost(host=host, reason="its lease is over")
+        for host in (at("b", "s1", "1"), at("c", "s2", "2"))
+    }
+    plan = dataclasses.replace(running("abc"), lost=lost)
+
+    def taken(*spares: HostInfo) -> Entry | Wait | None:
+        hosts = {host.id: host for host in (at("a", "s1", "0"), *spares)}
+        limits = dataclasses.replace(LIMITS, minimum=1)
+        return Decider(limits, 1, 1).decide(dataclasses.replace(plan, hosts=hosts), WRAPPED, 0.0)
+
+    # The host that comes back, a host at the same switch, and one that is near none.
+    assert taken(at("d", "s2", "2")) == Take(2, "d")
+    assert taken(at("d", "s3", "0"), at("e", "s2", "9")) == Take(2, "e")
+    assert taken(at("d", "s2", "9"), at("e", "s2", "2")) == Take(2, "e")
+    assert taken(at("d", "s3", "9")) == Take(1, "d")
+    assert taken(info("d"), info("e")) == Take(1, "d")  # nothing is known of the spares
+    # No place is lost: the first in the order of the network gets the new one.
+    grown = dataclasses.replace(running("a"), hosts={h: at(h, *"s1") for h in "a"})
+    for late in (at("d", "s10"), at("e", "s9")):
+        grown = dataclasses.replace(grown, hosts={**grown.hosts, late.id: late})
+    assert Decider(LIMITS, 1, 1).decide(grown, WRAPPED, 0.0) == Take(1, "e")
 
 
 def test_a_host_takes_the_place_that_it_asks_for() -> None:

@@ -183,6 +183,72 @@ def test_an_agent_waits_for_the_lease_of_the_one_before_that_etcd_starts_again(
 
 
 @pytest.mark.slow
+def test_a_lease_that_ends_while_its_host_joins_is_replaced(
+    etcd: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when etcd did not answer while the host waited for the lease of the agent before."""
+    leases: list[int] = []
+    join = Admission.join
+
+    def late_join(self: Admission, new_name: Callable[[], str]) -> bytes:
+        leases.append(self._lease)
+        if len(leases) == 1:
+            with contextlib.closing(etcd.client()) as client:
+                client.repeat("/v3/lease/revoke", {"ID": str(self._lease)}, NET_S)
+        return join(self, new_name)
+
+    monkeypatch.setattr(Admission, "join", late_join)
+    page = LeasePage.create(tmp_path)
+    endpoints = tuple((each.host, each.port) for each in etcd.endpoints)
+    group = EtcdGroup(GroupSpec(run_id="late", endpoints=endpoints, page=page, lease_s=NET_S))
+    group.start()
+    assert len(set(leases)) == 2
+    group.store.put("k", b"v")
+    assert group.poll().leader == group.me.id
+    group.close(leave=True)
+    page.remove()
+
+
+@pytest.mark.slow
+def test_a_host_that_etcd_does_not_answer_while_it_joins_tries_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the disk of etcd's leader stalls for longer than the limit of a request."""
+    require_etcd()
+    join, limit_s, joins = Admission.join, membership.LIMIT_S, 0
+    said: list[str] = []
+
+    with Cluster() as cluster:
+
+        def join_in_a_stall(self: Admission, new_name: Callable[[], str]) -> bytes:
+            nonlocal joins
+            joins += 1
+            if joins > 1:
+                return join(self, new_name)
+            cluster.members[0].signal(signal.SIGSTOP)
+            monkeypatch.setattr(membership, "LIMIT_S", 0.2)
+            try:
+                return join(self, new_name)
+            finally:
+                monkeypatch.setattr(membership, "LIMIT_S", limit_s)
+                cluster.members[0].signal(signal.SIGCONT)
+
+        monkeypatch.setattr(Admission, "join", join_in_a_stall)
+        page = LeasePage.create(tmp_path)
+        endpoints = tuple((each.host, each.port) for each in cluster.endpoints)
+        spec = GroupSpec(
+            run_id="stall", endpoints=endpoints, page=page, lease_s=NET_S, say=said.append
+        )
+        group = EtcdGroup(spec)
+        group.start()
+        assert any("did not answer for 0.2 s" in line for line in said)
+        assert group.poll().leader == group.me.id
+        group.close(leave=True)
+        page.remove()
+    assert joins == 2
+
+
+@pytest.mark.slow
 def test_hosts_that_differ_are_refused(etcd: Cluster, on: RunFactory) -> None:
     run = on(etcd, lease_s=1.0)
     first = run.host(2, settings=[["script", "a.py"], ["--nproc-per-node", "2"]])

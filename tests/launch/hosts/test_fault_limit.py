@@ -24,9 +24,10 @@ from outlast.launch.agent.job_keys import JobKeys
 from outlast.launch.config.from_options import job_from_options
 from outlast.launch.config.hosts_spec import HostsSpec
 from outlast.launch.config.options import RunOptions
+from outlast.launch.hosts.host_entries import Blame, Unfit
 from outlast.launch.hosts.job.decider import Facts
 from outlast.launch.hosts.job.fault_limit import FaultLimit
-from outlast.launch.hosts.plan import Blame, JobPlan, Restart, Start, Unfit
+from outlast.launch.hosts.plan import JobPlan, Restart, Start
 
 CALL = JobRecord(JobState.RUNNING, prefix="call/0/")
 LIMITS = HostsSpec(minimum=1, maximum=3, backend="c10d", endpoints=(), max_faults=2)

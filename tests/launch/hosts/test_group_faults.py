@@ -16,6 +16,7 @@ MakeRun = Callable[..., Any]
 LEASE_S = 2.0
 
 
+@pytest.mark.slow
 def test_the_store_survives_the_death_of_its_leader(run: MakeRun) -> None:
     first, second, third = run(LEASE_S).start(2, 3, 4)
     assert first.ask("store", "claim", "decided", "yes") == "yes"

@@ -307,6 +307,7 @@ def test_an_endpoint_with_another_secret_ends_and_the_others_go_on(run: MakeRun)
         host.joined()
 
 
+@pytest.mark.slow
 def test_strangers_hold_little_memory_and_do_not_keep_hosts_out(run: MakeRun) -> None:
     here = run(lease_s=4.0)
     host = here.host(2, secret=TOKEN)

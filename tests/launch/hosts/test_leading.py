@@ -21,20 +21,10 @@ from outlast.errors import StoreError
 from outlast.launch.agent.decisions import JobRecord
 from outlast.launch.agent.job_keys import JOB_KEY, JobKeys
 from outlast.launch.config.hosts_spec import HostsSpec
+from outlast.launch.hosts.host_entries import Links, Probe
 from outlast.launch.hosts.job.job_log import JobLog
 from outlast.launch.hosts.job.leading import Leading
-from outlast.launch.hosts.plan import (
-    End,
-    Entry,
-    Finish,
-    GiveUp,
-    JobPlan,
-    Links,
-    Probe,
-    Start,
-    Stop,
-    Take,
-)
+from outlast.launch.hosts.plan import End, Entry, Finish, GiveUp, JobPlan, Start, Stop, Take
 
 NEEDS_TWO = SizeRecord(ranks=2, least=2)
 OVER = "the wait is over, after "

@@ -7,34 +7,15 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from etcd_cluster import Cluster, require_etcd
-from launch.hosts.agents import Hosts, address
+from launch.hosts.agents import Hosts, address, on
 from launch.runs import WORKER, Run, ends
 
 SHM = "/dev/shm"
-
-
-def on(cluster: Cluster, tmp_path: Path, *options: str) -> Hosts:
-    """Hosts that meet in etcd."""
-    meet = (f"--rdzv-endpoint={cluster.rdzv_endpoint}", "--rdzv-backend=etcd", "--rdzv-id=job")
-    return Hosts(tmp_path, WORKER, *meet, *options)
-
-
-@pytest.fixture(params=["c10d", "etcd"])
-def meet(
-    request: pytest.FixtureRequest, tmp_path: Path, etcd_if_installed: Cluster | None
-) -> Callable[..., Hosts]:
-    """`meet("--nnodes=2")`: hosts with these options, which meet by each of the backends."""
-    if request.param == "c10d":
-        return lambda *options: Hosts(tmp_path, WORKER, *options)
-    require_etcd()
-    assert etcd_if_installed is not None
-    return partial(on, etcd_if_installed, tmp_path)
 
 
 def codes(*runs: Run) -> list[int]:
@@ -97,6 +78,7 @@ def test_a_failure_restarts_all_workers_and_then_ends_the_job(tmp_path: Path) ->
             assert f"first cause: rank 1 (pid {again.pid}, host " in run.err
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_agent_stops_the_job(tmp_path: Path) -> None:
     with Hosts(tmp_path, WORKER, "--nnodes=2") as hosts:
         one, two = hosts.start_all(2)
@@ -146,6 +128,7 @@ def test_the_hosts_share_one_budget_of_replacements(meet: Callable[..., Hosts]) 
         assert codes(one, two) == [0, 0]
 
 
+@pytest.mark.slow
 def test_the_host_of_the_store_dies_and_a_spare_takes_its_place(tmp_path: Path) -> None:
     with Hosts(tmp_path, WORKER, "--nnodes=2", endpoints=3) as hosts:
         runs = [hosts.start(number) for number in (2, 3, 4)]
@@ -296,3 +279,18 @@ def place(run: Run) -> int:
     """The place of a host, once it has one; spares come last."""
     run.until(lambda: "started 1 rank" in run.err or "is a spare" in run.err, "a place")
     return 0 if "rank 0 is pid" in run.err else 1 if "rank 1 is pid" in run.err else 2
+
+
+@pytest.mark.slow
+def test_a_host_whose_health_command_fails_while_the_job_runs_leaves(tmp_path: Path) -> None:
+    command = "test ! -e sick || { echo xid 79; exit 3; }"
+    watched = ("--health-interval=1", "--health-command", command)
+    with Hosts(tmp_path, WORKER, "--nnodes=1:2", "--rdzv-conf=last_call_timeout=20") as hosts:
+        one, two = hosts.start(2), hosts.start(3, *watched)
+        one.ready(0)
+        two.ready(1)
+        (tmp_path / "sick").touch()
+        one.until_said("all workers restart without it")
+        assert f"{command}: exit code 3, and its last output: xid 79" in one.err
+        one.ready(0).succeed()
+        assert codes(one, two) == [0, 0]

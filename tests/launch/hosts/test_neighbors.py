@@ -12,22 +12,10 @@ import pytest
 
 from launch.hosts.neighbor_pair import Pair
 from launch.hosts.test_decider import LIMITS, WRAPPED, Hosts, group, led
+from outlast.launch.hosts.host_entries import Check, Checked, Links, Probe
 from outlast.launch.hosts.job import neighbors
 from outlast.launch.hosts.job.decider import Decider, Facts, Wait
-from outlast.launch.hosts.plan import (
-    Check,
-    Checked,
-    End,
-    Entry,
-    JobPlan,
-    Links,
-    Probe,
-    Restart,
-    Stage,
-    Start,
-    Take,
-    decode,
-)
+from outlast.launch.hosts.plan import End, Entry, JobPlan, Restart, Stage, Start, Take, decode
 from procs import NET_S
 
 

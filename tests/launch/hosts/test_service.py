@@ -96,6 +96,7 @@ def test_a_change_makes_the_wakeup_descriptor_readable_until_it_is_polled(
         group.store.read("k")
 
 
+@pytest.mark.slow
 def test_nobody_is_told_of_a_restart_before_a_host_with_a_read_lease(
     group: ReplicatedGroup, page: LeasePage, tmp_path: Path
 ) -> None:

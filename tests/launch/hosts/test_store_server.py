@@ -16,7 +16,12 @@ import torch.distributed as dist
 
 from inprocess.job_output import assert_never_together, errors, full, views
 from launch.hosts.served_store import NET_S, MemoryUpstream, ServedStore, ServerProcess, served
-from outlast.coordination.replicated.operations import Operation
+from outlast.coordination.replicated.operations import (
+    Failed,
+    Operation,
+    OperationStore,
+    Result,
+)
 from outlast.coordination.stores.store import HOST_KEYS, KeyTimeout
 from outlast.coordination.stores.tcp_client import Query, TcpClient
 from outlast.errors import StoreError
@@ -140,6 +145,7 @@ def test_the_connection_of_a_rank_is_broken_off_during_a_wait(server: ServerProc
         connection.break_off()
         with pytest.raises(StoreError, match=f"127.0.0.1:{server.port}"):
             waiting.result(NET_S)
+    connection.close()
 
 
 def test_a_rank_reads_with_one_request(near: ServedStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,17 +182,36 @@ def test_a_rank_waits_with_one_request(near: ServedStore) -> None:
         add = struct.pack("=B", Query.ADD) + key("/n") + struct.pack("=q", 1)
         second.sendall(MAGIC + add + struct.pack("=B", Query.AWAIT) + key("/late"))
         assert second.recv(8, socket.MSG_WAITALL) == struct.pack("=q", 1)
-
-        def come_and_go() -> None:
-            upstream.submit(Operation("put", "w/0//late", b"old"), lambda result: None)
-            upstream.submit(Operation("delete", "w/0//late"), lambda result: None)
-
-        near.call(come_and_go)
+        del upstream.sent[:]
         client.put("late", b"new")
         assert waiting.result(NET_S) == b"new"
         assert second.recv(11, socket.MSG_WAITALL) == key("new")
+        assert [op.name for op in near.call(lambda: upstream.sent)] == ["put"]
     for each in (client, first):
         each.close()
+
+
+def test_an_arrival_at_a_barrier_is_one_message(near: ServedStore) -> None:
+    upstream = upstream_of(near)
+    client = TcpClient("127.0.0.1", near.port, NET_S)
+    client.host_server = True
+    assert client.add_and_read("count", 2, "ledger") == (2, b"")
+    client.put("ledger", b"lost")
+    client.read("ledger")
+    before = near.call(lambda: len(upstream.sent))
+    client.append("arrived", b"me")
+    assert client.add_and_read("count", 1, "ledger") == (3, b"lost")
+    parts = [op.operations or (op,) for op in near.call(lambda: upstream.sent)[before:]]
+    assert [op.name for part in parts for op in part] == ["append", "add", "read"]
+    assert len(parts) <= 2  # 1, unless the client was stopped between the two requests
+    before = near.call(lambda: len(upstream.sent))
+    assert client.read_all("arrived", "ledger", "absent") == [b"me", b"lost", None]
+    [together] = near.call(lambda: upstream.sent)[before:]
+    assert [op.name for op in together.operations] == ["read"] * 3
+    client.close()
+    with socket.create_connection(("127.0.0.1", near.port), NET_S) as other:
+        other.sendall(MAGIC + struct.pack("=BQ", Query.ADD_AND_READ, 1) + key("/n"))
+        assert other.recv(1) == b""  # two keys are needed
 
 
 def test_gloo_over_env(server: ServerProcess, tmp_path: Path, zygote: Zygote) -> None:
@@ -368,3 +393,12 @@ def test_many_clients_at_once(near: ServedStore) -> None:
     with ThreadPoolExecutor(16) as pool:
         sums = [total for some in pool.map(work, range(16)) for total in some]
     assert sorted(sums) == list(range(1, 321))
+
+
+def test_operations_together_fail_together() -> None:
+    class Store(OperationStore):
+        def perform(self, operation: Operation, timeout: float | None = None) -> Result:
+            return [b"1", Failed("the lease is over")]
+
+    with pytest.raises(StoreError, match="the lease is over"):
+        Store().read_all("a", "b")

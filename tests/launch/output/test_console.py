@@ -64,6 +64,7 @@ def test_a_line_without_an_end_is_shown_when_its_worker_dies(tmp_path: Path) -> 
     assert run.out == "[0] last words\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "console", "files"),
     [
@@ -122,6 +123,7 @@ def test_files_without_a_folder_are_kept_in_one_that_is_named(tmp_path: Path) ->
     assert (folder / "attempt_0" / "0" / "stdout.log").read_text() == "out of 0\n"
 
 
+@pytest.mark.slow
 def test_a_slow_reader_blocks_workers_and_not_the_launcher(tmp_path: Path) -> None:
     # Rank 0 writes much more than is read here, until rank 1's death has been handled.
     flood = """if env["RANK"] == "0":

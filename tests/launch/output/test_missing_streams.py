@@ -16,6 +16,7 @@ open(f"{sys.argv[1]}/{os.environ['RANK']}", "w").close()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_the_job_runs_as_with_them(tmp_path: Path, closed: str) -> None:
     script = tmp_path / "worker.py"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from simulation.etcd.model import EtcdModel, Keys
 class Performed:
     """One operation of a client."""
 
+    number: int  # in the order in which they began
     name: str
     key: str
     arguments: tuple[Any, ...]
@@ -22,6 +24,13 @@ class Performed:
     ended: int = -1  # the revision after it; -1 while it runs, or if it failed
     result: Any = None
     writes: list[tuple[int, bool]] = field(default_factory=list)  # revision, took effect
+
+    @property
+    def reads(self) -> bool:
+        """Whether it changes nothing, whatever it finds."""
+        if self.name == "compare_set":
+            return bool(self.arguments[0] == self.arguments[1])
+        return self.name in ("read", "wait_for", "check", "keys")
 
 
 class History:
@@ -46,11 +55,11 @@ class History:
 
     def value(self, revision: int, key: str) -> bytes | None:
         """The value of a key at a revision."""
-        base = layout.base_key(self._root, key)
+        base, entries = layout.base_key(self._root, key), layout.entry_key(self._root, key)
         found = [
             layout.KeyValue(k, held.value, held.created, held.modified)
             for k, held in self._kept[revision].items()
-            if base <= k < layout.end_of(base)
+            if k == base or k.startswith(entries)
         ]
         return layout.value_of(found)
 
@@ -65,20 +74,22 @@ class History:
             if operation.ended >= 0:
                 self._check_ended(operation, taken)
         values: dict[str, bytes | None] = dict.fromkeys(self._names)
-        for revision, operation in sorted(order, key=lambda each: each[0]):
-            before = dict(values)
-            expected = perform(values, operation)
+        order.sort(key=lambda each: (each[0], each[1].number))
+        for revision, batch in itertools.groupby(order, lambda each: each[0]):
+            before, performed = dict(values), [operation for _, operation in batch]
+            for operation in performed:
+                expected = perform(values, operation)
+                if operation.ended >= 0 and operation.result != expected:
+                    raise AssertionError(f"{operation} at {revision}: expected {expected!r}")
             if values != self.values(revision):
                 raise AssertionError(
-                    f"{operation} at {revision}: {before} became {self.values(revision)}, "
+                    f"{performed} at {revision}: {before} became {self.values(revision)}, "
                     f"not {values}"
                 )
-            if operation.ended >= 0 and operation.result != expected:
-                raise AssertionError(f"{operation} at {revision}: expected {expected!r}")
 
     def _check_ended(self, operation: Performed, taken: list[int]) -> None:
         window = range(operation.begun, operation.ended + 1)
-        if operation.name in ("read", "wait_for", "check", "keys"):
+        if operation.reads:
             seen = [read(self.values(revision), operation) for revision in window]
             if operation.result not in seen:
                 raise AssertionError(f"{operation}: not a value at the time: {seen}")

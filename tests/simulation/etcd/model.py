@@ -16,7 +16,7 @@ from outlast.coordination.stores.etcd.connection import Refused
 
 Json = dict[str, Any]
 
-_NOT_FOUND, _INVALID, _OUT_OF_RANGE = 5, 3, 11
+_NOT_FOUND, INVALID, _OUT_OF_RANGE = 5, 3, 11
 
 
 @dataclass(frozen=True)
@@ -216,6 +216,6 @@ def _written(steps: list[Json]) -> list[tuple[bytes, bytes]]:
             continue
         for start, end in found:
             if any(start < other_end and other < end for other, other_end in ranges):
-                raise Refused(_INVALID, "etcdserver: duplicate key given in txn request")
+                raise Refused(INVALID, "etcdserver: duplicate key given in txn request")
         ranges += found
     return ranges

@@ -3,7 +3,8 @@ and a change of etcd's leader can do to a request.
 
     simulate_etcd(4711)
 
-runs a few hosts, each with a lease and a few clients, that perform random operations on few keys. A
+runs a few hosts, each with a lease and a few clients, that perform random operations on few keys,
+by themselves and in batches. A
 request is performed and answered; or performed, and its answer is lost; or lost; or it gets no
 answer and is performed later, after others, perhaps together with its repetition. Leases expire
 while their hosts go on, clients give up, the watch lags, breaks and begins again, and etcd compacts
@@ -21,11 +22,13 @@ What must hold, with the seed in the error:
 from __future__ import annotations
 
 import base64
+import itertools
 import random
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from outlast.coordination.replicated.operations import Operation
 from outlast.coordination.stores.etcd import layout
 from outlast.coordination.stores.etcd.connection import Refused
 from outlast.coordination.stores.etcd.operations import (
@@ -36,11 +39,15 @@ from outlast.coordination.stores.etcd.operations import (
     NoAnswer,
     Operations,
     Slot,
+    _ask,
+    _compares,
+    _reads,
+    _transactions,
 )
 from outlast.coordination.stores.etcd.watch import Wait, Waits
 from outlast.errors import StoreError
 from simulation.etcd.history import History, Performed
-from simulation.etcd.model import Change, EtcdModel
+from simulation.etcd.model import INVALID, Change, EtcdModel
 
 ROOT = b"/outlast/run/1/"
 KEYS = ("a", "b")
@@ -60,7 +67,9 @@ class _Client:
     slot: Slot
     left: int  # operations
     coroutine: Coroutine[Any, Any, Any] | None = None
-    operation: Performed | None = None
+    batch: list[Performed] = field(default_factory=list)
+    transactions: list[list[Performed]] = field(default_factory=list)  # its writes, in order
+    made: dict[int, Performed] = field(default_factory=dict)  # by the ID of the operation
     asked: Call | Event | None = None
     answer: Callable[[], Any] | None = None  # delivers what etcd has answered
     wait: Wait | None = None
@@ -77,8 +86,8 @@ class _Host:
 class _ModelWaits(Waits):
     """The real waits, fed by the simulation instead of by a thread."""
 
-    def __init__(self) -> None:
-        super().__init__(None, layout.store_keys(ROOT))  # type: ignore[arg-type]
+    def __init__(self, model: EtcdModel) -> None:
+        super().__init__(_Asks(model), layout.store_keys(ROOT))  # type: ignore[arg-type]
 
     def _begin(self) -> None:
         return None
@@ -92,21 +101,37 @@ class _ModelWaits(Waits):
             said = {"canceled": True, "compact_revision": str(model.compacted)}
             self._canceled({**said, "header": {}})
             return True
+        self._list()
         start, end = self._prefix, layout.end_of(self._prefix)
         new = [c for c in model.changes if c.revision > self._seen and start <= c.key < end]
-        changes = [c for c in new if c.revision == new[0].revision and not c.deleted]
         if not new:
             return False
-        if not changes:
-            self._seen = new[0].revision  # only deletes, which etcd leaves out
-            return True
-        self._dispatch({"events": [{"kv": _event(change)} for change in changes]})
+        changes = [c for c in new if c.revision == new[0].revision]
+        self._dispatch({"events": [_event(change) for change in changes]})
         return True
 
 
-def _event(change: Change) -> dict[str, str]:
+class _Asks:
+    """What the watch asks of etcd: which keys there are."""
+
+    def __init__(self, model: EtcdModel) -> None:
+        self.call = model.call
+
+
+async def _wait_without_a_look(on: Operations, waits: Waits, wait: Performed) -> bytes:
+    """As the store server of a host waits: the value may be as old as the watch."""
+    base = layout.base_key(ROOT, wait.key)
+    while (revision := waits.absent_at(base)) is not None:
+        wait.begun = min(wait.begun, revision)
+        if isinstance(found := await _ask(Event(base, after=revision)), bytes):
+            return found
+    return await on.wait_for(wait.key, None)
+
+
+def _event(change: Change) -> dict[str, Any]:
     key, value = (base64.b64encode(each).decode() for each in (change.key, change.value))
-    return {"key": key, "value": value, "mod_revision": str(change.revision)}
+    kv = {"key": key, "value": value, "mod_revision": str(change.revision)}
+    return {"kv": kv, **({"type": "DELETE"} if change.deleted else {})}
 
 
 class EtcdSimulation:
@@ -121,8 +146,9 @@ class EtcdSimulation:
         self.faults = self.random.choice([0, 3, 8])
         self.expiries = self.random.choice([0, 1, 1])
         self.compactions = self.random.choice([0, 0, 2])
-        self.late: list[tuple[_Client, Performed, Call]] = []
-        self.writes: dict[str, Performed] = {}
+        self.late: list[tuple[_Client, Call]] = []
+        self.writes: dict[str, list[Performed]] = {}  # by the name of a transaction
+        self.numbers = itertools.count()
         self.clients: list[_Client] = []
         self.hosts: list[_Host] = []
         self.waits: dict[int, _ModelWaits] = {}
@@ -132,7 +158,7 @@ class EtcdSimulation:
             self.model.grant(host.lease, host.key)
             self._keep()
             self.hosts.append(host)
-            self.waits[host.lease] = _ModelWaits()
+            self.waits[host.lease] = _ModelWaits(self.model)
             for n in range(self.random.randint(1, 2)):
                 name = f"h{number}.{n}"
                 left = self.random.randint(2, 6)
@@ -148,12 +174,12 @@ class EtcdSimulation:
         else:
             raise self._broken("it does not end")
         for client in self.clients:
-            if client.wait is not None and client.operation is not None:
-                key = client.operation.key
+            if client.wait is not None:
+                key = client.batch[0].key
                 if self.history.value(self.model.revision, key) is not None:
                     raise self._broken(f"{client.name} still waits for {key!r}, which exists")
         try:
-            self.history.check([*self.done, *self.writes.values()])
+            self.history.check([*self.done, *itertools.chain(*self.writes.values())])
         except AssertionError as e:
             raise self._broken(str(e)) from e
 
@@ -192,9 +218,35 @@ class EtcdSimulation:
 
     def _begin(self, client: _Client) -> None:
         client.left -= 1
-        name = self.random.choice(_NAMES)
-        key = self.random.choice(KEYS)
         operations = Operations(ROOT, client.slot, Fence(client.host.key, client.host.lease))
+        client.batch = [self._operation() for _ in range(self.random.choice([1, 1, 2, 3]))]
+        waits = [each for each in client.batch if each.name == "wait_for"]
+        if waits:
+            client.batch = waits[:1]
+            watch, key = self.waits[client.host.lease], waits[0].key
+            looks = self.random.random() < 0.5
+            client.coroutine = (
+                operations.wait_for(key, None)
+                if looks
+                else _wait_without_a_look(operations, watch, waits[0])
+            )
+            client.transactions = []
+        else:
+            made = [_as_operation(performed) for performed in client.batch]
+            batch = {id(each): p for each, p in zip(made, client.batch, strict=True)}
+            client.made = batch
+            client.coroutine = operations.perform(made)
+            client.transactions = [
+                written
+                for some in _transactions(made)
+                if (written := [batch[id(o)] for o in some if o.writes and not _reads(o)])
+            ]
+        for each in client.batch:
+            self.trace.append(f"{client.name} begins {each.name} {each.key} {each.arguments}")
+        self._resume(client, None, None)
+
+    def _operation(self) -> Performed:
+        name, key = self.random.choice(_NAMES), self.random.choice(KEYS)
         number = b"%d" % self.random.randint(1, 3)
         arguments: tuple[Any, ...] = {
             "put": (number,),
@@ -202,25 +254,21 @@ class EtcdSimulation:
             "append": (number,),
             "add": (self.random.choice([1, 1, 2, -1]),),
             "compare_set": (self.random.choice([b"", b"1", b"2", b"11"]), number),
-            "wait_for": (None,),
         }.get(name, ())
-        client.coroutine = getattr(operations, name)(key, *arguments)
-        client.operation = Performed(name, key, arguments, self.model.revision)
-        self.trace.append(f"{client.name} begins {name} {key} {arguments}")
-        self._resume(client, None, None)
+        return Performed(next(self.numbers), name, key, arguments, self.model.revision)
 
     def _resume(self, client: _Client, value: Any, error: BaseException | None) -> None:
         assert client.coroutine is not None
-        assert client.operation is not None
         client.answer, client.wait, client.woken = None, None, False
-        operation = client.operation
         try:
             if error is None:
                 client.asked = client.coroutine.send(value)
             else:
                 client.asked = client.coroutine.throw(error)
         except StopIteration as stop:
-            operation.ended, operation.result = self.model.revision, stop.value
+            results = stop.value if isinstance(stop.value, list) else [stop.value]
+            for operation, result in zip(client.batch, results, strict=True):
+                operation.ended, operation.result = self.model.revision, result
         except (StoreError, Refused) as e:
             if isinstance(e, LeaseOver):
                 client.left = 0
@@ -230,8 +278,8 @@ class EtcdSimulation:
         else:
             self._asked(client)
             return
-        self.trace.append(f"{client.name} ends with {operation.result!r}")
-        self.done.append(operation)
+        self.trace.append(f"{client.name} ends with {[each.result for each in client.batch]!r}")
+        self.done += client.batch
         client.coroutine, client.asked = None, None
 
     def _asked(self, client: _Client) -> None:
@@ -242,14 +290,29 @@ class EtcdSimulation:
                 client.woken = True if value is None else value
 
             waits = self.waits[client.host.lease]
-            client.wait = waits.call_at(asked.start, asked.end, asked.after, wake)
-        elif isinstance(asked, Call) and asked.path == "/v3/kv/txn" and client.operation:
-            put = asked.body["success"][0]["request_put"]
-            self.writes[base64.b64decode(put["value"]).decode()] = client.operation
+            client.wait = waits.call_at(asked.base, asked.base + b"\0", asked.after, wake)
+        elif isinstance(asked, Call):
+            name = _written_by(asked)
+            if name is not None and name not in self.writes:
+                self.writes[name] = self._transaction(client, asked)
+
+    def _transaction(self, client: _Client, asked: Call) -> list[Performed]:
+        """The operations of a transaction that is sent for the first time."""
+        steps = asked.body["success"][1:]
+        # A replacement of a value is tried again, by another transaction, after another write.
+        nested = steps[0].get("request_txn", {}).get("success", [{}])
+        replaces = any("request_delete_range" in step for step in nested[:1])
+        if replaces:  # which one: one before it in the batch may have been refused by its read
+            inner: Any = client.coroutine
+            while inner.cr_code.co_name != "_compare_set":
+                inner = inner.cr_await
+            return [client.made[id(inner.cr_frame.f_locals["operation"])]]
+        while _compares(_as_operation(client.transactions[0][-1])):
+            client.transactions.pop(0)
+        return client.transactions.pop(0)
 
     def _perform(self, client: _Client) -> None:
-        asked, operation = client.asked, client.operation
-        assert operation is not None
+        asked = client.asked
         if isinstance(asked, Event):
             self._resume(client, client.woken, None)
             return
@@ -260,21 +323,21 @@ class EtcdSimulation:
             fate = self.random.choice(["request", "answer", "late", "twice", "give up"])
             self.trace.append(f"{client.name}: {fate} {asked.path}")
             if fate in ("late", "twice"):
-                self.late.append((client, operation, asked))
+                self.late.append((client, asked))
             if fate in ("answer", "twice"):
-                self._at_etcd(client, operation, asked)
+                self._at_etcd(client, asked)
             if fate == "give up":
-                self.late.append((client, operation, asked))
+                self.late.append((client, asked))
                 client.answer = lambda: self._resume(client, None, StoreError("no answer"))
             elif fate == "twice":
-                self._answer_later(client, operation, asked)  # the copy that came second
+                self._answer_later(client, asked)  # the copy that came second
             else:
                 client.answer = lambda: self._resume(client, None, lost)
             return
-        self._answer_later(client, operation, asked)
+        self._answer_later(client, asked)
 
-    def _answer_later(self, client: _Client, operation: Performed, asked: Call) -> None:
-        answer = self._at_etcd(client, operation, asked)
+    def _answer_later(self, client: _Client, asked: Call) -> None:
+        answer = self._at_etcd(client, asked)
         if isinstance(answer, Refused):
             client.answer = lambda: self._resume(client, None, answer)
         else:
@@ -285,9 +348,9 @@ class EtcdSimulation:
         client.answer()
 
     def _perform_late(self) -> None:
-        client, operation, asked = self.late.pop(self.random.randrange(len(self.late)))
-        self.trace.append(f"{client.name}: its late {operation.name} arrives")
-        self._at_etcd(client, operation, asked)
+        client, asked = self.late.pop(self.random.randrange(len(self.late)))
+        self.trace.append(f"{client.name}: its late {_written_by(asked) or 'read'} arrives")
+        self._at_etcd(client, asked)
 
     def _expire(self) -> None:
         host = self.random.choice(self.hosts)
@@ -303,25 +366,27 @@ class EtcdSimulation:
         self.model.compact()
         self.trace.append(f"compacted at {self.model.compacted}")
 
-    def _at_etcd(self, client: _Client, operation: Performed, asked: Call) -> Any:
+    def _at_etcd(self, client: _Client, asked: Call) -> Any:
         before, revision = self.history.values(self.model.revision), self.model.revision
         try:
             answer = self.model.call(asked.path, asked.body)
         except Refused as e:
+            if e.code == INVALID:
+                raise self._broken(f"{client.name}: {e}") from e
             return e
         self._keep()
         if self.model.revision > revision:
             after = self.history.values(self.model.revision)
             if client.host.expired_at:
                 raise self._broken(f"{client.name} writes after the end of its lease")
-            base = layout.base_key(ROOT, operation.key)
-            held = self.model.keys.get(base)
-            took = operation.name != "compare_set" or (
-                held is not None and held.modified == self.model.revision
-            )
-            operation.writes.append((self.model.revision, took))
+            for operation in self.writes[_written_by(asked) or ""]:
+                held = self.model.keys.get(layout.base_key(ROOT, operation.key))
+                took = operation.name != "compare_set" or (
+                    held is not None and held.modified == self.model.revision
+                )
+                operation.writes.append((self.model.revision, took))
             self.trace.append(
-                f"{client.name}: {operation.name} at {self.model.revision}: {before} -> {after}"
+                f"{client.name}: {_written_by(asked)} at {self.model.revision}: {before} -> {after}"
             )
         return answer
 
@@ -331,6 +396,23 @@ class EtcdSimulation:
 
     def _broken(self, what: str) -> AssertionError:
         return AssertionError(f"seed {self.seed}: {what}\n" + "\n".join(self.trace))
+
+
+def _as_operation(performed: Performed) -> Operation:
+    name, key, arguments = performed.name, performed.key, performed.arguments
+    if name == "add":
+        return Operation(name, key, amount=arguments[0])
+    if name == "compare_set":
+        return Operation(name, key, arguments[1], expected=arguments[0])
+    return Operation(name, key, *arguments)
+
+
+def _written_by(asked: Call) -> str | None:
+    """The name of a transaction that writes; `None` for one that reads."""
+    [put, *_] = asked.body["success"]
+    if "request_put" not in put:
+        return None
+    return base64.b64decode(put["request_put"]["value"]).decode()
 
 
 def simulate_etcd(seed: int) -> EtcdSimulation:

@@ -2,7 +2,8 @@
 
 Kinds: `kill` (the agent is killed and started again), `power` (the host is off for a while), cuts
 that are `half`, `one-way`, `partial` (one pair) or `flapping`, `pause` (the agent is stopped),
-`freeze` (the whole host is), and `shake` (delay, loss and repetition of packets). They overlap.
+`freeze` (the whole host is), and `shake` (delay, loss and repetition of packets); in a job also
+`drain` (the host is asked to leave, and joins again). They overlap.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import heapq
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from network import Network
@@ -37,6 +38,12 @@ class Agents(Protocol):
     def resume(self, host: str) -> None:
         """Continues it."""
 
+    def drain(self, host: str) -> None:
+        """Has a host leave in order."""
+
+    def join_again(self, host: str) -> None:
+        """Starts the agent of a host that has left."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
@@ -49,16 +56,22 @@ class Fault:
     others: tuple[str, ...] = ()
 
 
-def plan(r: random.Random, names: Iterable[str], seconds: float, lease_s: float) -> list[Fault]:
+def plan(
+    r: random.Random,
+    names: Iterable[str],
+    seconds: float,
+    lease_s: float,
+    known: Sequence[str] = KINDS,
+) -> list[Fault]:
     """The faults of a trial. Each trial has a few kinds, so that some have few at once."""
     names = sorted(names)
-    kinds = r.sample(KINDS, r.randint(2, 5))
+    kinds = r.sample(known, r.randint(2, 5))
     pause_s = r.choice([0.6, 1.2, 2.4]) * lease_s  # on average, between the begins of two
     found, at = [], 0.0
     while (at := at + 2 * pause_s * r.random()) < seconds:
         kind = r.choice(kinds)
         some = r.sample(names, r.randint(1, len(names) - 1))
-        one = kind in ("kill", "power", "pause", "freeze", "partial")
+        one = kind in ("kill", "power", "pause", "freeze", "partial", "drain")
         hosts = tuple(sorted(some[:1] if one else some))
         left = [name for name in names if name not in hosts]
         others = tuple(left[:1] if kind == "partial" else left)
@@ -114,6 +127,7 @@ class Faults:
                 self._agents.resume(host)
             if self._down.pop(host, 0):
                 self._start(host)
+            self._agents.join_again(host)
 
     # ------------------------------------------------------------------ one fault
 
@@ -148,6 +162,9 @@ class Faults:
             else:
                 self._network[host].power_off()
             self._at(fault.end, lambda: self._back(host))
+        elif fault.kind == "drain" and not self._down[host] + self._stopped[host]:
+            self._agents.drain(host)
+            self._at(fault.end, lambda: self._agents.join_again(host))
         elif fault.kind in ("pause", "freeze") and not self._down[host] + self._stopped[host]:
             self._stopped[host] += 1
             stop = self._agents.pause if fault.kind == "pause" else self._freeze

@@ -25,6 +25,7 @@ from outlast.coordination.replicated.hosts import HostLost
 from outlast.coordination.stores.store import KeyTimeout, Store
 from outlast.coordination.stores.tcp_client import TcpClient
 from outlast.errors import LaunchError, StoreError
+from outlast.launch.hosts.etcd.group import EtcdGroup
 from outlast.launch.hosts.host_group import GroupSpec
 from outlast.launch.hosts.replicated.group import ReplicatedGroup
 from outlast.system.lease_page import LeasePage
@@ -42,6 +43,7 @@ class Settings:
     name: str
     number: int  # of this start, unique in the trial
     seed: int
+    backend: str
     endpoints: list[tuple[str, int]]
     lease_s: float
     record_dir: str
@@ -122,7 +124,7 @@ class Client:
 
 
 _KINDS = {
-    "register": ("put", "read", "delete", "wait_for"),
+    "register": ("put", "read", "delete"),
     "claim": ("claim", "read", "wait_for"),
     "sum": ("add", "read"),
     "list": ("append", "read"),
@@ -163,7 +165,9 @@ def _worker(settings: Settings, orders: int) -> None:
 class _AgentsClients:
     """Threads that use the store of the agent, until the group is over."""
 
-    def __init__(self, clients: list[Client], group: ReplicatedGroup, name: str) -> None:
+    def __init__(
+        self, clients: list[Client], group: ReplicatedGroup | EtcdGroup, name: str
+    ) -> None:
         self._over = threading.Event()
         work = [(client, group.store, name, group.me.id) for client in clients]
         self._threads = [threading.Thread(target=self._run, args=each) for each in work]
@@ -183,15 +187,24 @@ class _AgentsClients:
             thread.join()
 
 
+def _name_of(group: ReplicatedGroup | EtcdGroup) -> str:
+    if isinstance(group, EtcdGroup):
+        return group._root.decode()
+    membership = group._service._membership  # type: ignore[union-attr]
+    assert membership is not None
+    return membership.group
+
+
 def _take_part(settings: Settings, log: Log, clients: list[Client], orders: int) -> None:
     """Joins a group, and stays in it until it is over for this host."""
     page = LeasePage.create(Path("/dev/shm"))  # of this host; a disk may be busy
-    group = ReplicatedGroup(
+    made = EtcdGroup if settings.backend == "etcd" else ReplicatedGroup
+    group = made(
         GroupSpec(
             run_id="torture",
             endpoints=tuple((host, port) for host, port in settings.endpoints),
             lease_s=settings.lease_s,
-            conf={"record_dir": settings.record_dir},
+            conf={} if settings.backend == "etcd" else {"record_dir": settings.record_dir},
             page=page,
             say=lambda line: log.write("says", line=line, t=log.now()),
         )
@@ -203,9 +216,7 @@ def _take_part(settings: Settings, log: Log, clients: list[Client], orders: int)
         page.remove()
         time.sleep(settings.lease_s / 10)
         return
-    membership = group._service._membership  # type: ignore[union-attr]
-    assert membership is not None
-    name, me = membership.group, group.me
+    name, me = _name_of(group), group.me
     log.write("join", g=name, h=me.id, t=log.now())
     os.write(orders, f"{name} {me.id} {me.address} {me.store_port}\n".encode())
     agents = _AgentsClients(clients, group, name)

@@ -25,16 +25,18 @@ from typing import Any
 from host import _state as process_state
 from network import Network
 
-from hosts.cluster import LEASE_S, TRAIN, Cluster, Started
+from hosts.cluster import LEASE_S, STEPPING, TRAIN, Cluster, Started
 
 from ..calls import Calls
 from ..crash_states import Result
 from ..one_trial import one_trial
-from . import shaker
-from .faults import Fault, Faults, plan
+from . import members, shaker
+from .faults import KINDS, Fault, Faults, plan
 
 FAULTS_S = 25
 LAST_STEP = 120
+_DRAIN = ["-m", "outlast.launch", "drain", "--rdzv-id=test", "--timeout=5"]
+_WHERE = ["--rdzv-endpoint=h1:29400,h2:29400,h3:29400"]
 _LINGER_S = 60.0
 """How long processes may take to end after the agents."""
 _END_S = 240.0
@@ -45,26 +47,45 @@ the start of a group, `store.bound_s`."""
 class _Agents:
     """The agents of the job; see `faults.Agents`."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, backend: str) -> None:
         self._cluster = cluster
+        self._backend = ["--rdzv-backend=etcd", "--rdzv-conf=last_call_timeout=5"]
+        self._backend += ["--rdzv-endpoint", ",".join(f"{name}:2379" for name in members.NAMES)]
+        self._backend = self._backend if backend == "etcd" else []
         self.running: dict[str, Started] = {}
 
     def start(self, host: str) -> None:
         # With a minimum of two, the loss of two at a time ends the job, as it must.
         options = ("--nnodes=1:3", "--replacement-timeout=1", "--max-restarts=1000")
-        self.running[host] = self._cluster.agent(host, *options)
+        # A host leaves and joins at the end of a step, and so not while training waits in one.
+        self.running[host] = self._cluster.agent(host, *options, *self._backend, args=STEPPING)
 
     def kill(self, host: str) -> None:
         agent = self.running.pop(host).process
-        agent.send_signal(signal.SIGCONT)  # `nsenter` must see the end of its child
-        agent.send_signal(signal.SIGKILL)
-        agent.wait()
+        if agent.poll() is None:
+            agent.send_signal(signal.SIGCONT)  # `nsenter` must see the end of its child
+            agent.send_signal(signal.SIGKILL)
+            agent.wait()
 
     def pause(self, host: str) -> None:
-        self.running[host].process.send_signal(signal.SIGSTOP)
+        self._signal(host, signal.SIGSTOP)
 
     def resume(self, host: str) -> None:
-        self.running[host].process.send_signal(signal.SIGCONT)
+        self._signal(host, signal.SIGCONT)
+
+    def drain(self, host: str) -> None:
+        """By a command on another host, which may fail."""
+        other = next((name for name in self.running if name != host), host)
+        where = self._backend[:1] + self._backend[3:] if self._backend else _WHERE
+        self._cluster.start(other, [*_DRAIN, host, *where])
+
+    def join_again(self, host: str) -> None:
+        if host in self.running and self.running[host].process.poll() == 0:
+            self.start(host)
+
+    def _signal(self, host: str, number: signal.Signals) -> None:
+        if self.running[host].process.poll() is None:
+            self.running[host].process.send_signal(number)
 
 
 def try_jobs(calls: Calls | None, seed: int, until: float, most: int | None) -> Result:
@@ -72,32 +93,43 @@ def try_jobs(calls: Calls | None, seed: int, until: float, most: int | None) -> 
     return one_trial("jobs", seed, partial(_trial, seconds=most or FAULTS_S))
 
 
-def _trial(folder: Path, r: random.Random, *, seconds: float) -> tuple[int, list[str]]:
+def try_etcd_jobs(calls: Calls | None, seed: int, until: float, most: int | None) -> Result:
+    """One trial with etcd, whose three members are on hosts with faults, too."""
+    return one_trial("etcd-jobs", seed, partial(_trial, seconds=most or FAULTS_S, backend="etcd"))
+
+
+def _trial(
+    folder: Path, r: random.Random, *, seconds: float, backend: str = "c10d"
+) -> tuple[int, list[str]]:
     """One trial: the number of steps that were made, and the violations."""
     names = ["h1", "h2", "h3"]
+    all_names = [*names, *(members.NAMES if backend == "etcd" else ())]
     found: list[str] = []
     with contextlib.ExitStack() as stack:
         undisturbed = stack.enter_context(_undisturbed(folder))
-        network = stack.enter_context(Network(names))
+        network = stack.enter_context(Network(all_names))
         shaking = None
         if not shaker.why_not():
             shaking = shaker.Shaker(network, r.randrange(1 << 30))
             stack.callback(shaking.close)
         cluster = Cluster(network, folder)
-        agents = _Agents(cluster)
+        agents = _Agents(cluster, backend)
+        both = members.WithMembers(network, agents, folder, backend)
         for name in names:
             agents.start(name)
-        planned = plan(r, names, seconds, LEASE_S)
+        planned = plan(r, all_names, seconds, LEASE_S, (*KINDS, "drain", "drain"))
         (folder / "faults").write_text("\n".join(map(str, planned)))
-        faults = Faults(network, shaking, agents, r)
+        faults = Faults(network, shaking, both, r)
         try:
             cluster.until_step(5)
             faults.run(planned, seconds)
-            faults.end_all(names)
+            faults.end_all(all_names)
             cluster.go()
             found += _await_end(agents)
             found += _wrong_weights(cluster, undisturbed)
             if not found:
+                for name in both.etcd.names:
+                    both.kill(name)
                 found += _left(network)
         except AssertionError as e:
             found.append(str(e))
@@ -197,14 +229,18 @@ def check_segments(
 
 
 def check_lineage(segments: dict[Segment, list[dict[str, Any]]]) -> list[str]:
-    """Each step is made, and the last time after the last time of the step before it."""
+    """Each step is made, and the last time after the last time of the step before it. A rank 0 that
+    is ended right after a step has not recorded it; the others have, and continue after it.
+    """
     last: dict[int, float] = {}
+    made: set[int] = set()
     for steps in segments.values():
         for step in steps:
+            made.add(step["step"])
             if step["rank"] == 0:
                 last[step["step"]] = max(step["time"], last.get(step["step"], 0.0))
-    missing = set(range(1, LAST_STEP + 1)) - set(last)
-    found = [f"steps that no rank 0 has made: {sorted(missing)}"] if missing else []
+    missing = set(range(1, LAST_STEP + 1)) - made
+    found = [f"steps that no rank has made: {sorted(missing)}"] if missing else []
     for earlier, later in itertools.pairwise(sorted(last)):
         if last[later] < last[earlier]:
             found.append(f"step {earlier} was made again, and step {later} was not")

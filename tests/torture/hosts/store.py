@@ -28,7 +28,7 @@ from outlast.launch.hosts.replicated.past import Group, Past
 from ..calls import Calls
 from ..crash_states import Result
 from ..one_trial import one_trial
-from . import clock, shaker
+from . import clock, members, shaker
 from .faults import Faults, plan
 from .history import History
 from .host_program import Settings, true_now
@@ -54,7 +54,10 @@ def bound_s(lease_s: float) -> float:
 class Hosts:
     """The host programs of a trial; see `faults.Agents`."""
 
-    def __init__(self, network: Network, folder: Path, seed: int, library: str) -> None:
+    def __init__(
+        self, network: Network, folder: Path, seed: int, library: str, backend: str
+    ) -> None:
+        self._backend = backend
         self._network, self._folder, self._seed = network, folder, seed
         self._processes: dict[str, HostProcess] = {}
         self._starts = 0
@@ -70,7 +73,10 @@ class Hosts:
             name=host,
             number=self._starts,
             seed=self._seed,
-            endpoints=[(name, _PORT) for name in self._network.names[:3]],
+            backend=self._backend,
+            endpoints=[(name, _PORT) for name in self._network.names[:3]]
+            if self._backend == "c10d"
+            else [(name, 2379) for name in members.NAMES],
             lease_s=LEASE_S,
             record_dir=str(self._folder / "records" / host),
             log=str(self._folder / f"{host}.log"),
@@ -101,6 +107,12 @@ class Hosts:
     def resume(self, host: str) -> None:
         self._processes[host].send_signal(signal.SIGCONT)
 
+    def drain(self, host: str) -> None:
+        """There are no jobs here."""
+
+    def join_again(self, host: str) -> None:
+        """Nothing has left."""
+
     def ended(self) -> list[str]:
         """The hosts that are on and whose program has ended by itself."""
         running = self._processes.items()
@@ -117,32 +129,47 @@ def try_safety(calls: Calls | None, seed: int, until: float, most: int | None) -
     return one_trial("safety", seed, partial(_trial, seconds=most or FAULTS_S, live=False))
 
 
+def try_etcd(calls: Calls | None, seed: int, until: float, most: int | None) -> Result:
+    """One trial of the store on etcd, whose three members are on hosts with faults, too. At the end
+    all is healed, and each host must write.
+    """
+    trial = partial(_trial, seconds=most or FAULTS_S, live=True, backend="etcd")
+    return one_trial("etcd", seed, trial)
+
+
 def try_liveness(calls: Calls | None, seed: int, until: float, most: int | None) -> Result:
     """One trial of its liveness too."""
     return one_trial("liveness", seed, partial(_trial, seconds=most or FAULTS_S, live=True))
 
 
-def _trial(folder: Path, r: random.Random, *, seconds: float, live: bool) -> tuple[int, list[str]]:
+def _trial(
+    folder: Path, r: random.Random, *, seconds: float, live: bool, backend: str = "c10d"
+) -> tuple[int, list[str]]:
     """One trial: the number of calls that were made, and the violations."""
-    names = [f"h{n + 1}" for n in range(r.choice([3, 5]))]
+    names = [f"h{n + 1}" for n in range(r.choice([3, 5]) if backend == "c10d" else 3)]
+    all_names = [*names, *(members.NAMES if backend == "etcd" else ())]
     history, found = History(folder), []
     with contextlib.ExitStack() as stack:
-        network = stack.enter_context(Network(names))
+        network = stack.enter_context(Network(all_names))
         shaking = None
         if not shaker.why_not():
             shaking = shaker.Shaker(network, r.randrange(1 << 30))
             stack.callback(shaking.close)
         library = stack.enter_context(clock.library())
-        hosts = Hosts(network, folder, r.randrange(1 << 30), library)
+        hosts = Hosts(network, folder, r.randrange(1 << 30), library, backend)
+        agents = members.WithMembers(network, hosts, folder, backend)
         for name in names:
             hosts.start(name)
-        faults = Faults(network, shaking, hosts, r)
-        planned = plan(r, names, seconds, LEASE_S)
+        faults = Faults(network, shaking, agents, r)
+        planned = plan(r, all_names, seconds, LEASE_S)
         (folder / "faults").write_text("\n".join(map(str, planned)))
         if (late := _until_all_write(history, names, 0.0, _FIRST_S)) is not None:
             found.append(f"without a fault, {late} within {_FIRST_S} s: {_state(folder)}")
         faults.run(planned, seconds)
-        if live:
+        if backend == "etcd":
+            faults.end_all(all_names)
+            found += _require_writes(folder, history, names, "all is healed")
+        elif live:
             found += _check_liveness(folder, history, network, faults, r)
         found += [f"the program of {host} has ended: {_state(folder)}" for host in hosts.ended()]
         if any("cannot be kept" in path.read_text() for path in folder.glob("*.out")):
@@ -162,15 +189,15 @@ def _check_liveness(
     for name in network.names:
         if name not in core and network[name].on and r.random() < 0.5:
             network[name].power_off()
-    began = true_now(0.0)
     faults.end_all(core)
-    limit_s = _LOAD * bound_s(LEASE_S)
+    return _require_writes(folder, history, core, f"{core} of {network.names} are connected")
+
+
+def _require_writes(folder: Path, history: History, core: list[str], why: str) -> list[str]:
+    began, limit_s = true_now(0.0), _LOAD * bound_s(LEASE_S)
     late = _until_all_write(history, core, began, limit_s)
-    took_s = true_now(0.0) - began
-    (folder / "liveness").write_text(f"{core} of {network.names}: {took_s:.1f} s\n")
-    if late is None:
-        return []
-    return [f"{core} of {network.names} are connected, and {late} in {limit_s} s: {_state(folder)}"]
+    (folder / "liveness").write_text(f"{why}: {true_now(0.0) - began:.1f} s\n")
+    return [] if late is None else [f"{why}, and {late} in {limit_s} s: {_state(folder)}"]
 
 
 def _until_all_write(history: History, core: list[str], since: float, limit_s: float) -> str | None:

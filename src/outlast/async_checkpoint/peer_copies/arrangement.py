@@ -86,6 +86,14 @@ def check_replicas(replicas: int, bandwidth: float) -> tuple[int, float]:
     return replicas, float(bandwidth)
 
 
+def token_of(agreed: str) -> str:
+    """Every process that can read the job's store sees what was agreed. In a job with a secret the
+    token depends on a key as well, which only the workers of the job have.
+    """
+    key = copies_key()
+    return hmac.digest(key, agreed.encode(), "sha256").hex() if key else agreed
+
+
 class KeeperClient(ProcessClient):
     """The main process's side of its keeper. The replacement of a lost one is arranged as that was.
 
@@ -181,11 +189,7 @@ class Arrangement:
         cls, keeper: KeeperClient, ledger: CallLedger, hosts: list[str], bytes_per_s: float
     ) -> Arrangement:
         """Agrees on the token, and starts the keeper; does not wait for it."""
-        # Every process that can read the job's store sees what was agreed. In a job with a secret
-        # the token depends on a key as well, which only the workers of the job have.
-        token = ledger.agree("token", secrets.token_hex(32))
-        if key := copies_key():
-            token = hmac.digest(key, token.encode(), "sha256").hex()
+        token = token_of(ledger.agree("token", secrets.token_hex(32)))
         try:
             address = own_address()
         except OSError as e:

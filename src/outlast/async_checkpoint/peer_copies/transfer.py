@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import hmac
 import json
+import os
 import secrets
 import socket
 import struct
@@ -107,6 +108,14 @@ class Connection:
 
     def send(self, data: memoryview) -> None:
         self._socket.sendall(data)
+
+    def send_now(self, data: bytes) -> bytes:
+        """Sends what the kernel takes without a wait; returns the rest."""
+        try:
+            sent = os.write(self._socket.fileno(), data)  # not `send`, which waits for `STALL_S`
+        except BlockingIOError:
+            sent = 0
+        return data[sent:]
 
     def receive_into(self, buffer: memoryview) -> None:
         """Fills the buffer; an `EOFError` if the other end is gone before."""

@@ -123,9 +123,9 @@ class Restorer:
         self,
         state_dict: dict[str, Any],
         step: int | None,
-        strict: bool,
-        optional: tuple[str, ...],
-        weights_only: bool,
+        strict: bool = True,
+        optional: tuple[str, ...] = (),
+        weights_only: bool = True,
     ) -> int | None:
         if self._looked is None or self._looked[0] != step:
             with self.ranks.operation():
@@ -252,6 +252,10 @@ class Restorer:
         self._session.memo.goes_on = found.goes_on
         self._looked = (step, found.candidates) if found.is_all else None
         return found.candidates[0].step if found.candidates else None
+
+    def has_none(self, step: int | None) -> bool:
+        """Whether `looked` has noted that a restore of `step` has no candidate."""
+        return self._looked == (step, [])
 
     def newest(self, after: int, step: int | None = None) -> int | None:
         """The step of the newest checkpoint after `after`, or `step` if there is that one; in a

@@ -16,6 +16,7 @@ from typing import Any
 
 from outlast.async_checkpoint.environment import events_folder, runtime_folder
 from outlast.async_checkpoint.peer_copies.arrangement import KeeperClient
+from outlast.async_checkpoint.peer_copies.mirror import Mirrors
 from outlast.async_checkpoint.peer_copies.rounds import CopyRounds
 from outlast.async_checkpoint.save.structures import StructureMemo
 from outlast.async_checkpoint.snapshot.buffers import BufferPool
@@ -33,6 +34,7 @@ from outlast.system.shared_memory import SharedMemory
 _AT_EXIT_S = 20.0
 # A restart must not wait for a slow disk to make dropped files durable.
 _FOR_WRITER_S = 0.2
+_OWN = "own"
 
 _sessions: dict[str, FolderSession] = {}
 _lock = threading.Lock()
@@ -44,7 +46,8 @@ class FolderSession:
     `recycles`: whether this process has removed checkpoints: the recycled files are its own then,
     and it deletes them at its end, whichever rank it is by then. `keeper` and `copies` copy the
     snapshots to another host, and hold those of others. `kept` is memory that the writer keeps for
-    a replacement of this process, `inherited` what a dead process of this rank has left of it.
+    a replacement of this process, `inherited` what a dead process of this rank has left of it, and
+    `mirrors` are those of what other ranks keep so, on other hosts.
     `dropped` are the snapshots of saves that a fault has cut off, by id: see `left_saves.py`.
     """
 
@@ -68,6 +71,7 @@ class FolderSession:
         self.dropped: dict[str, SnapshotDescription] = {}
         self.kept: SharedMemory | None = None
         self.inherited: SharedMemory | None = None
+        self.mirrors = Mirrors(lambda memory, n: self.writer.keep(memory, str(self.own_socket), n))
         self._sink: Sink | None = None
         # At exit, the program says goodbye to the writer, which would otherwise linger.
         atexit.register(self._close_at_exit)
@@ -101,13 +105,14 @@ class FolderSession:
         found = self.pool.take_over(path)
         left = [each.snapshot for each in self.pool.handed_over if each.snapshot is not None]
         self.dropped.update({each["save_id"]: each for each in left})
-        if found is not None:
+        if _OWN in found:
             self.release_inherited()
-            self.inherited = found
+            self.inherited = found.pop(_OWN)
+        self.mirrors.adopt(found)
         # What was inherited must survive the death of this process too, until there is a newer one.
         kept = self.kept if self.kept is not None else self.inherited
         if kept is not None:
-            self.writer.keep(kept, str(path))
+            self.writer.keep(kept, str(path), _OWN)
 
     @property
     def memories(self) -> list[SharedMemory]:
@@ -116,19 +121,19 @@ class FolderSession:
         """
         return [each for each in (self.kept, self.inherited) if each is not None]
 
-    def left_by(self, rank: int, world_size: int) -> SharedMemory | None:
+    def left_by(self, rank: int, world_size: int) -> list[SharedMemory]:
         """What a dead process of another rank, on this host, has kept for its replacement; once."""
         snapshots, kept = take_over(self.socket_path(rank, world_size))
         for each in snapshots:
             each.memory.close()
-        return kept
+        return list(kept.values())
 
     def keep(self, memory: SharedMemory) -> None:
         """Keeps `memory` after a kill of this process, for its replacement. What was kept before is
         released.
         """
         before, self.kept = self.kept, memory
-        self.writer.keep(memory, str(self.own_socket))
+        self.writer.keep(memory, str(self.own_socket), _OWN)
         if before is not None and before is not memory:
             before.close()
         self.release_inherited()
@@ -154,6 +159,7 @@ class FolderSession:
     def _go_into_reserve(self) -> None:
         self.end_owner()
         self.unlock()
+        self.mirrors.close()
 
     @property
     def outlives_program(self) -> bool:
@@ -182,6 +188,7 @@ class FolderSession:
             self.keeper.close(timeout_s)  # a round that waits for it ends
         if self.copies is not None:
             self.copies.join()
+        self.mirrors.close()
         self.writer.close(timeout_s, self.credentials, tidy=self.recycles, last=self.locked)
         self.pool.close()
         self.release_inherited()

@@ -9,6 +9,7 @@ in the round of the save (`round.py`).
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import pickle
 from collections.abc import Mapping, Sequence
@@ -57,18 +58,16 @@ class Catalog:
         self.structures = dict(structures)
         self.is_readable = False  # a reader's check has accepted a manifest of it
         self.tensors: dict[str, TensorEntry] = {}
-        self._described: dict[str, Any] = {}
-        self._stored: dict[MetadataIndex, _StorageInfo] = {}
         self._containers: dict[str, Container] = {}
-        self._paths: dict[str, tuple[Any, ...]] = {}  # as torch has them
         # By rank; where they are in its file differs from save to save.
         self._values: dict[int, list[tuple[str, ValueEntry]]] = {}
         self._metadata: Last[bytes] = Last()
         for rank, structure in self.structures.items():
             self._add(rank, structure)
+        saved = {name for each in self._values.values() for name, _ in each}.union(self.tensors)
         for structure in self.structures.values():
             for item in structure.containers:
-                if item.name not in self._paths:  # of another rank, where it is no dict
+                if item.name not in saved:  # of another rank, where it is no dict
                     place = structure.order[item.key]
                     entry = Container(_listed(item.path), item.dtype, place)  # type: ignore[arg-type]
                     self._containers.setdefault(item.name, entry)
@@ -119,18 +118,33 @@ class Catalog:
 
     def _pickle(self, values: Mapping[str, ValueEntry]) -> bytes:
         """The `.metadata` file of torch.distributed.checkpoint, for loading with plain PyTorch."""
-        described = dict(self._described)
-        stored = dict(self._stored)
+        described, stored, paths = (dict(each) for each in self._torchs)
         for name, entry in values.items():
             described[name] = BytesStorageMetadata()
             stored[MetadataIndex(name)] = _StorageInfo(entry.file, entry.at, entry.size_bytes)
         return pickle.dumps(
-            Metadata(state_dict_metadata=described, planner_data=self._paths, storage_data=stored)
+            Metadata(state_dict_metadata=described, planner_data=paths, storage_data=stored)
         )
 
+    @functools.cached_property
+    def _torchs(self) -> tuple[dict[str, Any], dict[Any, _StorageInfo], dict[str, Any]]:
+        """What torch wants to know of the tensors, where they are, and the paths of all."""
+        described: dict[str, Any] = {}
+        stored, paths = {}, {}
+        for structure in self.structures.values():
+            for item in (*structure.tensors, *structure.values):
+                paths[item.name] = torch_path(item.path)
+            for item, extent in zip(structure.tensors, structure.extents, strict=True):
+                properties = TensorProperties(dtype=getattr(torch, item.dtype))
+                new = TensorStorageMetadata(properties, torch.Size(item.shape), [])
+                chunks = described.setdefault(item.name, new).chunks
+                index = MetadataIndex(item.name, item.offsets, len(chunks))
+                offsets, sizes = torch.Size(item.offsets), torch.Size(item.sizes)
+                chunks.append(ChunkStorageMetadata(offsets, sizes))
+                stored[index] = _StorageInfo(extent.file, extent.stream_at, extent.stream_bytes)
+        return described, stored, paths
+
     def _add(self, rank: int, structure: Structure) -> None:
-        for item in (*structure.tensors, *structure.values):
-            self._paths[item.name] = torch_path(item.path)
         file, order = values_file(rank), structure.order
         self._values[rank] = [
             (item.name, ValueEntry(_listed(item.path), file, 0, 0, order[item.key]))
@@ -138,23 +152,9 @@ class Catalog:
         ]
         for item, extent in zip(structure.tensors, structure.extents, strict=True):
             path, place = _listed(item.path), structure.order[item.key]
-            entry = self.tensors.setdefault(
-                item.name, TensorEntry(path, item.dtype, list(item.shape), [], place)
-            )
-            entry.shards.append(
-                Shard(list(item.offsets), list(item.sizes), extent.file, extent.data_at)
-            )
-            described = self._described.setdefault(
-                item.name,
-                TensorStorageMetadata(
-                    TensorProperties(dtype=getattr(torch, item.dtype)), torch.Size(item.shape), []
-                ),
-            )
-            index = MetadataIndex(item.name, item.offsets, len(described.chunks))
-            described.chunks.append(
-                ChunkStorageMetadata(torch.Size(item.offsets), torch.Size(item.sizes))
-            )
-            self._stored[index] = _StorageInfo(extent.file, extent.stream_at, extent.stream_bytes)
+            entry = TensorEntry(path, item.dtype, list(item.shape), [], place)
+            shard = Shard(list(item.offsets), list(item.sizes), extent.file, extent.data_at)
+            self.tensors.setdefault(item.name, entry).shards.append(shard)
 
 
 def _listed(path: tuple[Any, ...]) -> list[Any]:
@@ -253,11 +253,8 @@ class Structures:
         before = self._memo.before if self._memo.goes_on else None
         if before is None:
             return False
-        self.catalog, self._signature, self.present = (
-            before.catalog,
-            before._signature,
-            before.present,
-        )
+        self.catalog, self.present = before.catalog, before.present
+        self._signature = before._signature
         self._memo.agreed(self)
         with contextlib.suppress(CheckpointError, ValueError):  # the first save raises the same
             signature = signature_and_leaves(state_dict)[0]

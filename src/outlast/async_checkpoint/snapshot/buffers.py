@@ -15,6 +15,7 @@ from outlast.async_checkpoint.writer.handover import SnapshotDescription, Stored
 from outlast.async_checkpoint.writer.main import Writer
 from outlast.coordination.waits import waits
 from outlast.system import devices
+from outlast.system.main_program import without_collections
 from outlast.system.parallel import start_thread
 from outlast.system.shared_memory import SharedMemory, populate
 
@@ -196,8 +197,8 @@ class BufferPool:
         self._writer.start()
         self._allocating = start_thread("outlast-allocate", devices.on_this_device(allocate))
 
-    def take_over(self, socket: Path) -> SharedMemory | None:
-        """Takes over the snapshots of a dead process; returns the memory kept for it, if any."""
+    def take_over(self, socket: Path) -> dict[str, SharedMemory]:
+        """Takes over the snapshots of a dead process; returns the memory kept for it, by name."""
         left, kept = take_over(socket)
         for stored in left:
             self.adopt(stored)
@@ -267,5 +268,5 @@ class BufferPool:
                 buffer.unlock = lock(memory.address, memory.size_bytes, device.index)
         index = structure.index
         self._writer.tell(Writer.share_buffer, buffer=buffer.number, memory=memory, index=index)
-        buffer.targets = structure.inscribe(memory)
+        buffer.targets = without_collections(lambda: structure.inscribe(memory))
         buffer.structure = structure

@@ -18,7 +18,7 @@ import functools
 import io
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -85,8 +85,7 @@ def frame(dtype: str, shape: tuple[int, ...]) -> Frame:
     return Frame(bytes(recorder.parts[0]), recorder.skipped, bytes(recorder.parts[1]))
 
 
-@dataclasses.dataclass(frozen=True)
-class TensorExtent:
+class TensorExtent(NamedTuple):
     """The place of a tensor: its stream and its data in the file, its data in the buffer."""
 
     file: str
@@ -199,26 +198,19 @@ class Structure:
 
     def _lay_out(self, rank: int) -> None:
         begin, at = 0, 0  # offset of the current file in the buffer; offset in the file
+        file = f"__{rank}_0.distcp"
 
         def end_file() -> None:
-            nonlocal begin, at
-            self.files.append((f"__{rank}_{len(self.files)}.distcp", begin, page_up(at)))
-            begin, at = begin + page_up(at), 0
+            nonlocal begin, at, file
+            self.files.append((file, begin, page_up(at)))
+            begin, at, file = begin + page_up(at), 0, f"__{rank}_{len(self.files)}.distcp"
 
         for item in self.tensors:
             around = frame(item.dtype, item.sizes)
-            data_at = at + len(around.head)
-            self.extents.append(
-                TensorExtent(
-                    file=f"__{rank}_{len(self.files)}.distcp",
-                    stream_at=at,
-                    stream_bytes=around.size_bytes,
-                    data_at=data_at,
-                    data_bytes=around.data_bytes,
-                    buffer_at=begin + data_at,
-                )
-            )
-            at += -(-around.size_bytes // _ALIGNMENT) * _ALIGNMENT
+            data_at, size = at + len(around.head), around.size_bytes
+            place = TensorExtent(file, at, size, data_at, around.data_bytes, begin + data_at)
+            self.extents.append(place)
+            at += -(-size // _ALIGNMENT) * _ALIGNMENT
             if at >= FILE_BYTES:
                 end_file()
         if at:
@@ -233,22 +225,12 @@ class Structure:
                 {"path": item.path, "dtype": item.dtype, "shape": item.shape, "shards": []},
             )
             entry["order"] = self.order[item.key]
-            entry["shards"].append(
-                {
-                    "offsets": item.offsets,
-                    "sizes": item.sizes,
-                    "file": extent.file,
-                    "at": extent.data_at,
-                }
-            )
+            place = {"file": extent.file, "at": extent.data_at}
+            entry["shards"].append({"offsets": item.offsets, "sizes": item.sizes, **place})
         values = [[item.name, item.path, self.order[item.key]] for item in self.values]
         containers = {
-            item.name: {
-                "path": item.path,
-                "kind": item.dtype,
-                "order": self.order[item.key],
-            }
-            for item in self.containers
+            i.name: {"path": i.path, "kind": i.dtype, "order": self.order[i.key]}
+            for i in self.containers
         }
         return json.dumps({"tensors": tensors, "values": values, "containers": containers})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
@@ -142,27 +142,25 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
 def list_checkpoints(storage: Storage) -> list[CheckpointInfo]:
     """The committed checkpoints that are intact, oldest first; or a `CheckpointReadError`."""
     found: dict[int, CheckpointInfo] = {}
-    for _, folder in reversed(candidates(storage)):
-        try:
-            info = _info(read_manifest(storage, folder), folder)
-        except CheckpointReadError:
-            raise
-        except CheckpointError:
-            continue
-        found[info.step] = info
-    return list(found.values())
+    for info in _intact(storage):
+        found.setdefault(info.step, info)
+    return list(reversed(found.values()))
 
 
 def newest_checkpoint(storage: Storage) -> CheckpointInfo | None:
     """The last one of `list_checkpoints`: no other manifest is read."""
+    return next(_intact(storage), None)
+
+
+def _intact(storage: Storage) -> Iterator[CheckpointInfo]:
+    """In the order of `candidates`."""
     for _, folder in candidates(storage):
         try:
-            return _info(read_manifest(storage, folder), folder)
+            yield _info(read_manifest(storage, folder), folder)
         except CheckpointReadError:
             raise
         except CheckpointError:
             continue
-    return None
 
 
 def _info(manifest: Manifest, folder: str) -> CheckpointInfo:

@@ -173,6 +173,8 @@ def _check_tensor(name: str, tensor: TensorEntry, complete: bool) -> None:
 
 def is_covered(shape: Sequence[int], parts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
     """Whether parts (offsets and sizes), each within the shape, have every element exactly once."""
+    if len(parts) == 1 and tuple(parts[0][1]) == tuple(shape):
+        return not any(parts[0][0])
     boxes = [
         (tuple(offsets), tuple(a + n for a, n in zip(offsets, sizes, strict=True)))
         for offsets, sizes in parts

@@ -317,15 +317,15 @@ class WriterClient(ProcessClient):
         super().__init__(config)
         self._buffers: dict[int, Call] = {}
         self._ends: dict[int, Call] = {}  # how the copy into each buffer ended
-        self._kept: Call | None = None
+        self._kept: dict[str, Call] = {}
 
-    def keep(self, memory: SharedMemory, socket: str) -> None:
-        """Makes the writer keep `memory`, instead of what it kept before: after a kill of this
+    def keep(self, memory: SharedMemory, socket: str, name: str) -> None:
+        """Makes the writer keep `memory`, instead of what had this name: after a kill of this
         process, its replacement gets it at `socket`. Starts the writer. Lost memory is not kept.
         """
         if memory.intact:
             self.start()
-            self.tell(Writer.keep_memory, memory=memory, socket=socket)
+            self.tell(Writer.keep_memory, memory=memory, socket=socket, name=name)
 
     def begin_save(self) -> None:
         """Calls `begin_save`, and once more, of another writer, if this one ends without an answer.
@@ -386,11 +386,10 @@ class WriterClient(ProcessClient):
             case "sealed" | "torn":
                 self._ends[buffer] = call
             case "keep_memory":
-                self._kept = call
+                self._kept[call.arguments["name"]] = call
 
     def _replayed(self, method: str) -> Iterator[tuple[Call, Pending[Any] | None]]:
-        kept = [] if self._kept is None else [self._kept]
-        for call in (*self._buffers.values(), *kept):
+        for call in (*self._buffers.values(), *list(self._kept.values())):
             if call.arguments["memory"].intact:
                 yield call, None
         for call in self._ends.values():

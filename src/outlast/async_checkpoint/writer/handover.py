@@ -18,7 +18,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
@@ -150,7 +150,7 @@ def _lock_of(socket_path: Path) -> Path:
 def hand_over(
     announcement: Announcement,
     snapshots: Sequence[StoredSnapshot],
-    kept: SharedMemory | None,
+    kept: Mapping[str, SharedMemory],
     linger_s: float,
     launcher: int | None,
 ) -> None:
@@ -159,7 +159,7 @@ def hand_over(
     the process that would start one; without it, or with nothing to hand over, it does not wait.
     """
     path = announcement.socket
-    if launcher is None or path is None or (not snapshots and kept is None):
+    if launcher is None or path is None or not (snapshots or kept):
         return
     private_folder(path.parent)
     path.unlink(missing_ok=True)
@@ -182,12 +182,14 @@ def hand_over(
 
 
 def _give(
-    connection: socket.socket, snapshots: Sequence[StoredSnapshot], kept: SharedMemory | None
+    connection: socket.socket,
+    snapshots: Sequence[StoredSnapshot],
+    kept: Mapping[str, SharedMemory],
 ) -> None:
     channel = Channel(connection)
     with contextlib.suppress(OSError, EOFError):  # the replacement died too
-        if kept is not None:
-            channel.send(pack({"kept": True}), [kept.descriptor])
+        for name, memory in kept.items():
+            channel.send(pack({"kept": name}), [memory.descriptor])
         for each in snapshots:
             channel.send(pack(dict(each.description), bytes(each.values)), [each.memory.descriptor])
         channel.send(b"")
@@ -196,18 +198,18 @@ def _give(
     channel.close()
 
 
-def take_over(path: Path) -> tuple[list[StoredSnapshot], SharedMemory | None]:
-    """The snapshots that a dead predecessor has left, and the memory that was kept for it, if their
-    holder is still there. What is lost is left out: an access to it would end the process.
+def take_over(path: Path) -> tuple[list[StoredSnapshot], dict[str, SharedMemory]]:
+    """The snapshots that a dead predecessor has left, and the memory that was kept for it, by name,
+    if their holder is still there. What is lost is left out: an access to it would end the process.
     """
     deadline = time.monotonic() + _OPENING_S
     while (connection := _connect(path)) is None:
         if not is_announced(path) or time.monotonic() > deadline:
-            return [], None
+            return [], {}
         time.sleep(_POLL_S)
     channel = Channel(connection)
     found: list[StoredSnapshot] = []
-    kept: SharedMemory | None = None
+    kept: dict[str, SharedMemory] = {}
     try:
         while True:
             payload, descriptors = channel.receive()
@@ -217,7 +219,7 @@ def take_over(path: Path) -> tuple[list[StoredSnapshot], SharedMemory | None]:
             ends = [at + size for _, at, size in header.get("layout", ())]
             memory = _intact(descriptors[0], max(ends, default=1))
             if "kept" in header:
-                kept = memory
+                kept |= {} if memory is None else {header["kept"]: memory}
             elif memory is not None:
                 found.append(StoredSnapshot(cast(SnapshotDescription, header), values, memory))
             else:

@@ -94,11 +94,13 @@ class Writer(Service):
     def release_buffer(self, buffer: int) -> None:
         self.buffers.release(buffer)
 
-    def keep_memory(self, memory: SharedMemory, socket: str) -> None:
-        """Keeps this, and nothing else, for a replacement of the main process, at `socket`."""
-        if self.kept is not None:
-            self.kept.close()
-        self.kept = memory
+    def keep_memory(self, memory: SharedMemory, socket: str, name: str) -> None:
+        """Keeps this, instead of what has this name, for a replacement of the main process, at
+        `socket`.
+        """
+        if before := self.kept.pop(name, None):
+            before.close()
+        self.kept[name] = memory
         self.announce(socket)
 
     def reuse_buffer(self, buffer: int) -> None:

@@ -76,7 +76,7 @@ class Service:
         self.linger_s = float(config["linger_s"])
         self.announcement = Announcement(config["main"])
         self.requests: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
-        self.kept: SharedMemory | None = None  # given to a replacement besides the snapshots
+        self.kept: dict[str, SharedMemory] = {}  # given to a replacement besides the snapshots
         self._goodbye = False
         self.answering = start_thread("outlast-answers", self._answer_all)
 

@@ -17,6 +17,7 @@ class HostInfo(msgspec.Struct, frozen=True):
         port: where its agent listens for other agents.
         store_port: where its agent serves the store to workers.
         place: the place among the hosts that it asks for; -1 for any.
+        topology: where it is in the network, from the outermost level inward; ranks follow it.
         settings: what must be equal on all hosts (versions, script, arguments, options), by name.
     """
 
@@ -26,6 +27,7 @@ class HostInfo(msgspec.Struct, frozen=True):
     port: int = 0
     store_port: int = 0
     place: int = -1
+    topology: tuple[str, ...] = ()
     settings: dict[str, str] = {}
 
     def __str__(self) -> str:

@@ -145,12 +145,15 @@ class Node:
         elif leader is not None:
             self._renew(leader)
             leader.end_leases(now)
-            for host in leader.leases.announce_to(now):
-                self._outbox.append((host, Announce(leader.term)))
+            self._announce(leader)
             self._hand_over(leader)
         elif now >= self._campaigns.due() and self._may_lead():
             self._campaign(pre_vote=True)
         self._host.check_lease(now)
+
+    def _announce(self, leader: Leader) -> None:
+        for host in leader.leases.announce_to(self._now):
+            self._outbox.append((host, Announce(leader.term)))
 
     def _renew(self, leader: Leader) -> None:
         """The lease of the leader's own host counts from the moment that a quorum has answered."""
@@ -366,6 +369,7 @@ class Node:
                 others = [host for host in self._voter.table.sessions if host != self.me]
                 leader.leases.begin(others)
                 leader.read_leases.begin(self._voter.table)
+                self._announce(leader)
                 self._host.follow(self.me, leader.term, self._now)
                 self._renew(leader)
             if self._began:

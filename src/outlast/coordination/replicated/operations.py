@@ -6,9 +6,11 @@ about the size of the value, and what a decoder returns has the declared types.
 
 from __future__ import annotations
 
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import msgspec
+
+from outlast.errors import StoreError
 
 READS = frozenset({"read", "check", "keys"})
 WRITES = frozenset({"put", "claim", "add", "append", "delete", "compare_set", "delete_prefix"})
@@ -111,6 +113,23 @@ class OperationStore:
 
     def add(self, key: str, amount: int) -> int:
         return cast(int, self.perform(Operation("add", key, amount=amount)))
+
+    def add_and_read(self, key: str, amount: int, other: str) -> tuple[int, bytes]:
+        add = Operation("add", key, amount=amount)
+        total, value = self.perform_all(add, Operation("read", other))
+        return total, value or b""
+
+    def read_all(self, *keys: str) -> list[bytes | None]:
+        found = self.perform_all(*(Operation("read", key) for key in keys))
+        return [value or None for value in found]
+
+    def perform_all(self, *parts: Operation) -> list[Any]:
+        """Performs all as one; a `StoreError` if one of them fails."""
+        found = cast(list[Any], self.perform(Operation(BATCH, operations=parts)))
+        for each in found:
+            if isinstance(each, Failed):
+                raise StoreError(each.reason)
+        return found
 
     def append(self, key: str, value: bytes) -> None:
         self.perform(Operation("append", key, value))

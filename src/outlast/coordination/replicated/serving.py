@@ -161,6 +161,7 @@ class HostLeases:
             if host not in self._heard:
                 self._heard[host] = self._elected
                 self._silent.add(host)
+        self._announce_due = self._elected  # at once: what they have sent before was not answered
         if self._predecessor is not None and self._predecessor[0] in self._silent:
             # The host of the leader before has its lease from its voters alone, see `Election`.
             host, heard = self._predecessor

@@ -2,9 +2,10 @@
 
 A store is a table of bytes, shared by all processes of a job. Each operation is atomic at the
 store, which therefore puts all of them into one order; the proofs in `barrier.py` and
-`membership.py` rely on that and on nothing else. The implementations are `tcp_client.py`,
-`torch_store.py`, `etcd/`, and one in memory; the deterministic simulation (`tests/simulation`)
-performs the operations on the latter, one at a time.
+`membership.py` rely on that and on nothing else. Only a wait is weaker (see `wait_for`): the keys
+that they wait for are written once, and replaced or deleted only iterations later. The
+implementations are `tcp_client.py`, `torch_store.py`, `etcd/`, and one in memory; the deterministic
+simulation (`tests/simulation`) performs the operations on the latter, one at a time.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 from outlast.errors import OutlastError
 
@@ -45,7 +46,12 @@ class Store(Protocol):
         """The value of `key`, or `None`. Never waits."""
 
     def wait_for(self, key: str, timeout: float | None) -> bytes:
-        """The value of `key`, once it exists; a `KeyTimeout` after `timeout` seconds, if any."""
+        """The value of `key`, once it exists; a `KeyTimeout` after `timeout` seconds, if any.
+
+        For keys that are written once. If a key is written again or deleted, this may return an
+        older value: one that the key had since another client of this host began to wait for it, or
+        since this host last saw that it was absent.
+        """
 
     def add(self, key: str, amount: int) -> int:
         """Adds to the number under `key` (0 if absent); returns the sum."""
@@ -55,6 +61,17 @@ class Store(Protocol):
 
     def delete(self, *keys: str) -> None:
         """Removes these keys, each if it exists; in one request, where the store can do that."""
+
+
+@runtime_checkable
+class Combines(Protocol):
+    """A store that performs several operations in one request."""
+
+    def add_and_read(self, key: str, amount: int, other: str) -> tuple[int, bytes]:
+        """The sum, and then the value of `other`, empty if absent."""
+
+    def read_all(self, *keys: str) -> list[bytes | None]:
+        """The values of these keys, `None` for what is absent or empty."""
 
 
 class MemoryStore:

@@ -61,8 +61,9 @@ class Query(enum.IntEnum):
     LIST_KEYS = 17
     BARRIER = 18
     # Not torch's: a WAIT for one key, answered with its value. Only the store server of a host
-    # knows it.
+    # knows it, and the next: an ADD to the first of two keys, then a GET of the other.
     AWAIT = 128
+    ADD_AND_READ = 129
 
 
 class TcpClient:
@@ -71,8 +72,8 @@ class TcpClient:
     Threads take turns; a wait occupies the connection, so each waiting thread needs its own client.
     `timeout`: how long the server may take to answer a request other than a wait, in seconds.
     `host_server`: whether this is the store server of a host (`outlast.launch.hosts.server`). It
-    knows AWAIT; and a COMPARE_SET that changes nothing wakes no waiters there, so one request reads
-    a key. torch's server wakes all of a key, so a read asks twice there.
+    knows AWAIT and ADD_AND_READ; and a COMPARE_SET that changes nothing wakes no waiters there, so
+    one request reads a key. torch's server wakes all of a key, so a read asks twice there.
     """
 
     host_server = False
@@ -151,6 +152,13 @@ class TcpClient:
                 raise
             return value
 
+    def read_all(self, *keys: str) -> list[bytes | None]:
+        def work(connection: socket.socket) -> list[bytes | None]:
+            _send(connection, Query.MULTI_GET, LENGTH.pack(len(keys)), *map(_key, keys))
+            return [_receive_bytes(connection) or None for _ in keys]
+
+        return self._perform(work) if self.host_server else [self.read(key) for key in keys]
+
     def add(self, key: str, amount: int) -> int:
         def work(connection: socket.socket) -> int:
             _send(connection, Query.ADD, _key(key), NUMBER.pack(amount))
@@ -158,8 +166,22 @@ class TcpClient:
 
         return self._perform(work)
 
+    def add_and_read(self, key: str, amount: int, other: str) -> tuple[int, bytes]:
+        def work(connection: socket.socket) -> tuple[int, bytes]:
+            keys = LENGTH.pack(2), _key(key), _key(other)
+            _send(connection, Query.ADD_AND_READ, *keys, NUMBER.pack(amount))
+            total = int(NUMBER.unpack(_receive(connection, NUMBER.size))[0])
+            return total, _receive_bytes(connection)
+
+        if not self.host_server:
+            return self.add(key, amount), self.read(other) or b""
+        return self._perform(work)
+
     def append(self, key: str, value: bytes) -> None:
-        self._perform(lambda connection: _send(connection, Query.APPEND, _key(key), _bytes(value)))
+        # A host's server gets it with the next request: whoever adds a fact goes on to read others.
+        request = bytes([Query.APPEND]) + _key(key) + _bytes(value)
+        more = socket.MSG_MORE if self.host_server else 0
+        self._perform(lambda connection: connection.sendall(request, more))
 
     def delete(self, *keys: str) -> None:
         def work(connection: socket.socket) -> None:

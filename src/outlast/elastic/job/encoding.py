@@ -58,8 +58,17 @@ def load_state(header: bytes, known: Sequence[type]) -> Any:
             raise ValueError(f"it contains more than tensors and plain values: {e}") from e
 
 
+def dump_plain(value: Any) -> bytes:
+    """A pickled value: equal bytes for equal tensors, which pickle does not give."""
+    content = io.BytesIO()
+    _Pickler(content).dump(value)
+    return content.getvalue()
+
+
 def load_plain(pickled: bytes) -> Any:
-    """A pickled value of numbers, texts, bytes, lists, tuples and dicts; else a `ValueError`."""
+    """A pickled value of numbers, texts, bytes, lists, tuples, dicts, and the tensors of
+    `dump_plain`; else a `ValueError`.
+    """
     try:
         return _Plain(io.BytesIO(pickled)).load()
     except pickle.UnpicklingError as e:
@@ -82,8 +91,15 @@ def unpacked(value: tuple[str, list[int], bytes]) -> torch.Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(dtype).reshape(shape)
 
 
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        return (unpacked, (packed(value),)) if is_plain_tensor(value) else NotImplemented
+
+
 class _Plain(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == (__name__, unpacked.__name__):
+            return unpacked
         raise pickle.UnpicklingError(f"{module}.{name} is no plain value")
 
 

@@ -20,6 +20,7 @@ from outlast.async_checkpoint import Checkpointer
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.elastic.job.fallback import Fallback
 from outlast.elastic.job.live.choice import NOT_THE_SAME_STEPS
+from outlast.elastic.job.live.rescue import newest_on_storage
 from outlast.elastic.job.restoring import Restoring
 from outlast.elastic.job.same_on_all_ranks import by_rank
 from outlast.elastic.job.saves import Saves
@@ -28,7 +29,7 @@ from outlast.elastic.stop_signals import StopSignals
 from outlast.errors import CheckpointError, RestartAbort, SaveCancelled, StoreError, UnevenRanks
 from outlast.events.hung_ranks import EQUAL_STEPS
 from outlast.inprocess.running_call import RunningCall, long_phase
-from outlast.system.error_text import describe, first_line
+from outlast.system.error_text import first_line
 from outlast.system.units import duration_text
 
 log = logging.getLogger("outlast.elastic")
@@ -232,7 +233,9 @@ class LastSave:
     def _attempt(self, ends: float, deadline: float | None) -> _Failed | None:
         """Waits for the commit; returns on all ranks why there is none, if one has failed."""
         self._attempts += 1
-        with long_phase(self._timeout_s or None):
+        limits = [self._timeout_s or None, deadline and max(deadline - time.monotonic(), 0.0)]
+        # A rank that hangs in the save for a stop is found once the grace time is over.
+        with long_phase(min(filter(None, limits), default=None)):
             error = self._error_of_save(deadline)
         found: _Failed | None = None
         if error is not None:
@@ -288,11 +291,7 @@ class LastSave:
             ended.await_verdict(self._timeout_s)
 
     def _what_is_where(self, attempts: int, cause: str, told: str) -> str:
-        try:
-            steps = [info.step for info in self._checkpointer.checkpoints()]
-            newest = f"step {steps[-1]}" if steps else "none"
-        except (CheckpointError, OSError) as e:
-            newest = f"unknown: {describe(e)}"
+        newest = newest_on_storage(self._checkpointer)
         ended = f", the last ones after a request to stop ({told})" if told else ""
         then = "the same command continues there"
         then += "" if self._fallback else " (Job(fallback=DIR) names a second folder)"

@@ -6,11 +6,13 @@ import hashlib
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import PurePath
 from typing import Any
 
 from outlast.async_checkpoint import Checkpointer
 from outlast.elastic.job.saves import Saves
+from outlast.elastic.job.training_state import TrainingState
 from outlast.errors import CheckpointError, CheckpointMismatch, CheckpointReadError
 from outlast.events.emitter import NullSink
 
@@ -72,3 +74,40 @@ class Fallback:
         timeout_s = self._checkpointer.session.writer.timeout_s
         options = {"group": self._group, "timeout": timeout_s, "events": NullSink()}
         return Checkpointer(self.url, keep=1, **options)
+
+
+def load_checkpoint(
+    training: TrainingState,
+    checkpointer: Checkpointer,
+    fallback: Fallback | None,
+    step: int | None,
+    load: Callable[[dict[str, Any]], object],
+) -> int | None:
+    """Passes the newest checkpoint, or the one of `step`, to `load`, from the fallback if it is
+    newer there; returns its step. If there is none, or with an error, all is as before.
+    """
+    found: int | None = None
+    if fallback is None and checkpointer.restorer.has_none(step):
+        # A new job: nothing to fill, and nothing to undo, which would load all of the state anew.
+        return checkpointer.restorer.restore({}, step)
+    backup = training.backup()
+    try:
+        state, optional = training.load_target()
+        lacking: list[tuple[Any, ...]] = []
+        if fallback is not None:
+            found = fallback.restore(state, step, optional)
+            lacking = fallback.lacking
+            if found is None:  # what was loaded before damage was found counts no more
+                state, optional = training.load_target()
+        if found is None:
+            found = checkpointer.restore(state, step=step, optional=optional)
+            lacking = checkpointer.restorer.lacking
+        if found is not None:
+            training.drop_moments(state, lacking)
+            load(state)
+    except Exception:
+        training.roll_back(backup)
+        raise
+    if found is None:
+        training.roll_back(backup)
+    return found

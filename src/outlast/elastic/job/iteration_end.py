@@ -145,7 +145,7 @@ class IterationEnd:
     def _end(self) -> None:
         self._is_pending = False
         self._training.modes.check(self._rank, self._steps)
-        self._stop.completed(self._steps, self.save_for_stop)
+        self._stop.completed(self._steps, self.save_for_stop, self._restoring, self._save_for_move)
         self._save_if_due()
 
     def _save_if_due(self) -> None:
@@ -156,6 +156,11 @@ class IterationEnd:
         handle = self._saves.save()
         for each in later:
             each.begun(handle)
+
+    def _save_for_move(self) -> None:
+        self._say_gradients()
+        if not self._saves.is_saved():
+            self._saves.save()
 
     def save_for_stop(self) -> None:
         self.say_rest()

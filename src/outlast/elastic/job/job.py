@@ -22,7 +22,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, SupportsFloat, TypeVar
 
 from torch.optim import Optimizer
 
@@ -34,7 +34,7 @@ from outlast.elastic.job.fallback import Fallback
 from outlast.elastic.job.iteration_end import IterationEnd
 from outlast.elastic.job.model_parts import restore_modes
 from outlast.elastic.job.models import Models, Optimizers, by_name, check_models
-from outlast.elastic.job.progress import JobProgress
+from outlast.elastic.job.requests import JobRequests
 from outlast.elastic.job.restoring import Restoring
 from outlast.elastic.job.same_on_all_ranks import (
     SameParameters,
@@ -46,12 +46,19 @@ from outlast.elastic.job.training_state import TrainingState, check_stateful
 from outlast.elastic.silent_faults.job_checks import Check, JobChecks, TrustedRestore, check_of
 from outlast.elastic.stop_signals import PREEMPTED, SIGNALS, StopSignals
 from outlast.inprocess.running_call import long_phase, running_call
-from outlast.system.arguments import Duration, as_int, as_timedelta, check_options, options_of
+from outlast.system.arguments import (
+    Duration,
+    as_int,
+    as_number,
+    as_timedelta,
+    check_options,
+    options_of,
+)
 
 T = TypeVar("T")
 
 
-class Job(JobProgress):
+class Job(JobRequests):
     """Saves and restores the state of a training run as a unit.
 
     A checkpoint contains the model's parameters and buffers, the optimizer, the position in the
@@ -330,27 +337,22 @@ class Job(JobProgress):
         """
         self._end.add(n, function, is_restored=self._may_save)
 
-    def save(self, metric: float | None = None) -> SaveHandle:
+    def save(self, metric: SupportsFloat | None = None) -> SaveHandle:
         """Saves now, in the background; in a function of `after_steps`, once the step's functions
         have ended (in a loop over `batches`, the loop's body); at the end of an epoch, after its
         `batches`, once the loop over `epochs` comes back. Call it on all ranks.
 
         Args:
-            metric: of this step, to keep the best checkpoints: see `Retention`.
+            metric: of this step, to keep the best checkpoints: see `Retention`. A number, or a
+                tensor of one element.
 
         Raises:
+            TypeError: if `metric` is not a number.
             ValueError: if there are checkpoints and `restore` was not called.
         """
         self._check_restored()
-        return self._end.save(metric, sys._getframe(1))
-
-    def stop(self, why: str = "stop() was called") -> None:
-        """Makes all ranks save after the same step, and exit. Any thread of any rank may call this,
-        for example when the cloud provider announces that it will reclaim the machine.
-        """
-        if self._ending.released:
-            raise ValueError("this job is closed")
-        self._stop.request(why)
+        number = None if metric is None else as_number("metric", metric)
+        return self._end.save(number, sys._getframe(1))
 
     def close(self) -> None:
         """Waits for background saves, and releases threads and signal handlers.

@@ -2,9 +2,9 @@
 checkpoint and the present ones.
 
 The values of a group are replaced, whatever they are; where torch resumes, so does a job. A key
-that only the present group has, as of a newer torch, stays. With names of the parameters on both
-sides, the moments go to the parameter of the same name; torch goes by the order alone. A group that
-was added in training is saved with the names of its parameters, and added again.
+that only the present group has, as of a newer torch, stays. Groups are saved with the names of
+their parameters in the model, and the moments go to the parameter of the same name; torch goes by
+the order alone. A group that was added in training is added again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from outlast.errors import CheckpointMismatch
 log = logging.getLogger("outlast.elastic")
 
 _HAS_MOMENTS = "has_moments"  # part of the checkpoint's format
-_ADDED = "outlast_parameters"  # likewise
+_ADDED = "outlast_parameters"  # likewise: of groups that were added in training
+_PARAMETERS = "outlast_names"  # likewise: of all others, a line each
 _NAMES = "param_names"  # torch's
 
 _USED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -50,6 +51,7 @@ class OptimizerPart(Part):
         super().__init__(optimizer)
         self._module, self._is_named = module, is_named
         self._first_added = len(getattr(optimizer, "param_groups", ()))
+        self._known: dict[torch.Tensor, str] = {}
         self.created = False  # the present moments are those of `create_sharded_moments`
         # What a constructor makes, the first step expects. Of an optimizer that was used, nothing.
         is_new = optimizer not in _USED
@@ -60,10 +62,13 @@ class OptimizerPart(Part):
     def save(self) -> dict[str, Any]:
         state = self._source.state_dict()
         pairs = zip(getattr(self._source, "param_groups", ()), state["param_groups"], strict=False)
-        if added := [*pairs][self._first_added :]:  # in training
-            names = {each: name for name, each in self._module.named_parameters()}
-            for group, saved in added:
-                saved[_ADDED] = [names.get(each, "") for each in group["params"]]
+        names = self._names()
+        for number, (group, saved) in enumerate(pairs):
+            found = [names.get(each, "") for each in group["params"]]
+            if number >= self._first_added:  # in training
+                saved[_ADDED] = found
+            elif all(found):
+                saved[_PARAMETERS] = "\n".join(found)
         return {**state, _HAS_MOMENTS: bool(state["state"])} if self._is_named else state
 
     def target(self, saved: Any) -> Any:
@@ -79,10 +84,11 @@ class OptimizerPart(Part):
         has_moments = state.pop(_HAS_MOMENTS, True)
         del self._source.param_groups[max(self._first_added, len(state["param_groups"])) :]
         _add_groups(self._source, self._module, state["param_groups"])
+        names = self._names()
         pairs = zip(self._source.param_groups, [*state["param_groups"], {}], strict=False)
         is_torchs = isinstance(self._source, Optimizer)
         state["param_groups"] = [
-            _loaded_group(number, group, loaded, is_torchs=is_torchs)
+            _loaded_group(number, group, loaded, names, is_torchs=is_torchs)
             for number, (group, loaded) in enumerate(pairs)
         ]
         rewrap(state, self.with_moments, "optimizer")
@@ -93,6 +99,12 @@ class OptimizerPart(Part):
             return
         for each in [each for each in self._source.state if each not in self._made_with]:
             del self._source.state[each]
+
+    def _names(self) -> dict[torch.Tensor, str]:
+        """Of each parameter of the model: looked up again when the optimizer has another one."""
+        if not self._known or any(each not in self._known for each in parameters_of(self._source)):
+            self._known = {each: name for name, each in self._module.named_parameters()}
+        return self._known
 
     def shared(self) -> list[dict[str, Any]]:
         """The hyperparameters: a scheduler changes them."""
@@ -191,7 +203,12 @@ def _add_groups(optimizer: Optimizer, module: nn.Module, saved: list[Any]) -> No
 
 
 def _loaded_group(
-    number: int, group: dict[str, Any], loaded: dict[str, Any], *, is_torchs: bool
+    number: int,
+    group: dict[str, Any],
+    loaded: dict[str, Any],
+    names: dict[torch.Tensor, str],
+    *,
+    is_torchs: bool,
 ) -> dict[str, Any]:
     """The group to load; `CheckpointMismatch` if its parameter names differ or none was saved, or
     if an optimizer of torch has another number of parameters.
@@ -199,12 +216,13 @@ def _loaded_group(
     where = f"parameter group {number} of the optimizer"
     if not loaded:
         raise CheckpointMismatch(f"the checkpoint has no {where}")
-    found = {**loaded, "params": _in_order(where, group, loaded)}
+    found = {**loaded, "params": _in_order(where, group, loaded, names)}
     if is_torchs and len(found["params"]) != len(group["params"]):
         raise CheckpointMismatch(
             f"{where} has {len(group['params'])} parameters, and {len(found['params'])} were saved"
         )
     found.pop(_ADDED, None)
+    found.pop(_PARAMETERS, None)
     for key, present in group.items():
         if key == "params":
             continue
@@ -227,10 +245,21 @@ def _as_present(present: Any, loaded: Any) -> Any:
     return loaded
 
 
-def _in_order(where: str, group: dict[str, Any], loaded: dict[str, Any]) -> Any:
-    """The numbers of the saved parameters, in the present order."""
+def _in_order(
+    where: str, group: dict[str, Any], loaded: dict[str, Any], names: dict[torch.Tensor, str]
+) -> Any:
+    """The numbers of the saved parameters, in the present order. Names that the program has given
+    to the optimizer come first.
+    """
     now, saved = ([_inner(n) for n in each.get(_NAMES, ())] for each in (group, loaded))
-    if not now or not saved or now == saved:
+    if not now or not saved:
+        now = [names.get(each, "") for each in group["params"]]
+        saved = loaded.get(_PARAMETERS, "").split("\n")
+        if sorted(now) != sorted(saved):  # one of both models may be inside a DDP, or compiled
+            now, saved = ([_inner(name) for name in each] for each in (now, saved))
+        if not all(now) or len({*now}) < len(now) or sorted(now) != sorted(saved):
+            return loaded["params"]  # names that are not known, or not the same: torch's order
+    if now == saved:
         return loaded["params"]
     if sorted(now) != sorted(saved):
         only_now, only_saved = sorted({*now} - {*saved}), sorted({*saved} - {*now})

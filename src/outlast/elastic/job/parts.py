@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from outlast.elastic import random_generators as generators
 from outlast.elastic.job.encoding import (
     KEY,
+    dump_plain,
     is_plain_tensor,
     load_plain,
     pack,
@@ -51,16 +52,16 @@ class Part:
     """One part of the state of a job, on one rank.
 
     Attributes:
-        is_of_rank: whether each rank has an essential state of its own. It is then known only when
-            a step is complete, and a job of another size cannot continue without those of the
-            ranks that are gone.
+        is_of_rank: whether each rank has an essential state of its own: a job of another size
+            cannot continue without those of the ranks that are gone.
         needs_own: whether this process, in a job of another size, must have noted a state itself.
+        mergeable: whether the states of all ranks make one for a job of another size.
         in_place: whether a checkpoint is loaded into what `save` returns now; else the target is
             filled with all that was saved.
     """
 
     is_of_rank = needs_own = False
-    in_place = True
+    mergeable = in_place = True
 
     def __init__(self, source: Any) -> None:
         self._source = source
@@ -96,6 +97,12 @@ class Part:
 
     def own(self) -> Any:
         """The present state of this rank alone: plain values, to compare and to pickle."""
+        return None
+
+    def before_exchange(self, note: Callable[[], None]) -> Any:
+        """If this part exchanges the gradients: `note` is called before, when its own state is that
+        after the step. Returns a handle that ends this, else `None`.
+        """
         return None
 
     def frozen(self, shared: Any) -> Any:
@@ -171,6 +178,7 @@ class ThirdPartyLoader(Part):
         super().__init__(source)
         self._rank, self._world_size, self._required = rank, world_size, required
         self._moment = moment
+        self.mergeable = getattr(source, "resizable", False)
         self._loaded: tuple[Any, Any] | None = None  # when, and the state
 
     def save(self) -> dict[str, Any]:
@@ -217,7 +225,7 @@ class ThirdPartyLoader(Part):
         super().roll_back(name, state, 0)  # only this rank's state is there
 
     def own(self) -> bytes:
-        return pickle.dumps(self._state())
+        return dump_plain(self._state())
 
     def live(self, shared: Any, own: Mapping[int, Any], trusted: bool) -> dict[str, Any]:
         noted = own[self._rank]
@@ -283,6 +291,9 @@ class ConsistentParts(Part):
     def own(self) -> Any:
         return tree_map_only(torch.Tensor, packed, self._source.parts_state_dict())
 
+    def before_exchange(self, note: Callable[[], None]) -> Any:
+        return self._source.register_before_exchange(note)
+
     @staticmethod
     def saved(shared: Any, own: Mapping[int, Any]) -> Any:
         parts = {number: part for each in own.values() for number, part in each.items()}
@@ -316,6 +327,7 @@ class NamedParts(Part):
     def __init__(self, parts: Mapping[str, Part], kind: str = "state") -> None:
         self._parts, self._kind = parts, kind
         self.is_of_rank = any(part.is_of_rank for part in parts.values())
+        self.mergeable = all(part.mergeable for part in parts.values())
         savers = {name: part.saved for name, part in parts.items()}
 
         def saved(shared: Any, own: Mapping[int, Any]) -> dict[str, Any]:

@@ -53,8 +53,9 @@ class JobProgress:
     @property
     def restored_from(self) -> str:
         """Where `restore` has found the state: "live" (this rank's own, from before the fault),
-        "replica" (sent by another rank), "memory" (a checkpoint in memory), "copies" (some ranks'
-        from the memory of another host) or "storage"; empty without a restored state.
+        "replica" (sent by another rank), "predecessor" (by the process that had this rank, and has
+        left), "memory" (a checkpoint in memory), "copies" (some ranks' from the memory of another
+        host) or "storage"; empty without a restored state.
         """
         return self.checkpointer.restorer.restored_from
 

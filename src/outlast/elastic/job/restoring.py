@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,19 +22,16 @@ from outlast.coordination.call_ledger import CallLedger
 from outlast.coordination.collectives import raise_together
 from outlast.elastic.job.by_rank.equal_states import refusal
 from outlast.elastic.job.encoding import load_plain, load_state, unpacked
-from outlast.elastic.job.fallback import Fallback
-from outlast.elastic.job.live.choice import Choice, Offer, choose, next_branch
+from outlast.elastic.job.fallback import Fallback, load_checkpoint
+from outlast.elastic.job.live.choice import Choice, Offer, StateToSave, choose, next_branch
 from outlast.elastic.job.live.frozen import Frozen, Leaf, join, of_state, signature
-from outlast.elastic.job.live.own_state import Record, read_all
+from outlast.elastic.job.live.handover import Handover, Inherited, fetch
+from outlast.elastic.job.live.own_state import MakeMirror, Record, read_all, values_of_states
 from outlast.elastic.job.live.recorder import NotSupported, Recorder
-from outlast.elastic.job.live.rescue import (
-    Kept,
-    check_same_folder,
-    release_all,
-    rescue_for,
-)
+from outlast.elastic.job.live.rescue import Kept, check_same_folder, release_all, rescue_for
+from outlast.elastic.job.live.to_save import Resharding, choose_to_reshard
 from outlast.elastic.job.live.transfer import Exchange, TransferFailed
-from outlast.elastic.job.same_on_all_ranks import SameParameters, first_rank
+from outlast.elastic.job.same_on_all_ranks import SameParameters, first_rank, name_that_differs
 from outlast.elastic.job.training_state import TrainingState
 from outlast.elastic.wrapped_modules import plain_state_dict
 from outlast.errors import CheckpointError, RestartAbort
@@ -43,6 +40,11 @@ from outlast.system.notices import notice
 from outlast.system.units import duration_text, rank_names
 
 log = logging.getLogger("outlast.elastic")
+
+Noted = tuple[bytes | None, bool, list[bytes]]
+"""A rank's own state, whether this process or its predecessor on the host has noted it; and those
+of all ranks, by rank, if their number has changed and a part needs them.
+"""
 
 
 class Restoring:
@@ -72,6 +74,7 @@ class Restoring:
         self._url, timeout_s = checkpointer.session.url, checkpointer.session.writer.timeout_s
         self._rank, self._world_size = ledger.rank, ledger.world_size
         self._ranks = Agreement(ledger.child("live"), timeout_s, self._url)
+        self._resharding = Resharding(checkpointer, self._ranks, group, finite)
         self._found: Choice | str = ""  # the newest state with all parts on the ranks, or why none
         self._newest: int | None = None  # the step of the newest checkpoint
         self._choice: Choice | None = None
@@ -79,9 +82,12 @@ class Restoring:
         self._recorder: Recorder | None = None
         self._before: Recorder | str = ""  # that of the last iteration, or why there is none
         self._offered: Frozen | None = None  # what this rank has of the chosen state
+        self._inherited: Inherited | None = None  # from the process that had this rank before
+        self._mirror: MakeMirror | None = None
         self._own: dict[Record, bytes] = {}
-        """What this rank has offered of single ranks. Read once: the memory may be lost before the
-        transfer, and the others would wait for this rank's part in it.
+        self._mirrored: dict[Record, bytes] = {}
+        """What this rank has offered of single ranks: of itself, and of some on other hosts. Read
+        once: the memory may be lost before the transfer, and the others would wait for this rank.
         """
         if call is not None:
             check_same_folder(call, self._url)
@@ -120,10 +126,13 @@ class Restoring:
         if isinstance(found, Choice):
             self._choice = found
             return self._training.counters.steps
+        if self._resharding.step is not None and self._resharding.step == self._newest:
+            found = ""  # it is used
         self._restorer.not_live = found
         if found and self._rank == 0:
             log.warning("the state of the surviving ranks is not used: %s", found)
-        return self._load_checkpoint(step)
+        given = self._training, self._checkpointer, self._fallback, step
+        return load_checkpoint(*given, self._load_on_all_ranks)
 
     def begin(self) -> None:
         """All ranks continue from what was restored, or from the initial state. From now on, the
@@ -135,15 +144,8 @@ class Restoring:
             return
         branch = self._branch if self._choice is None else self._choice.branch
         training, phase = self._training, self._training.iteration.phase
-        restored = Record(
-            branch,
-            training.counters.steps,
-            final=True,
-            rank=self._rank,
-            world_size=self._world_size,
-            phase=phase,
-            until=phase,
-        )
+        of = {"rank": self._rank, "world_size": self._world_size, "phase": phase, "until": phase}
+        restored = Record(branch, training.counters.steps, final=True, **of)
         self._recorder, missing = None, ""
         try:
             self._recorder = Recorder(
@@ -152,6 +154,7 @@ class Restoring:
                 restored,
                 self._branch,
                 self._call.check_running,
+                self._mirror,
             )
             self._recorder.iteration = self._call.state.iteration
         except NotSupported as e:
@@ -160,6 +163,10 @@ class Restoring:
             missing = str(e)
             log.info("after a fault, this job loads a checkpoint: %s", e)
         self._keep(self._recorder or missing)
+        self._checkpointer.session.mirrors.begun()
+        if self._inherited is not None:
+            self._inherited.release()
+            self._inherited = None
 
     def completed(self) -> None:
         if self._recorder is not None:
@@ -176,7 +183,7 @@ class Restoring:
         self._keep(why)
 
     def _keep(self, recorder: Recorder | str) -> None:
-        self._before, self._own = "", {}
+        self._before, self._own, self._mirrored = "", {}, {}
         if self._call is not None:
             kept = self._call.kept
             if not kept:
@@ -192,25 +199,32 @@ class Restoring:
         """The first round of all ranks: what each of them has, and what there is on storage. From
         that, rank 0 chooses for all. Returns which checkpoints can be trusted, if not all.
         """
-        call = self._call
+        call, mirrors = self._call, self._checkpointer.session.mirrors
 
         def work(parts: list[Any]) -> Any:
             digests = [part["parameters"] for part in parts]
-            if len(set(digests)) > 1:
+            if name_that_differs(digests) is not None:
                 return {"parameters": digests}
             known = trusted(self._checkpointer) if step is None else None
             first = step if known is None else known.step
             choice: Choice | str = ""
-            branch = ""
+            branch, reshard = "", None
+            found = self._restorer.sort(first, [part["held"] for part in parts])
             if call is not None:
                 offers = [msgspec.convert(part["offer"], Offer) for part in parts]
                 choice, branch = choose(offers), next_branch(offers, uuid.uuid4().hex[:8])
+                if isinstance(choice, str) and first is None:
+                    reshard = choose_to_reshard(offers, found)
             return {
-                "parameters": [],
+                "parameters": digests if len(set(digests)) > 1 else [],
                 "trusted": None if known is None else dataclasses.asdict(known),
                 "choice": msgspec.to_builtins(choice),
                 "branch": branch,
-                "found": self._restorer.sort(first, [part["held"] for part in parts]),
+                "mirror": None
+                if call is None
+                else mirrors.arranged([part["mirror"] for part in parts]),
+                "reshard": msgspec.to_builtins(reshard),
+                "found": found,
             }
 
         with self._ranks.operation():
@@ -219,26 +233,61 @@ class Restoring:
             # A checkpoint before what this rank has of its own is not newer than any choice.
             after = min((record.step for record in self._own), default=-1)
             part = {"parameters": digest, "offer": offer, "held": self._restorer.held(after)}
+            part["mirror"] = None if call is None else mirrors.offer()
             answer = self._ranks.gather(part, work)
         parameters.compared(answer["parameters"])
+        if answer.get("reshard") is not None:
+            to_save = msgspec.convert(answer["reshard"], StateToSave)
+            own = self._mirrored | self._own
+            answer["found"] = self._resharding.save(to_save, self._all_frozen, own)
         known = None if answer["trusted"] is None else Trusted(**answer["trusted"])
         first = step if known is None else known.step
         self._newest = self._restorer.looked(answer["found"], first)
         self._found = msgspec.convert(answer["choice"], Choice | str, str_keys=True)
         self._branch = answer["branch"]
+        self._mirror = mirrors.accept(answer["mirror"], self._rank)
         return known
 
+    @property
+    def _all_frozen(self) -> Sequence[Frozen]:
+        if not isinstance(self._before, str):
+            return self._before.all_frozen
+        return () if self._inherited is None else (self._inherited.frozen,)
+
+    def freeze(self, *, succeeded: bool) -> bool:
+        """See `LiveState`."""
+        if self._recorder is None:
+            return False
+        self._recorder.freeze()
+        frozen = self._recorder.all_frozen
+        # Of another number of ranks, sharded tensors and what is of single ranks are loaded anew.
+        return bool(frozen) and (succeeded or frozen[-1].for_any_size)
+
+    def hand_over(self) -> None:
+        """See `LiveState`."""
+        assert self._recorder is not None
+        assert self._call is not None
+        own = read_all(self._checkpointer.session.memories)
+        handover = Handover(self._call, self._url, self._recorder.all_frozen[-1], own)
+        self._call.at_end(handover.wait)
+
     def _offer(self, call: RunningCall) -> Offer:
-        self._own, before = read_all(self._checkpointer.session.memories), self._before
+        session, before = self._checkpointer.session, self._before
+        parts = self._training.parts.values()
+        self._own, self._mirrored = read_all(session.memories), read_all(session.mirrors.collect())
+        if before == "" and call.state.iteration > 0:
+            self._inherited = fetch(call, self._url)
+        if self._inherited is not None:
+            self._own |= self._inherited.records
         return Offer(
             records=list(self._own),
+            mirrored=list(self._mirrored),
             signature=signature(plain_state_dict(self._training.module, keep_vars=True)),
-            resizable=not any(
-                part.is_of_rank or part.needs_own for part in self._training.parts.values()
-            ),
+            resizable=not any(part.is_of_rank or part.needs_own for part in parts),
+            mergeable=all(part.mergeable for part in parts),
             came_back=call.fault_came_back,
             branches=max((int(each.branch.partition("-")[0]) for each in self._own), default=0),
-            held=[] if isinstance(before, str) else [each.held for each in before.all_frozen],
+            held=[each.held for each in self._all_frozen],
             why=before if isinstance(before, str) else before.why,
         )
 
@@ -250,16 +299,11 @@ class Restoring:
         is_resized = any(r is None or r.world_size != self._world_size for r in records)
         if not choice.sources and not is_resized:
             return
-        noted = []
-        for record, own in self._own.items():
-            if record.final and (values := load_plain(own).get("states")):
-                for phase in range(record.phase, record.until + 1):
-                    state = f"{record.branch}/{phase}"
-                    noted.append((record.step, state, record.rank, values))
         known = {} if isinstance(self._before, str) else self._before.equal_states.known
+        noted = [values_of_states(each) for each in (self._own, self._mirrored)]
         check = partial(refusal, receivers=list(choice.sources), is_resized=is_resized)
         with self._ranks.operation():
-            if found := self._ranks.gather((noted, known), check):
+            if found := self._ranks.gather((*noted, known), check):
                 raise RestartAbort(found)
 
     def _load_from_ranks(self, choice: Choice) -> Choice | str:
@@ -269,14 +313,13 @@ class Restoring:
         state: dict[str, Any] | None = None
         received_bytes = 0
         # Another error in the exchange is raised: other ranks wait in it for this one.
-        exchange, before = Exchange(self._group, self._rank), self._before
-        frozen = () if isinstance(before, str) else before.all_frozen
-        self._offered = of_state(choice.state, frozen)
+        exchange = Exchange(self._group, self._rank)
+        self._offered = of_state(choice.state, self._all_frozen)
         try:
-            here, trusted = self._own_state(choice, exchange)
+            noted = self._collected(choice, exchange)
             found = exchange.run(choice.sources, self._offered)
             try:
-                state, received_bytes = self._joined(found, here, trusted)
+                state, received_bytes = self._joined(found, noted)
             except (ValueError, TypeError, KeyError) as e:
                 raise TransferFailed(str(e)) from e
         except TransferFailed as e:
@@ -289,6 +332,8 @@ class Restoring:
         self._load_on_all_ranks(state)
         self._training.iteration.phase = choice.phase
         source = "replica" if self._rank in choice.sources else "live"
+        if self._inherited is not None:
+            source, received_bytes = "predecessor", received_bytes + self._inherited.bytes
         seconds = time.monotonic() - began
         self._restorer.restored_elsewhere(choice.step, source, seconds, received_bytes)
         self._checkpointer.saves.prepare(self._training.state_dict())
@@ -300,10 +345,10 @@ class Restoring:
         return choice
 
     def _joined(
-        self, found: tuple[bytes, list[torch.Tensor]] | None, here: bytes | None, trusted: bool
+        self, found: tuple[bytes, list[torch.Tensor]] | None, noted: Noted
     ) -> tuple[dict[str, Any], int]:
-        """The state to load, from what was received and this rank's own; how many bytes came."""
-        frozen = self._offered
+        """The state to load, from what was received and noted; how many bytes came."""
+        frozen, (here, trusted, of_all) = self._offered, noted
         if found is not None:
             header, leaves = found
             skeleton, sent = load_state(header, [Leaf])
@@ -320,50 +365,27 @@ class Restoring:
         # Buffers first as on the rank that sent them, then as on this rank.
         for name, value in {**sent["buffers"], **own["buffers"]}.items():
             state["model"][name] = unpacked(value)
-        for name, part in self._training.parts.items():
-            noted = {self._rank: own["parts"][name]} if name in own["parts"] else {}
-            value = part.live(state.get(name), noted, trusted)
-            if value is not None:
-                state[name] = value
+        ranks = {rank: load_plain(each)["parts"] for rank, each in enumerate(of_all)}
+        self._training.add_noted(state, {self._rank: own["parts"]}, ranks, trusted)
         return state, sum(leaf.nbytes for leaf in leaves) if found is not None else 0
 
-    def _own_state(self, choice: Choice, exchange: Exchange) -> tuple[bytes | None, bool]:
-        """This rank's own state, and whether this process or its predecessor has noted it."""
+    def _collected(self, choice: Choice, exchange: Exchange) -> Noted:
         moved = exchange.move(
             [
-                (holder, rank, self._own[record] if holder == self._rank else None)
+                (holder, rank, self._noted(record, holder))
                 for rank, (holder, record) in enumerate(choice.own)
                 if record is not None and holder != rank
             ]
         )
-        if moved is not None:
-            return moved, False
+        of_all = exchange.share([(h, self._noted(r, h)) for h, r in choice.of_all])
         _, mine = choice.own[self._rank]
-        return (None, False) if mine is None else (self._own[mine], True)
+        if moved is not None or mine is None:
+            return moved, False, of_all
+        return self._noted(mine, self._rank), mine in self._own, of_all
 
-    def _load_checkpoint(self, step: int | None) -> int | None:
-        backup = self._training.backup()
-        found: int | None = None
-        try:
-            state, optional = self._training.load_target()
-            lacking: list[tuple[Any, ...]] = []
-            if self._fallback is not None:
-                found = self._fallback.restore(state, step, optional)
-                lacking = self._fallback.lacking
-                if found is None:  # what was loaded before damage was found counts no more
-                    state, optional = self._training.load_target()
-            if found is None:
-                found = self._checkpointer.restore(state, step=step, optional=optional)
-                lacking = self._restorer.lacking
-            if found is not None:
-                self._training.drop_moments(state, lacking)
-                self._load_on_all_ranks(state)
-        except Exception:
-            self._training.roll_back(backup)
-            raise
-        if found is None:
-            self._training.roll_back(backup)
-        return found
+    def _noted(self, record: Record, holder: int) -> bytes | None:
+        noted = self._own if record in self._own else self._mirrored
+        return noted[record] if holder == self._rank else None
 
     def _load_on_all_ranks(self, state: dict[str, Any] | None) -> None:
         """If one rank cannot, raises on all ranks: they would wait for it in a collective."""

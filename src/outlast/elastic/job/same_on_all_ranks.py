@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -88,14 +88,17 @@ def check_nothing_to_restore(checkpointer: Checkpointer, path: str, steps: int) 
 
 
 class SameParameters:
-    """The check that the optimizer has the same parameters on all ranks, in the same order.
+    """The check that each optimizer has the same parameters on all ranks that have one of its name,
+    in the same order.
 
     An optimizer's state is saved by the numbers of its parameters. With pipeline stages, parameter
-    0 of one stage would be saved as a copy of parameter 0 of another one. A sharded parameter
-    (DTensor) is the same on all ranks. FSDP1 does not say what is sharded.
+    0 of one stage would be saved as a copy of parameter 0 of another one, unless each stage has a
+    name. A sharded parameter (DTensor) is the same on all ranks. FSDP1 does not say what is
+    sharded.
     """
 
     def __init__(self, training: TrainingState, checked_by: Checkpointer) -> None:
+        self._training = training
         self._module, self._optimizers = training.module, training.optimizers
         self._ranks, self._ledger = checked_by.ranks, checked_by.ledger
         self._epochs = training.epochs
@@ -118,19 +121,25 @@ class SameParameters:
                     f"{name or 'the model'} is a FullyShardedDataParallel module, whose optimizer "
                     "does not say which part of its state each rank has: use fully_shard (FSDP2)"
                 )
-        described = _described(self._module, self._optimizers)
-        return xxhash.xxh3_64_hexdigest(repr(described).encode())
+        described = {n: _described(self._module, each) for n, each in self._optimizers.items()}
+        hashed = {n: xxhash.xxh3_64_hexdigest(repr(each).encode()) for n, each in described.items()}
+        return json.dumps(hashed, sort_keys=True)
 
     def compared(self, digests: Sequence[str]) -> None:
-        """Takes those of all ranks, in rank order, if they differ: a `ValueError` says in what."""
-        self._checked = True
+        """Takes those of all ranks, in rank order, if they differ: a `ValueError` says in what, if
+        an optimizer of one name does.
+        """
+        self._checked, rank = True, self._ranks.rank
         if digests:
-            described = _described(self._module, self._optimizers)
+            self._training.alike = [r for r, each in enumerate(digests) if each == digests[rank]]
+        if (name := name_that_differs(digests)) is not None:
+            of_name = [json.loads(each).get(name, "") for each in digests]
             # One rank of each kind says what it has.
-            speaks = self._ranks.rank == digests.index(digests[self._ranks.rank])
+            speaks = of_name[rank] and rank == of_name.index(of_name[rank])
+            described = _described(self._module, self._optimizers[name]) if speaks else None
             with self._ranks.operation():
-                kinds = self._ranks.exchange(described if speaks else None)
-            raise ValueError(difference(digests, kinds))
+                kinds = self._ranks.exchange(described)
+            raise ValueError(difference(of_name, kinds))
 
     def compare_lengths(self) -> None:
         """At the first step: warns on a rank whose epoch has another number of batches than on the
@@ -152,14 +161,20 @@ class SameParameters:
             )
 
 
-def _described(module: nn.Module, optimizers: Mapping[str, Any]) -> Described:
+def name_that_differs(digests: Sequence[str]) -> str | None:
+    """The name of an optimizer that has other parameters on one rank than on another."""
+    known: dict[str, str] = {}
+    found = (item for each in dict.fromkeys(digests) for item in json.loads(each or "{}").items())
+    return next((name for name, each in found if known.setdefault(name, each) != each), None)
+
+
+def _described(module: nn.Module, optimizer: Any) -> Described:
     names = {
         id(parameter): plain_name(name)
         for name, parameter in module.named_parameters(remove_duplicate=False)
     }
     return [
         (names.get(id(parameter), "a parameter outside of the model"), tuple(parameter.shape))
-        for _, optimizer in sorted(optimizers.items())
         for parameter in parameters_of(optimizer)
     ]
 
@@ -177,8 +192,9 @@ def difference(digests: Sequence[str], kinds: Sequence[Described | None]) -> str
         found.append(f"{_parameter(kind, number)} on {rank_names(alike)}")
     return (
         "the optimizer has different parameters on different ranks, but its state is saved by "
-        f"their numbers: parameter {number} is {found[0]}, and {found[1]}. Save pipeline stages "
-        "with a Checkpointer, by the names of the parameters: see docs/frameworks.md"
+        f"their numbers: parameter {number} is {found[0]}, and {found[1]}. Give pipeline stages "
+        "names, model={'stage1': model}, or save them with a Checkpointer, by the names of the "
+        "parameters: see docs/frameworks.md"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -79,6 +79,7 @@ class TrainingState:
         max_skips: int | None = None,
     ) -> None:
         self.module, self.optimizers = joined(model), by_name(optimizer)
+        self.alike: Sequence[int] = ()  # the ranks with the same ones, if others have other names
         more = (each for each in states.values() if isinstance(each, Optimizer))
         self.all_optimizers = [*self.optimizers.values(), *more]
         self.consistent_ddp = None if isinstance(model, Mapping) else consistent_ddp(model)
@@ -185,8 +186,36 @@ class TrainingState:
             except KeyError as e:  # as of torch's own optimizers, which names nothing
                 raise CheckpointError(f"the state of {name!r} cannot be loaded: no {e}") from e
 
+    def add_noted(
+        self,
+        state: dict[str, Any],
+        own: Mapping[int, Any],
+        of_all: Mapping[int, Any],
+        trusted: bool,
+    ) -> None:
+        """Adds to a live state what ranks have noted of their own: see `Part.live`. `of_all` has
+        that of all ranks, if their number has changed and a part needs it.
+        """
+        for name, part in self.parts.items():
+            merges = of_all and (part.is_of_rank or part.needs_own)
+            noted = {
+                r: each[name] for r, each in (of_all if merges else own).items() if name in each
+            }
+            found = state.get(name)
+            value = part.saved(found, noted) if merges else part.live(found, noted, trusted)
+            if value is not None:
+                state[name] = value
+
     def check_savable(self) -> None:
-        """Raises a `ValueError` that names an object and a value that would not load as saved."""
+        """Raises a `ValueError` that names an object and a value that would not load as saved, or a
+        parameter of a lazy module that has no shape yet.
+        """
+        for name, each in (*self.module.named_parameters(), *self.module.named_buffers()):
+            if is_lazy(each):
+                raise ValueError(
+                    f"the model's {name!r} is uninitialized: call the model once before "
+                    "job.restore(), so that its lazy modules have their shapes"
+                )
         for name, part in self._attached.items():
             try:
                 saved = part.save() if isinstance(part, PerRankState) else part.shared()
@@ -197,13 +226,6 @@ class TrainingState:
                 raise ValueError(f"{f'states.{name}{e.where}'!r} cannot be saved: {e}") from None
 
     def backup(self) -> Backup:
-        """A `ValueError` names a parameter of a lazy module that has no shape yet."""
-        for name, each in (*self.module.named_parameters(), *self.module.named_buffers()):
-            if is_lazy(each):
-                raise ValueError(
-                    f"the model's {name!r} is uninitialized: call the model once before "
-                    "job.restore(), so that its lazy modules have their shapes"
-                )
         state = self.state_dict()
         not_copied = [
             look_up(state, _moments_at(name))

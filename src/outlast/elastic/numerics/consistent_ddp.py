@@ -23,12 +23,14 @@ operations (on accelerators: `torch.use_deterministic_algorithms`). docs/elastic
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from outlast.elastic.data.loader import ElasticLoader
 from outlast.elastic.data.sampler import bounds
@@ -73,6 +75,15 @@ class ConsistentDDP(nn.Module):
         self._buffers_of = {part: self._copied_buffers() for part in self.parts}
         self._random_of = {part: _seeded(seed, part) for part in self.parts}
         self._sum = OrderedSum(self._rank, self._replicas, group)
+        self._before_exchange: dict[int, Callable[[], object]] = OrderedDict()
+
+    def register_before_exchange(self, hook: Callable[[], object]) -> RemovableHandle:
+        """Before this rank sends the gradients of a global batch, `hook` is called: its parts have
+        drawn their random numbers. The handle removes it.
+        """
+        handle = RemovableHandle(self._before_exchange)
+        self._before_exchange[handle.id] = hook
+        return handle
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the output of the module."""
@@ -114,6 +125,8 @@ class ConsistentDDP(nn.Module):
         for parameter in parameters:
             parameter.grad = None
         if loader.boundary:
+            for hook in self._before_exchange.values():
+                hook()
             self._sum.finish()
 
     def average_statistics(self) -> None:

@@ -14,6 +14,7 @@ import socket
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import msgspec
 from torch import nn
@@ -23,6 +24,7 @@ from outlast.elastic.silent_faults.exchange import Exchange, Running, Startable
 from outlast.elastic.silent_faults.own_time import OwnTime, OwnTimes, have_times
 from outlast.events.emitter import Emitter
 from outlast.events.types import StragglerFound
+from outlast.inprocess.running_call import running_call
 from outlast.system.arguments import as_int
 from outlast.system.units import duration_text
 
@@ -46,24 +48,25 @@ class StragglerCheck(Startable["RunningStragglerCheck"]):
         factor: a rank is slow if its median is more than so many times that of the other ranks, and
             far from it compared with how much these differ from one another.
         windows: a rank is a straggler after so many slow windows in a row.
-        on_straggler: called with the `StragglerFound` on every rank, in the training thread, not
-            after the same step on all ranks; it may raise. By default there is only the event and
-            the message in the log. A straggler is reported once, and again if it has recovered in
-            between.
+        on_straggler: a function, called with the `StragglerFound` on every rank, in the training
+            thread, not after the same step on all ranks; it may raise. Or `"move"`: the host of the
+            straggler leaves a job on several hosts, as by `Job.leave`. By default there is only the
+            event and the message in the log. A straggler is reported once, and again if it has
+            recovered in between.
     """
 
     window: int = 50
     factor: float = 1.3
     windows: int = 3
-    on_straggler: Callable[[StragglerFound], object] | None = None
+    on_straggler: Callable[[StragglerFound], object] | Literal["move"] | None = None
 
     def __post_init__(self) -> None:
         for name in ("window", "windows"):
             object.__setattr__(self, name, as_int(name, getattr(self, name), at_least=1))
         if not self.factor > 1:
             raise ValueError(f"factor must be greater than 1, not {self.factor!r}")
-        if self.on_straggler is not None and not callable(self.on_straggler):
-            raise TypeError(f"on_straggler must be a function, not {self.on_straggler!r}")
+        if self.on_straggler not in (None, "move") and not callable(self.on_straggler):
+            raise TypeError(f"on_straggler must be a function or 'move', not {self.on_straggler!r}")
 
     def _run(
         self, module: nn.Module, ledger: CallLedger, emitter: Emitter, step: int
@@ -132,8 +135,14 @@ class RunningStragglerCheck(Running):
         if self._exchange.rank == 0:
             log.warning("%s", describe(found, self._check.window))
             self._emitter.emit(found)
-        if self._check.on_straggler is not None:
+        if callable(self._check.on_straggler):
             self._check.on_straggler(found)
+        elif self._check.on_straggler == "move" and found.straggler == self._exchange.rank:
+            call = running_call()
+            if call is not None and call.launch.host_id:
+                call.ask_to_leave("it is a straggler")
+            else:
+                log.warning("this host does not leave, as there is no other one in the job")
 
 
 @dataclasses.dataclass(frozen=True)

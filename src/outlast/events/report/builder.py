@@ -70,8 +70,9 @@ def build(events: Iterable[Event]) -> Report:
     hosts = tuple(account.time() for account in accounts.values())
     longest = max(hosts, key=lambda host: host.wall_seconds, default=None)
     redone = [restart.redone_steps for restart in restarts if restart.resumed]
-    lost = sum(len(restart.lost) for restart in restarts)
-    joined = sum(len(restart.joined) for restart in restarts)
+    counted = [restart for restart in restarts if not (restart.moved and restart.lost)]
+    lost = sum(len(restart.lost) for restart in counted)
+    joined = sum(len(restart.joined) for restart in counted)
     saves, injected = summarize_saves(run), _injected(run)
     started, ends = run.all(ev.LauncherStarted), run.all(ev.LauncherEnded)
     dropped = {

@@ -22,7 +22,7 @@ from outlast.events.report.intervals import FOREVER, Interval
 from outlast.events.report.model import Cause, Party, Restart
 from outlast.events.report.recoveries import measure, rank_recovery
 from outlast.events.report.run import Process, Run, record
-from outlast.events.restart_causes import HANGS, HUNG, Interruption
+from outlast.events.restart_causes import HANGS, HUNG, JOINED, MOVED, Interruption
 
 NO_PROGRESS = (*HANGS, Interruption.UNRESPONSIVE)
 _LEAVES = (Interruption.BASE_EXCEPTION, Interruption.TERMINATED)
@@ -183,6 +183,10 @@ class Call:
             rank_recovery(view[m], self._run.lanes[self._processes[m]], self._back(m, iteration))
             for m in sorted(view.keys() & following.keys())
         )
+        left = [event for event in _only(ev.Lost, events) if event.moved and not causes]
+        joined = self.joined(iteration)
+        grew = not causes and any(event.reason == MOVED for event in seen)
+        moved = left[0].reason if left else JOINED if grew else ""
         return Restart(
             call=self.number,
             iteration=iteration,
@@ -190,9 +194,11 @@ class Call:
             cause=causes[0] if causes else None,
             others=tuple(causes[1:]),
             reason=seen[0].reason if seen else "",
+            moved=moved,
+            moved_bytes=self._moved_bytes(joined) if left else 0,
             phases=measure(ranks, first if causes else None),
             lost=self.lost(iteration),
-            joined=self.joined(iteration),
+            joined=joined,
             world_size_before=self.world_size(iteration),
             world_size_after=self.world_size(iteration + 1),
             resumed=any(
@@ -202,11 +208,20 @@ class Call:
             ranks=ranks,
         )
 
+    def _moved_bytes(self, joined: Sequence[Party]) -> int:
+        processes = {self._processes[party.member] for party in joined}
+        restored = self._run.all(ev.CheckpointRestored)
+        return sum(
+            event.fetched_bytes
+            for event in restored
+            if event.source == "predecessor" and (event.host, event.pid) in processes
+        )
+
     def _stopped(self, iteration: int) -> bool:
         """Whether the iteration ended only because ranks left when the job was told to stop."""
         stops = self._run.stops
         left = [f for f in self.faults(iteration) if not (f.consequence or f.overtaken)]
-        lost = _only(ev.Lost, self.during[iteration])
+        lost = [e for e in _only(ev.Lost, self.during[iteration]) if not e.moved]
         return bool(stops and (left or lost)) and all(
             not (isinstance(event, ev.Fault) and event.interruption not in _LEAVES)
             and event.time >= stops.get(event.host, FOREVER)

@@ -29,7 +29,7 @@ from outlast.events.report.run import Run
 
 Save = ev.CheckpointCommitted | ev.CheckpointFailed
 
-LIVE_SOURCES = ("live", "replica")
+LIVE_SOURCES = ("live", "replica", "predecessor")
 """Sources of a restore that are no checkpoint: the state of the ranks before the fault."""
 
 

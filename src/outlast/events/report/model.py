@@ -170,6 +170,8 @@ class Restart(Record):
         cause: the first fault of a rank; `None` if none was recorded, as when a process joined.
         others: the other faults of the same iteration, in order.
         reason: why the survivors left the iteration, as they recorded it.
+        moved: why ranks have left in order, or which have joined so: a move, and no fault.
+        moved_bytes: how much of their state their successors have received.
         resumed: whether any member entered the function in the next iteration, or a later one.
         swallowed: places in user code that caught the interrupt and continued.
         redone_steps: how many completed steps the following restore discarded; `None` if unknown.
@@ -186,6 +188,8 @@ class Restart(Record):
     cause: Cause | None
     others: tuple[Cause, ...] = ()
     reason: str = ""
+    moved: str = ""
+    moved_bytes: int = 0
     phases: Phases = field(default_factory=Phases)
     lost: tuple[Party, ...] = ()
     joined: tuple[Party, ...] = ()

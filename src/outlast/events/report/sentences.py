@@ -10,7 +10,7 @@ from importlib.resources import files
 from outlast.events import restart_causes
 from outlast.events.report.model import Cause, HostTime, Party, Restart
 from outlast.events.report.report import Mismatch, Report
-from outlast.events.restart_causes import HANGS, HOST_LOST, JOINED, Interruption
+from outlast.events.restart_causes import HANGS, HOST_LOST, JOINED, MOVED, Interruption
 from outlast.system.units import duration_text, size_text
 
 _LISTED = 8
@@ -87,6 +87,8 @@ def what_happened(restart: Restart) -> str:
         return HOST_LOST
     if restart.cause is not None:
         return what_failed(restart.cause)
+    if restart.moved:
+        return MOVED
     if restart.lost:
         return "rank lost"
     return JOINED if restart.joined else one_line(restart.reason) or "not recorded"
@@ -96,6 +98,8 @@ def cause_text(restart: Restart) -> str:
     """The first cause in a few words, with its rank or host."""
     if restart.host_loss is not None:
         return f"host {one_line(restart.host_loss.name)}: lost"
+    if restart.moved:
+        return f"{MOVED}: {one_line(restart.moved)}"
     if restart.cause is None and restart.lost:
         return f"rank {restart.lost[0].rank}: lost"
     rank = "" if restart.cause is None else f"rank {restart.cause.rank}: "

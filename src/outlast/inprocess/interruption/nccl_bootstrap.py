@@ -9,10 +9,8 @@ Which sockets are these? NCCL has others, such as those of its RAS thread, which
 and use a core for ever. A listener belongs to a creation if its address is on the stack of a thread
 either after its own descriptor, as in NCCL's `ncclSocket`, or 28 bytes after an address of the same
 host, as in the `extInfo` that a rank sends to the root: both are so from NCCL 2.18 to 2.30. The
-thread that serves the root's address has a name, and waits in one call of `accept`.
-
-With `TORCH_NCCL_USE_COMM_NONBLOCKING=1`, NCCL creates the communicator in a thread of its own,
-which is not looked at: the wait ends after `TORCH_NCCL_NONBLOCKING_TIMEOUT` (`docs/gpu.md`).
+thread that serves the root's address has a name, and waits in one call of `accept`. What this does
+not end is in "Backends" of `docs/gpu.md`.
 """
 
 from __future__ import annotations
@@ -27,9 +25,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
-from outlast.system.sockets import peer, shut_down, socket_inode, socket_inodes
+from outlast.system import devices
+from outlast.system.sockets import peer, shut_down, socket_inodes
 
-_ROOT_THREAD = "NCCL BootstrapR"
+_ROOT_THREAD = b"NCCL BootstrapR"
 _ACCEPT = {"x86_64": b"43", "aarch64": b"202"}.get(os.uname().machine, b"none")
 _NUMBERS_BEFORE = 4  # of an `ncclSocket`, before its address, the descriptors among them
 _ADDRESS = 28  # bytes of an address in NCCL: a sockaddr_in6
@@ -44,13 +43,13 @@ class _Listener(NamedTuple):
     host: slice  # where the number of the host is in an address
 
 
-def end_creations(keep: Collection[int]) -> int:
-    """Ends all creations, except by sockets of these inodes; returns how many were found."""
-    inodes = socket_inodes()
+def end_creations(keep: Collection[int]) -> None:
+    """Ends all creations, except by sockets of these inodes."""
+    inodes = {} if devices.available() is None else socket_inodes()
     new = [item for item in inodes.items() if item[1] not in keep]
     listeners = [found for item in new if (found := _listener(*item)) is not None]
     if not listeners:
-        return 0
+        return
     serving = _served_by_root()
     ended = [each for each in listeners if each.descriptor in serving]
     for stack in _stacks():
@@ -61,7 +60,6 @@ def end_creations(keep: Collection[int]) -> int:
     for descriptor, inode in new:  # the ring, once a rank has accepted
         if peer(descriptor) is not None and _name(descriptor) in names:
             shut_down(descriptor, inode)
-    return len(ended)
 
 
 def _listener(descriptor: int, inode: int) -> _Listener | None:
@@ -100,21 +98,26 @@ def _is_in(stack: bytes, listener: _Listener) -> bool:
 
 def _stacks() -> list[bytes]:
     """The stacks of the threads that run Python, but for this one: the main thread, and those in
-    which autograd calls hooks. The id of a thread is an address just above its stack (glibc).
+    which autograd calls hooks. The id of a thread is an address just above its stack (glibc). One
+    that waits in the kernel uses its stack only down to an address that Linux shows; to read all of
+    2 MiB of each took most of the time of an abort.
     """
     main, maps = threading.main_thread().ident, Path("/proc/self/maps").read_text().splitlines()
     ends = [int(each.split()[0].partition("-")[2], 16) for each in maps if "[stack]" in each]
     others = sys._current_frames().keys() - {main, threading.get_ident()}
+    calls = [each.split() for each in _of_tasks("syscall").values()]
+    used = [int(each[-2], 16) for each in calls if len(each) > 2]
     memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return [_stack(memory, end) for end in (*ends, *others)]
+        return [_stack(memory, end, used) for end in (*ends, *others)]
     finally:
         os.close(memory)
 
 
-def _stack(memory: int, end: int) -> bytes:
+def _stack(memory: int, end: int, used: Collection[int]) -> bytes:
     parts: list[bytes] = []
-    for begin in range(end - _CHUNK, max(end - _MOST, _CHUNK), -_CHUNK):
+    last = max((each for each in used if end - _MOST < each < end), default=end - _MOST)
+    for begin in range(end - _CHUNK, max(last - _CHUNK, _CHUNK), -_CHUNK):
         try:
             parts.insert(0, os.pread(memory, _CHUNK, begin))
         except (OSError, OverflowError):
@@ -124,12 +127,18 @@ def _stack(memory: int, end: int) -> bytes:
 
 def _served_by_root() -> set[int]:
     """The descriptors from which the threads accept that serve a root."""
-    found = set()
+    calls, found = _of_tasks("syscall"), set[int]()
+    for tid, name in _of_tasks("comm").items():
+        call, *arguments = calls.get(tid, b"-1").split()
+        if name.strip() == _ROOT_THREAD and call == _ACCEPT:
+            found.add(int(arguments[0], 16))
+    return found
+
+
+def _of_tasks(name: str) -> dict[str, bytes]:
+    """This file of each thread of the process."""
+    found = {}
     for tid in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError):  # the thread has ended
-            task = Path(f"/proc/self/task/{tid}")
-            if task.joinpath("comm").read_text().strip() == _ROOT_THREAD:
-                call, *arguments = task.joinpath("syscall").read_bytes().split()
-                if call == _ACCEPT and socket_inode(int(arguments[0], 16)) is not None:
-                    found.add(int(arguments[0], 16))
+            found[tid] = Path(f"/proc/self/task/{tid}/{name}").read_bytes()
     return found

@@ -208,17 +208,10 @@ def _forget_groups() -> None:
         getattr(c10d._world, name).clear()
     c10d._unregister_all_process_groups()  # type: ignore[attr-defined]
     c10d._world.group_count = 0
-
-
-def warn_of_symmetric_memory() -> None:
-    """It cannot be registered twice, and other names would not be those that meshes keep."""
-    symmetric: Any = sys.modules.get("torch.distributed._symmetric_memory")
-    if names := list(getattr(symmetric, "_group_name_to_store", ())):
-        log.warning(
-            "torch keeps the store of symmetric memory for the life of a process (groups %s): it "
-            "does not work after a restart in place",
-            ", ".join(names),
-        )
+    # What an operation returns has the mesh of an equal one before: with the old rank in it.
+    if (tensor := sys.modules.get("torch.distributed.tensor._api")) is not None:
+        tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+        getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", bool)()
 
 
 _FATAL = 3  # c10's levels: INFO 0, WARNING 1, ERROR 2, FATAL 3

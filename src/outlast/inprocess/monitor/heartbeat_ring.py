@@ -8,6 +8,7 @@ the number of ranks.
 from __future__ import annotations
 
 from outlast.clock import Clock
+from outlast.coordination.decision import Decision, ViewRecord, decode_record, encode_record
 from outlast.coordination.stores.store import HOST_KEYS
 from outlast.inprocess.monitor.reports import FaultReports, MonitorPlan, StoreAccess
 
@@ -80,8 +81,20 @@ class HeartbeatRing:
                 self._reports.unresponsive(self.watched)
             self._choose_next(iteration, lost | {self.watched})
 
-    def _choose_next(self, iteration: int, lost: frozenset[int]) -> None:
+    def _view(self, iteration: int) -> ViewRecord | None:
+        """The view of an iteration. Of the ring of one host, the first member reads it for all."""
+        link = self._store.link.at(self._prefix)
+        if self._plan.host_ring and (held := self._store.perform(link.read("view"))) is not None:
+            known = decode_record(held)
+            if isinstance(known, Decision) and known.view.iteration == iteration:
+                return known.view
         view = self._store.view(iteration)
+        if self._plan.host_ring and view is not None:
+            self._store.perform(link.put("view", encode_record(Decision(view))))
+        return view
+
+    def _choose_next(self, iteration: int, lost: frozenset[int]) -> None:
+        view = self._view(iteration)
         self.watched, self._chosen_in = None, iteration
         self._count, self._changed_at = -1, self._clock.now()
         if view is None:

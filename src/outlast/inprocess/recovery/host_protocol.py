@@ -69,6 +69,8 @@ class Host(Protocol):
     grow: GrowPolicy
     durations: Durations
     rules: Rules
+    # the ranks of its host, that of the members that they succeed, and why these leave; if they do
+    succeeds: tuple[range, str, str] | None
 
     @property
     def keeps(self) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 
 from outlast.coordination.job_record import JOB_KEY, CallRecord, JobState
-from outlast.coordination.records import COMPLETED_BY
+from outlast.coordination.records import COMPLETED_BY, ENDED
 from outlast.inprocess.store import Connection
 
 
@@ -51,6 +51,12 @@ class LauncherNotice:
             self._connection.append(key, f"{self._process}\n".encode())
         completed = dataclasses.replace(self._running, state=JobState.COMPLETED)
         self._change(self._running.encode(), completed)
+
+    def leaves(self, why: str) -> None:
+        """This process leaves for a replacement, which does not count against `--max-restarts`."""
+        if self._process:
+            key = f"{self._running.prefix}{ENDED}{self._process}"
+            self._connection.put(key, f"\n{why}".encode())
 
     def _change(self, before: bytes, after: CallRecord) -> bytes:
         return self._connection.compare_set(JOB_KEY, before, after.encode())

@@ -39,11 +39,7 @@ from outlast.inprocess.interruption.monitor_thread import (
     sample_of_error,
 )
 from outlast.inprocess.interruption.program_stores import ProgramStores
-from outlast.inprocess.interruption.release import (
-    ModesAtStart,
-    Releaser,
-    warn_of_symmetric_memory,
-)
+from outlast.inprocess.interruption.release import ModesAtStart, Releaser
 from outlast.inprocess.monitor.shared_page import Activity
 from outlast.inprocess.rank_assignment import ShiftRanks
 from outlast.inprocess.recovery.host_protocol import (
@@ -60,6 +56,7 @@ from outlast.inprocess.running_call import RunningCall
 from outlast.inprocess.state import LazyStore, State, Status
 from outlast.inprocess.store import IterationStore
 from outlast.inprocess.timeouts import Adaptive, GapEstimator
+from outlast.system import symmetric_memory
 from outlast.system.error_text import first_line, release_frames
 from outlast.system.fork import end_stray_child
 
@@ -95,6 +92,11 @@ class RankHost(RankFaults):
         self.clock: Clock = MonotonicClock()
         self.token, self.pid = process_token(launch.host_id, secrets.token_hex(8)), os.getpid()
         self.preferred_rank = launch.rank
+        # Those of a host that leaves are succeeded together; one of this host, alone.
+        alone = launch.succeeds is not None and launch.succeeds[0] == launch.host_id
+        count = 1 if alone else launch.local_world_size
+        first = launch.rank - launch.rank % count
+        self.succeeds = launch.succeeds and (range(first, first + count), *launch.succeeds)
         self.grow, self.rules = settings.grow_policy, settings.rules(launch)
         self.cause: FaultRecord | None = None
         self.releaser, self.modes = Releaser(), ModesAtStart()
@@ -161,6 +163,8 @@ class RankHost(RankFaults):
         watch.left.set()
         if not watch.ending.is_set():
             page.enter(Activity.WAITING, self.clock.now())
+        if self.running.moved is not None:  # whatever has interrupted it on its way out
+            raise self.running.moved
         outcome = self.classify(value, error, handled, watch.ending.is_set())
         error = handled = None  # their tracebacks refer to this frame
         how = type(outcome).__name__.lower()
@@ -222,7 +226,6 @@ class RankHost(RankFaults):
         with self._user_code(Activity.LEAVING), self.emitter.span(ev.FinalizeDone):
             self._notify_recovering()
             self.releaser.release()
-            warn_of_symmetric_memory()
             self.stores.watch()
             if self.settings.finalize is not None:
                 result: Any = self.settings.finalize(self.running.state, train_ex)
@@ -261,6 +264,10 @@ class RankHost(RankFaults):
         self.running.fault_came_back = came_back
         self.note_decision(decision)
         self.show(decision, reports)
+        if symmetric_memory.is_used() and not decision.ends_job:
+            self.notice.leaves(symmetric_memory.ONCE)
+            where = f"rank {self.place.rank} on {self.emitter.host}"
+            raise HealthCheckError(f"{where}: {symmetric_memory.ONCE}; this one is to be replaced")
 
     async def assign(self, link: Link, record: ViewRecord) -> None:
         member = self.place.member
@@ -278,7 +285,7 @@ class RankHost(RankFaults):
         )
         try:
             state = state_in_view(record, member, before, assignment, rank_filter)
-            self.running.assigned(record, state, self.cause)
+            self.running.assigned(record, member, state, self.cause)
         except RestartAbort as e:
             if not self.keeps:
                 raise

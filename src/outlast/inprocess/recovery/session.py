@@ -25,7 +25,7 @@ from outlast.coordination.records import process_name
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.coordination.training_step import observed_steps
 from outlast.coordination.waits import observed_by
-from outlast.errors import StoreError
+from outlast.errors import RankMoved, StoreError
 from outlast.events.emitter import Emitter, JsonlSink, NullSink, Place, Sink
 from outlast.events.fault_record import FaultRecord
 from outlast.events.restart_causes import describe_restarts
@@ -45,6 +45,7 @@ from outlast.inprocess.recovery.state_machine import Machine
 from outlast.inprocess.running_call import RunningCall
 from outlast.inprocess.state import LazyStore, State
 from outlast.inprocess.store import Connection, PrefixStore, TCPStore, connect, open_store
+from outlast.system import symmetric_memory
 from outlast.system.departure import Departure, tell_end_of_script
 from outlast.system.error_text import describe
 from outlast.system.main_program import exit_fast, freeze_imports
@@ -165,6 +166,7 @@ class _Session:
             stack.callback(host.stores.close)
             host.stores.watch()  # until the first iteration: a rank may be lost before that
             stack.enter_context(host.releaser.keeping_destroyed())
+            stack.enter_context(symmetric_memory.noted())
             self.endpoint = monitor.endpoint
             factory, kwargs = self.settings.store_factory, self.store_kwargs
             patience = host.durations.barrier
@@ -222,7 +224,8 @@ class _Session:
             value = run(machine.run())
         except BaseException as e:
             log.debug("rank %d: leaving the call: %r", self.place.rank, e)
-            self.emitter.emit(Lost(reason=describe(e)))
+            why = e.reason if isinstance(e, RankMoved) else describe(e)
+            self.emitter.emit(Lost(reason=why, moved=isinstance(e, RankMoved)))
             # The monitor thread still waits for the others, or interrupts until this is set: also
             # if the store is lost.
             if host.watch is not None:

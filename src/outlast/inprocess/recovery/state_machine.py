@@ -49,6 +49,7 @@ import contextlib
 import dataclasses
 from typing import Any
 
+from outlast.coordination import barrier, moves
 from outlast.coordination.decision import Decision, ViewRecord
 from outlast.coordination.membership import COMPLETED, RESTART, MembershipProtocol, resume_key
 from outlast.coordination.ops import Link
@@ -58,6 +59,7 @@ from outlast.errors import (
     InternalError,
     RankDiscarded,
     RankFault,
+    RankMoved,
     RestartAbort,
     RestartError,
     StoreError,
@@ -91,6 +93,7 @@ class Machine:
         self.decision = Decision(ViewRecord(0, tuple(range(world_size))))
         self.store = ""  # the address of the iteration's own store
         self.value: Any = None
+        self.succeeds = -1  # as a joiner, the member whose place this one takes when it leaves
         self.given_up: tuple[RestartAbort, FaultRecord] | None = None  # this member ends the job
 
     @property
@@ -133,7 +136,13 @@ class Machine:
                 f"rank {rank} was taken before, and the job takes in no new processes (grow "
                 f"policy: {self.host.grow.value})"
             )
-        self.place.member = await self.membership.ask_to_join(rank, token)
+        ranks, host, why = self.host.succeeds or (range(0), "", "")
+        if ranks:
+            own = token.rpartition("/")[0]
+            self.succeeds = await moves.succeeded(self.membership, rank, host, own)
+        self.place.member = await self.membership.ask_to_join(rank, token, self.succeeds)
+        if ranks:  # also if this rank has died: the others of its host wait for the last successor
+            await moves.succeed(self.membership, ranks, host, why)
         self.place.iteration = await self.membership.current()
         return RecoveryState.JOIN
 
@@ -148,7 +157,10 @@ class Machine:
             return RecoveryState.ASSIGN
         view = None if decision is None else decision.view
         self.decision = decision or self.decision
-        await end_iteration_to_join(self.membership, self.host.grow, k, view)
+        grow = self.host.grow
+        if self.succeeds >= 0 and self.succeeds not in await barrier.lost_members(self.link):
+            grow = GrowPolicy.AT_NEXT_RESTART
+        await end_iteration_to_join(self.membership, grow, k, view, self.place.member)
         how = await wait_for_end_of_iteration(self.membership, self.host, k)
         return RecoveryState.DONE if how == COMPLETED else RecoveryState.DECIDE
 
@@ -284,6 +296,8 @@ class Machine:
         if how == COMPLETED:
             return RecoveryState.DONE
         self.value = None
+        if not active and (why := await moves.asked(self.membership, self.place.member)):
+            raise RankMoved(why)
         return RecoveryState.SETTLE
 
     async def _give_up(self, error: RestartAbort, state: RecoveryState) -> RecoveryState:
@@ -300,6 +314,10 @@ class Machine:
     async def _leave(self, error: BaseException) -> None:
         self.host.leaves_with(error)
         if self.place.member < 0:
+            return
+        if isinstance(error, RankMoved):
+            moved = LostRecord(self.place.member, error.reason, moved=True)
+            await self.membership.report_lost(moved, self.place.iteration)
             return
         unrecoverable = isinstance(error, UnrecoverableFault)
         if isinstance(error, SystemExit) and not unrecoverable:

@@ -19,6 +19,7 @@ from typing import Any
 from outlast.coordination import barrier
 from outlast.coordination.decision import Decision, Held, Reached, ViewRecord, decode_record
 from outlast.coordination.membership import RESTART, MembershipProtocol, decision_key, resume_key
+from outlast.coordination.moves import join_after_step
 from outlast.coordination.ops import Link
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.errors import RankLostError, RankTimeout
@@ -33,20 +34,29 @@ _SPEAK_AFTER_S = 5.0
 
 
 async def end_iteration_to_join(
-    membership: MembershipProtocol, grow: GrowPolicy, iteration: int, view: ViewRecord | None
+    membership: MembershipProtocol,
+    grow: GrowPolicy,
+    iteration: int,
+    view: ViewRecord | None,
+    member: int,
 ) -> None:
-    """Ends the iteration to admit a joiner, if the grow policy says so, or if no member is in it:
-    then the joiner also decides what follows, as no other process may do so. A member that is still
-    in it will decide later, and find the request to join. A job that was told to stop, or that only
+    """Ends the iteration to admit the joiner `member`, if the grow policy says so: after a step
+    that the ranks agree on, if they can (`moves.join_after_step`). Or if no member is in it: then
+    the joiner also decides what follows, as no other process may do so. A member that is still in
+    it will decide later, and find the request to join. A job that was told to stop, or that only
     saves, is not interrupted: it ends soon.
     """
-    term = f"term/{iteration}"
-    inside = view is None or await barrier.missing(membership.link, term, view.expected)
-    at_once = grow is GrowPolicy.AT_ONCE and await membership.stop_request() is None
+    link, expected = membership.link, frozenset[int]() if view is None else view.expected
+    stop, over = await link.read_all("stop", f"over/{iteration}")
+    inside = view is None or await barrier.missing(link, f"term/{iteration}", expected)
+    at_once = grow is GrowPolicy.AT_ONCE and stop is None
     at_once = at_once and not (view is not None and view.saves)
+    if at_once and inside and view is not None:
+        at_once = not await join_after_step(membership, iteration, view, member)
     if at_once or not inside:
-        await membership.end(iteration, RESTART)
-        await membership.link.put(resume_key(iteration), b"1")
+        if over is None:
+            await membership.end(iteration, RESTART)
+        await link.put(resume_key(iteration), b"1")
     if not inside:
         await membership.decide(iteration, Reached.ASKED)
 

@@ -1,36 +1,19 @@
 """The launcher's process: handles signals and worker exits, decides what follows, and exits last.
 
-Its phases::
-
-    WAITING ----- an attempt starts here ---------------------> RUNNING
-    RUNNING ----- all workers, on all hosts, are restarted ---> RESTARTING
-    RESTARTING -- all workers and their helpers have ended ---> WAITING
-    RUNNING ----- a failure that ends the job, or a signal ---> ENDING
-    WAITING, RESTARTING -- the same --------------------------> ENDING
-    RUNNING, ENDING -- all workers have ended ----------------> ENDING_HELPERS
-    ENDING_HELPERS -- all helpers have ended -----------------> FINISHED
-    FINISHED ---- the other hosts restart all workers --------> WAITING
-    FINISHED, WAITING -- the job is over on all hosts --------> FLUSHING
-    FLUSHING ---- all output is written ----------------------> OVER
-
-On one host, WAITING and FINISHED last no time: see `coordinator`.
-
-Everything happens in one thread, one callback of the event loop at a time, so two decisions cannot
-race. The only race is between the end of a worker and other processes' writes to the store: the
-job's state is read after the launcher has seen the end, and is therefore at least as new as the
-state that the dead worker knew.
+Its phases are those of `phase`. Everything happens in one thread, one callback of the event loop at
+a time, so two decisions cannot race. The only race is between the end of a worker and other
+processes' writes to the store: the job's state is read after the launcher has seen the end, and is
+therefore at least as new as the state that the dead worker knew.
 """
 
 from __future__ import annotations
 
-import enum
 import selectors
 import signal
 import time
 
 from outlast.coordination.job_record import JobState
 from outlast.coordination.records import process_name
-from outlast.errors import NO_RESTART
 from outlast.events.types import LauncherEnded, StopRequested
 from outlast.launch.agent import death_log, decisions, stuck_workers
 from outlast.launch.agent.coordinator import OpenCoordinator, Outcome
@@ -39,6 +22,9 @@ from outlast.launch.agent.death_recorder import DeathRecorder
 from outlast.launch.agent.decisions import Decision, JobRecord, replacements
 from outlast.launch.agent.departures import DepartedWorkers, StoppedWorkers, reap_workers
 from outlast.launch.agent.last_lines import Ending, summary
+from outlast.launch.agent.phase import Phase
+from outlast.launch.agent.rank_moves import RankMoves
+from outlast.launch.agent.rank_requests import RankRequests
 from outlast.launch.agent.replacement import CallWatch, Replacements
 from outlast.launch.agent.resources import JobResources
 from outlast.launch.agent.shutdown import Shutdown
@@ -46,19 +32,6 @@ from outlast.launch.agent.stuck_workers import StuckWorkers
 from outlast.launch.config.job_spec import JobSpec, Placement
 from outlast.launch.workers.descendants import kill_descendants
 from outlast.launch.workers.worker_group import Worker
-
-
-class Phase(enum.Enum):
-    """The launcher's phase; see the module docstring."""
-
-    WAITING = enum.auto()
-    RUNNING = enum.auto()
-    RESTARTING = enum.auto()
-    ENDING = enum.auto()
-    ENDING_HELPERS = enum.auto()
-    FINISHED = enum.auto()
-    FLUSHING = enum.auto()
-    OVER = enum.auto()
 
 
 class Agent:
@@ -72,6 +45,7 @@ class Agent:
         self._call_watch = CallWatch(self._resources)
         self._departed = DepartedWorkers(self._resources, self._on_left)
         self._stopped = StoppedWorkers(self._resources)
+        self.moves = RankMoves(self._resources)
         self._stuck = StuckWorkers(self._resources, self._on_stuck)
         self._recorder = DeathRecorder(self._resources, self._deaths, self._call_watch)
         self._phase = Phase.WAITING
@@ -86,6 +60,7 @@ class Agent:
         started.
         """
         with self._resources as resources:
+            requests = RankRequests(resources.job, resources.loop, self.moves.begin)
             try:
                 self._began = resources.loop.clock.now()
                 departures = resources.departures.socket.fileno()
@@ -97,6 +72,7 @@ class Agent:
                     if self._phase is Phase.FLUSHING and not resources.console.pending:
                         self._phase = Phase.OVER
             finally:
+                requests.close()
                 # A worker could not be started, this host may no longer act, or a bug here.
                 if self._phase is not Phase.OVER:
                     resources.workers.standbys.close()
@@ -139,6 +115,10 @@ class Agent:
     def stop(self, number: signal.Signals, cause: str) -> None:
         """Pass the signal to the workers, and end; a signal to another host's agent stops all."""
         self._received = number
+        if not cause:
+            self._resources.emitter.emit(StopRequested(reason=f"{number.name} to the launcher"))
+        if self._phase is Phase.RUNNING:
+            self._resources.coordinator.keys.request_stop(number)
         if self._phase in (Phase.RUNNING, Phase.RESTARTING):
             grace_s = self._resources.job.grace_s
             self._say(
@@ -152,6 +132,10 @@ class Agent:
         if cause:
             self._say(f"{cause}: this ends the job")
         self._end(signal.SIGTERM)
+
+    def depart(self, number: signal.Signals) -> None:
+        """End the workers of this host; the job goes on without it."""
+        self._end(number)
 
     def finish(self, outcome: Outcome) -> None:
         """The job is over on all hosts."""
@@ -176,6 +160,9 @@ class Agent:
             restarts=death_log.restart_counts(self._deaths, outcome.job),
             joined_late=outcome.joined_late,
             links=outcome.links,
+            left=outcome.left,
+            left_in_order=outcome.left_in_order,
+            leave_exit_code=resources.job.leave_exit_code,
         )
         self._exit_code = ending.exit_code
         first = ending.first_cause(resources.host)
@@ -197,7 +184,6 @@ class Agent:
             self._on_children_ended()
             self._stopped.look()
         elif self._phase in (Phase.RUNNING, Phase.RESTARTING) or (waits and not self._received):
-            self._resources.emitter.emit(StopRequested(reason=f"{number.name} to the launcher"))
             self._resources.coordinator.stop(number)
         elif self._phase is Phase.FLUSHING:
             self._resources.console.drop()  # the output has no reader, and the launcher must end
@@ -224,7 +210,7 @@ class Agent:
             if code != 0:
                 self._on_failure(worker, code, when)
             elif self._phase is Phase.RUNNING:
-                self._call_watch.ended(worker, code)
+                self._on_done(worker)
         self._announce_given_up()
         self._departed.look()
 
@@ -234,10 +220,16 @@ class Agent:
             return
         self._resources.workers.settle(worker, code)
         if code == 0:
-            self._call_watch.ended(worker, code)
+            self._on_done(worker)
         else:
             self._on_failure(worker, code, self._resources.loop.clock.now())
         self._announce_given_up()
+
+    def _on_done(self, worker: Worker) -> None:
+        if self._resources.coordinator.leaves:
+            self._say(f"rank {worker.rank} (pid {worker.pid}) has left the job")
+        elif not self.moves.done(worker):
+            self._call_watch.ended(worker, 0)
 
     def _on_stuck(self, worker: Worker, place: str) -> None:
         """Treat a worker as ended that SIGKILL does not end. No process gets its devices."""
@@ -251,9 +243,7 @@ class Agent:
         self._resources.workers.remove(worker, code)
         self._resources.coordinator.leave(what)
         if self._phase is Phase.RESTARTING:
-            self._recorder.record(
-                worker, code, now, Decision.FATAL, self._resources.coordinator.keys.job()
-            )
+            self._recorder.record(worker, code, now, Decision.FATAL, self._job_of(worker))
             self.end(what)
         elif not counted:
             self._on_failure(worker, code, now)
@@ -266,23 +256,26 @@ class Agent:
             # This worker may have failed before the one that ended the job, and ended later.
             by_itself = self._received is None and when <= self._stopped_at
             if self._phase is Phase.ENDING and by_itself:
-                self._recorder.record(worker, code, when, Decision.FATAL, coordinator.keys.job())
+                self._recorder.record(worker, code, when, Decision.FATAL, self._job_of(worker))
+            elif self._phase is Phase.ENDING and 0 > code != -(self._received or 0):
+                self._died_in_stop(worker, code, when)
             return
-        job = coordinator.keys.job()
-        decision = self._decide(worker, code, job)
+        if self.moves.failed(worker, code):
+            return
+        job = self._job_of(worker)
+        decision, used = self._decide(worker, code, job)
         death = self._recorder.record(worker, code, when, decision, job)
         what = f"{death.who()} {death.how}"
         there = f"{death.who(self._resources.host)} {death.how}"
         limit = self._resources.job.max_restarts
         if decision is Decision.REPLACED:
-            first = self._recorder.first_to_fail(worker, job)
             self._say(
-                f"{what}: replaced, which does not count against --max-restarts: "
-                f"rank {first} had failed first"
-                if first
-                else f"{what}: replacement {coordinator.used} of {replacements(limit)}"
+                f"{what}: replaced, which does not count against --max-restarts: {job.uncounted}"
+                if job.uncounted
+                else f"{what}: replacement {used} of {replacements(limit)}"
             )
-            self._replacements.schedule(death, worker.holders)
+            if not self.moves.takes_over(worker):
+                self._replacements.schedule(death, worker.holders)
         elif decision is Decision.RESTARTED:
             budget = f"restart {coordinator.used + 1} of {limit}, of all workers"
             self._say(f"{what}: {budget}")
@@ -294,44 +287,56 @@ class Agent:
             self._say_once(death, f"{what}: it was told to stop and is not replaced")
         elif job.state is JobState.ABORTED:
             self._say_once(death, "the ranks end the job")  # the last lines say why
-        elif job.state is JobState.COMPLETED:
-            self._say(f"{what}: not replaced, the job is completed")
-        elif job.stopping:
-            self._say(f"{what}: not replaced, the job was told to stop")
-        elif worker.stuck:
-            self._say(f"{what}: not replaced, its devices are not used again")
-        elif code == NO_RESTART:
-            self._say(f"{what}: not replaced, as its exit code {code} asks")
         else:
             rule = decisions.limit_text(replacements(limit), self._resources.job.restart_window_s)
-            used = coordinator.used
-            self._say(f"{what}: not replaced, all {used} replacements are used ({rule})")
+            why = decisions.why_not_replaced(code, job, coordinator.leaves, worker.stuck)
+            all_used = f"all {coordinator.used} replacements are used ({rule})"
+            self._say(f"{what}: not replaced, {why or all_used}")
         if decision is Decision.LOST and job.state is JobState.RUNNING:
             self._call_watch.ended(worker, code)
+
+    def _died_in_stop(self, worker: Worker, code: int, when: float) -> None:
+        """Names a worker that something else has killed than this launcher, while all ranks save.
+        The others see its end, and save without it.
+        """
+        job = self._job_of(worker)
+        if job.stopping and not self._shutdown.has_killed:
+            death = self._recorder.record(worker, code, when, Decision.LOST, job)
+            self._say(f"{death.who()} {death.how}: not replaced, the job was told to stop")
 
     def _say_once(self, death: Death, line: str) -> None:
         """Print a line for the first of the workers that end in this way."""
         if all(d is death or d.decision is not death.decision for d in self._deaths):
             self._say(line)
 
-    def _decide(self, worker: Worker, code: int, job: JobRecord) -> Decision:
+    def _job_of(self, worker: Worker) -> JobRecord:
+        coordinator = self._resources.coordinator
+        return coordinator.keys.job(worker.rank, process_name(coordinator.host_id, worker.pid))
+
+    def _decide(self, worker: Worker, code: int, job: JobRecord) -> tuple[Decision, int]:
+        """The decision, and how many replacements are used with this one."""
         coordinator, limit = self._resources.coordinator, self._resources.job.max_restarts
         process = process_name(coordinator.host_id, worker.pid)
-        if worker.stuck:
-            return decisions.decide(code, process, job, 0, 0)
+        if worker.stuck or (coordinator.leaves and job.state is not JobState.RUNNING):
+            return decisions.decide(code, process, job, 0, 0), 0
         wrapped = self._resources.job.program.wrapped
         early = self._call_watch.begins_job and self._call_watch.is_early(worker, job)
-        counts = not self._recorder.first_to_fail(worker, job)
-        used = coordinator.used if counts else 0
+        # With a call, only the number of replacements counts, which is looked at below.
+        asks = not job.uncounted and (early or job.state is JobState.PLAIN)
+        used = coordinator.used if asks else 0
         decision = decisions.decide(code, process, job, used, limit, wrapped, early)
-        if decision is not Decision.REPLACED or not counts:
-            return decision
-        # Another host may have taken the last one.
-        return decision if coordinator.take_replacement(replacements(limit)) else Decision.LOST
+        if decision is not Decision.REPLACED:
+            return decision, 0
+        most = replacements(limit)
+        taken = 0 if job.uncounted else coordinator.take_replacement(most, job.progress)
+        lost = taken is None or not coordinator.replaces(worker.rank)
+        return (Decision.LOST, 0) if taken is None or lost else (decision, taken)
 
     def _announce_given_up(self) -> None:
         """Tell survivors which ranks neither run nor will be replaced; they wait for the others."""
         coordinator = self._resources.coordinator
+        if coordinator.leaves:
+            return  # others have these ranks
         running = {worker.rank for worker in self._resources.workers if not worker.settled}
         ranks = frozenset(self._ranks) - running - self._replacements.pending
         if ranks != self._given_up and (self._resources.workers or coordinator.host_id):

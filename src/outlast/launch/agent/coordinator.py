@@ -53,6 +53,8 @@ class Outcome:
     codes: frozenset[int] = frozenset()
     joined_late: bool = False  # whether this host joined a job that ran already
     links: tuple[str, ...] = ()  # which links between hosts were broken, in words
+    left: str = ""  # why this host has left a job that goes on, if it has
+    left_in_order: bool = True  # whether none of its ranks was killed instead
 
 
 class Coordinator(Protocol):
@@ -64,6 +66,7 @@ class Coordinator(Protocol):
         keys: of the workers' store.
         used: the number of restarts and replacements that count against `--max-restarts` now.
         host_id: this host's, for the names of processes; empty if the job has one host.
+        leaves: whether the ranks of this host leave a job that goes on.
     """
 
     @property
@@ -74,6 +77,11 @@ class Coordinator(Protocol):
     def used(self) -> int: ...
     @property
     def host_id(self) -> str: ...
+    @property
+    def leaves(self) -> bool: ...
+
+    def replaces(self, rank: int) -> bool:
+        """Whether a rank of this host that dies is replaced on it."""
 
     def agree(self, name: str, value: str) -> str:
         """A value that is the same on all hosts: that of the first to ask."""
@@ -81,8 +89,10 @@ class Coordinator(Protocol):
     def ready(self) -> None:
         """No process of the job is left on this host: the next attempt may start."""
 
-    def take_replacement(self, limit: int) -> bool:
-        """Count a replacement, if fewer than `limit` are used."""
+    def take_replacement(self, limit: int, progress: str) -> int | None:
+        """Count a replacement, if fewer than `limit` are used since the last `progress`; returns
+        their number with this one, `None` if it may not be used.
+        """
 
     def restart(self, cause: str, death: Death) -> None:
         """Restart all workers, because of the failure of this host's worker."""
@@ -92,6 +102,9 @@ class Coordinator(Protocol):
 
     def leave(self, reason: str) -> None:
         """Have this host leave a job on many hosts: a `HostUnfit`. Nothing if it is ending."""
+
+    def ask_to_leave(self, reason: str) -> None:
+        """Have this host leave a job on many hosts in order: its ranks move."""
 
     def stop(self, number: signal.Signals) -> None:
         """End the job, because the agent has received a signal."""
@@ -117,6 +130,7 @@ class OneHost:
 
     host_id = ""
     lease_page = None
+    leaves = False
 
     def __init__(self, resources: JobResources, agent: Agent) -> None:
         job = resources.job
@@ -136,7 +150,10 @@ class OneHost:
         return faults_that_count(self._faults, *self._now(), self._window_s)
 
     def _now(self) -> tuple[str, float]:
-        return self.keys.progress(), self._clock.now()
+        return self.keys.job().progress, self._clock.now()
+
+    def replaces(self, rank: int) -> bool:
+        return True
 
     def agree(self, name: str, value: str) -> str:
         return value
@@ -149,11 +166,12 @@ class OneHost:
         self._agent.start(Placement(store=store, attempt=self._attempt, variables=variables))
         self._attempt += 1
 
-    def take_replacement(self, limit: int) -> bool:
-        taken = self.used < limit
-        if taken:
-            self._faults.append(self._now())
-        return taken
+    def take_replacement(self, limit: int, progress: str) -> int | None:
+        used = self.used
+        if used >= limit:
+            return None
+        self._faults.append((progress, self._clock.now()))
+        return used + 1
 
     def restart(self, cause: str, death: Death) -> None:
         self._faults.append(self._now())
@@ -164,6 +182,9 @@ class OneHost:
 
     def leave(self, reason: str) -> None:
         """The job goes on here, without the rank."""
+
+    def ask_to_leave(self, reason: str) -> None:
+        """The job has no other host."""
 
     def stop(self, number: signal.Signals) -> None:
         self._agent.stop(number, "")

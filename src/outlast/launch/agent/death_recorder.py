@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 
-from outlast.coordination.records import process_name
 from outlast.launch.agent.death_log import Death
 from outlast.launch.agent.decisions import Decision, JobRecord
 from outlast.launch.agent.replacement import CallWatch
@@ -14,7 +13,9 @@ from outlast.launch.workers.worker_group import Worker
 
 
 class DeathRecorder:
-    """Adds each death to `deaths`, those of the job, and to the events, and tells other hosts."""
+    """Adds each death to `deaths`, those of the job, and to the events, and tells other hosts. The
+    record of the job is one of the worker that has died.
+    """
 
     def __init__(self, resources: JobResources, deaths: list[Death], call_watch: CallWatch) -> None:
         self._resources, self._deaths, self._call_watch = resources, deaths, call_watch
@@ -44,22 +45,13 @@ class DeathRecorder:
         coordinator.failed(death)
         return death
 
-    def first_to_fail(self, worker: Worker, job: JobRecord) -> str:
-        """The rank of whose fault the end of this worker is a consequence; empty if it is not."""
-        return self._killed_by_monitor(worker, job)[1]
-
     def _killer(self, worker: Worker, code: int, job: JobRecord) -> str:
         if code not in (-signal.SIGKILL, -signal.SIGTERM):
             return ""
         if worker.killer:
             return worker.killer
-        if why := self._killed_by_monitor(worker, job)[0]:
-            return f"its monitor process, after {why}"
+        if job.killed:
+            return f"its monitor process, after {job.killed}"
         if code == -signal.SIGKILL and self._oom_kills.any_new():
             return "the kernel's out-of-memory killer"
         return "outside"
-
-    def _killed_by_monitor(self, worker: Worker, job: JobRecord) -> tuple[str, str]:
-        coordinator = self._resources.coordinator
-        process = process_name(coordinator.host_id, worker.pid)
-        return coordinator.keys.killed_by_monitor(job, process)

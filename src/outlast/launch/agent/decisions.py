@@ -37,6 +37,14 @@ class JobRecord(CallRecord):
     restarts: tuple[RestartCount, ...] = ()
     # the one with which the ranks have ended the job
     fault: FaultRecord | None = None
+    # differs once the training has come further than ever before; empty until then
+    progress: str = ""
+    # Of one rank and process (`JobKeys.job`): whether any process of this rank has reached the
+    # call; why its monitor has killed this process, empty if it has not; and why its replacement
+    # does not count against `--max-restarts`, empty if it does.
+    has_come: bool = False
+    killed: str = ""
+    uncounted: str = ""
 
     @property
     def saved(self) -> bool:
@@ -73,7 +81,7 @@ def faults_that_count(
 ) -> int:
     """How many of the faults that were restarted from count against the limit: those of the last
     `window_s` seconds; without that, those after which there was no progress. Each is given by what
-    `JobKeys.progress` was then, and its time.
+    `JobRecord.progress` was then, and its time.
     """
     if window_s < math.inf:
         return sum(now - at <= window_s for _, at in faults)
@@ -130,3 +138,15 @@ def decide(
     if job.state is JobState.COMPLETED and process not in job.completed_by:
         return Decision.LOST
     return Decision.FAILED
+
+
+def why_not_replaced(exit_code: int, job: JobRecord, leaves: bool, stuck: bool) -> str:
+    """Why a worker is lost, in words; empty if all replacements are used."""
+    reasons = {
+        "the job is completed": job.state is JobState.COMPLETED,
+        "the job was told to stop": job.stopping,
+        "this host leaves the job": leaves,
+        "its devices are not used again": stuck,
+        f"as its exit code {exit_code} asks": exit_code == NO_RESTART,
+    }
+    return next((why for why, holds in reasons.items() if holds), "")

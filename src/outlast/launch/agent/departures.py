@@ -60,13 +60,16 @@ class DepartedWorkers:
         if worker is None:
             return  # a child of a worker, or one that has been reaped
         departure = Departure.parse(data)
+        if departure.asks:
+            self._resources.coordinator.ask_to_leave(departure.asks)
+            return
         worker.at_end = worker.at_end or not departure.call
         before = worker.departure
         if before is None or not before.code:  # an error says more than the end of the script
             worker.departure = departure
         if departure.call or (departure.code and before is None):
             self._settle_later(worker, LINGER_S)
-            if departure.code not in (0, TOLD_TO_STOP):
+            if departure.code not in (0, TOLD_TO_STOP) or worker.successor is not None:
                 self._end_later(worker)
         elif departure.threads:  # it has written its last words, and waits for these
             self._settle_later(worker, _SOON_S)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 
+from outlast.coordination import moves
 from outlast.coordination.blame import may_be_of_host
 from outlast.coordination.job_record import JOB_KEY, JobState
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link, perform_on, run
-from outlast.coordination.records import COMPLETED_BY, SUSPECTED_LINK, SizeRecord, process_token
+from outlast.coordination.records import (
+    COMPLETED_BY,
+    ENDED,
+    SUSPECTED_LINK,
+    SizeRecord,
+    process_token,
+)
 from outlast.coordination.stores.store import Store
 from outlast.events.fault_record import FaultRecord
 from outlast.events.restart_causes import Interruption, RestartCount
@@ -24,19 +32,29 @@ class JobKeys:
     def _membership(self, prefix: str, world_size: int = 0) -> MembershipProtocol:
         return MembershipProtocol(self._link.at(prefix), world_size)
 
-    def job(self) -> JobRecord:
-        """The state of the latest call of a wrapped function, if there was one."""
+    def job(self, rank: int = -1, process: str = "") -> JobRecord:
+        """The state of the latest call of a wrapped function, if there was one, and what it has of
+        this rank and process.
+        """
         record = JobRecord.parse(self._store.read(JOB_KEY))
-        if record.state is JobState.COMPLETED:
-            names = self._store.read(record.prefix + COMPLETED_BY) or b""
-            completed_by = frozenset(names.decode().split())
-            record = dataclasses.replace(record, completed_by=completed_by)
         if not record.prefix:
             return record
-        stop = run(self._membership(record.prefix).stop_request())
-        if stop is None:
-            return record
-        return dataclasses.replace(record, stopping=True, unsaved=not stop.done)
+        of_call = COMPLETED_BY, "stop", "stopped", "progress"
+        keys = *of_call, f"claim/{rank}", f"{ENDED}{process}"
+        found = run(self._link.at(record.prefix).read_all(*keys))
+        names, stop, stopped, progress, claim, killed = found
+        completed = record.state is JobState.COMPLETED
+        why, _, uncounted = (killed or b"").decode().partition("\n")
+        return dataclasses.replace(
+            record,
+            completed_by=frozenset((names or b"").decode().split() if completed else ()),
+            stopping=stop is not None,
+            unsaved=stop is not None and not stopped,
+            progress="" if progress is None else f"{record.prefix}{progress.decode()}",
+            has_come=claim is not None,
+            killed=why,
+            uncounted=uncounted,
+        )
 
     def ended_job(self) -> JobRecord:
         """`job`, with the restarts of all calls, and the fault that ended the job."""
@@ -55,14 +73,6 @@ class JobKeys:
             counts += run(self._membership(prefix).restart_counts())
         return dataclasses.replace(record, restarts=tuple(counts))
 
-    def progress(self) -> str:
-        """Differs once the training has come further than ever before; empty until then."""
-        record = JobRecord.parse(self._store.read(JOB_KEY))
-        if not record.prefix:
-            return ""
-        found = run(self._membership(record.prefix).progress())
-        return f"{record.prefix}{found}" if found else ""
-
     def give_up(self, ranks: frozenset[int]) -> None:
         """Tell the members of the running call which ranks will not be replaced, so that they do
         not wait for them.
@@ -71,16 +81,12 @@ class JobKeys:
         if record.prefix:
             run(self._membership(record.prefix).give_up(ranks))
 
-    def killed_by_monitor(self, job: JobRecord, process: str) -> tuple[str, str]:
-        """See `MembershipProtocol.announced_kill`."""
-        if not job.prefix:
-            return "", ""
-        return run(self._membership(job.prefix).announced_kill(process))
-
-    def has_come(self, job: JobRecord, rank: int) -> bool:
-        if not job.prefix:
-            return False
-        return run(self._membership(job.prefix).is_registered(rank))
+    def request_stop(self, number: signal.Signals) -> None:
+        """Record the signal that the launcher has received, if it is a request to stop."""
+        record = JobRecord.parse(self._store.read(JOB_KEY))
+        if record.prefix and record.state is JobState.RUNNING:
+            reason = f"{number.name} to the launcher"
+            run(self._membership(record.prefix).request_stop_by(number, reason))
 
     def will_not_come(
         self, job: JobRecord, host: str, pid: int, rank: int, world_size: int, cause: str
@@ -125,6 +131,32 @@ class JobKeys:
     def size(self, job: JobRecord) -> SizeRecord | None:
         """What the members need that hold a restart; `None` if they have never held one."""
         return run(self._membership(job.prefix).size()) if job.prefix else None
+
+    def least(self, job: JobRecord) -> int:
+        """How many ranks the call needs; -1 if it has not said so."""
+        return run(moves.least(self._membership(job.prefix))) if job.prefix else -1
+
+    def ask_to_leave(self, host: str, ranks: range, reason: str, *, saves: bool) -> None:
+        """Have these ranks of a host leave the call, without successors that are ready."""
+        membership = self._membership(JobRecord.parse(self._store.read(JOB_KEY)).prefix)
+        if members := run(moves.holders(membership, ranks, host)):
+            request = moves.LeaveRequest(members, reason, succeeded=False, saves=saves)
+            run(moves.request_leave(membership, request))
+
+    def replaces(self, host: str, rank: int) -> bool:
+        """Whether a host that leaves is to replace a dead rank: see `moves`."""
+        prefix = JobRecord.parse(self._store.read(JOB_KEY)).prefix
+        return run(moves.replaces(self._membership(prefix), rank, host))
+
+    def has_ranks(self, job: JobRecord, host: str, ranks: range) -> bool:
+        """Whether any of these ranks is in the call, on this host."""
+        membership = self._membership(job.prefix)
+        found = (run(moves.holder(membership, rank, host)) for rank in ranks if job.prefix)
+        return any(member >= 0 for member in found)
+
+    def trains(self, job: JobRecord, host: str, ranks: range) -> bool:
+        """Whether all of these ranks are in the call, on this host, and none was asked to leave."""
+        return bool(job.prefix) and run(moves.train(self._membership(job.prefix), ranks, host))
 
     def last_save_s(self) -> float | None:
         """How long the save before a stop may take; `None` if the job has not begun it."""

@@ -10,7 +10,7 @@ from outlast.errors import NO_RESTART
 from outlast.events.fault_record import FaultRecord, ends
 from outlast.events.restart_causes import Interruption, RestartCount, describe_restarts
 from outlast.launch.agent.death_log import Death, Raised, from_last_traceback
-from outlast.launch.agent.decisions import Decision
+from outlast.launch.agent.decisions import TOLD_TO_STOP, Decision
 from outlast.system.units import duration_text
 
 
@@ -29,26 +29,40 @@ class Ending:
     restarts: tuple[RestartCount, ...] = ()  # by cause
     joined_late: bool = False  # whether this host joined a job that ran already
     links: tuple[str, ...] = ()  # which links between hosts were broken, in words
+    left: str = ""  # why this host has left a job that goes on, if it has
+    left_in_order: bool = True  # whether none of its ranks was killed instead
+    leave_exit_code: int = 0
 
     @property
     def stopped(self) -> bool:
         told = self.cause is not None and self.cause.decision is Decision.STOPPED
-        return self.saved if self.received is not None else told
+        return self.saved if self.received is not None else told or self._died_in_stop
+
+    @property
+    def _died_in_stop(self) -> bool:
+        """Whether no rank is left that could save: all were killed once the job was to stop."""
+        cause = self.cause
+        killed = cause is not None and cause.decision is Decision.LOST and cause.exit_code < 0
+        return killed and self.unsaved and self.fault is None
 
     @property
     def failed(self) -> bool:
         caused = self.cause is not None or bool(self.text)
-        return self.received is None and caused and not self.stopped
+        return self.received is None and caused and not self.stopped and not self.left
 
     @property
     def exit_code(self) -> int:
         """128 + n if signal n ended the job; else that of the first cause (128 + n if signal n
         killed that worker), 1 if no worker is the cause; else 0.
         """
+        if self.left and self.left_in_order:
+            return self.leave_exit_code
         if self.received is not None:
             return 128 + self.received
         if self.cause is None:
             return 1 if self.failed else 0
+        if self._died_in_stop:
+            return TOLD_TO_STOP
         return self.cause.exit_code if self.cause.exit_code > 0 else 128 - self.cause.exit_code
 
     def first_cause(self, host: str) -> str:
@@ -118,7 +132,10 @@ def summary(deaths: Sequence[Death], ending: Ending, host: str) -> list[str]:
         lines.append(f"  {death.who(host)} {how}: {death.decision.value}")
     code, after = f", exit code {ending.exit_code}", _after(ending)
     then = f",{after}" if after.startswith(" ") else after
-    if ending.stopped:
+    if ending.left:
+        took = duration_text(ending.seconds)
+        lines.append(f"this host has left the job after {took}{code}: {ending.left}")
+    elif ending.stopped:
         signal_ = "as told" if ending.received is None else f"by {ending.received.name}"
         saved = "NOT saved, a fault prevented the last save" if ending.unsaved else "saved"
         lines.append(f"job stopped {signal_}: {saved}{code}{then}")

@@ -22,9 +22,8 @@ from outlast.launch.workers.worker_group import Worker
 from outlast.system.error_text import exit_text
 
 _CHECK_S = 0.5
-_LOOK_S, _ASK_S, _TELL_S = 0.05, 1.0, 2.0
-"""For the memory of a device: between two looks; until the driver is asked; until the user is told.
-"""
+_LOOK_S, _TELL_S = 0.05, 2.0
+"""For the memory of a device: between two looks; until the user is told."""
 
 
 class Replacements:
@@ -63,16 +62,18 @@ class Replacements:
         self._later(delay_s, death, memory)
 
     def cancel(self) -> None:
-        for timer, death, memory in self._waiting:
+        for timer, death, _ in self._waiting:
             timer.cancel()
-            memory.close()
             self._lost(death)
         self._waiting.clear()
 
     def _later(self, seconds: float, death: Death, memory: HeldMemory) -> None:
         def due() -> None:
             self._waiting = [item for item in self._waiting if item[1] is not death]
-            self._await_memory(death, memory)
+            if self.are_useful:
+                self._await_memory(death, memory)
+            else:
+                self._give_up(death)
 
         self._waiting.append((self._resources.loop.call_later(seconds, due), death, memory))
 
@@ -88,11 +89,8 @@ class Replacements:
                     f"rank {death.rank}: the memory of its device is not free after {limit_s:g} s, "
                     f"held by {memory.held_by()}: replaced all the same"
                 )
-            memory.close()
             self._replace(death)
             return
-        if waited_s >= _ASK_S:
-            memory.ask()
         if waited_s >= _TELL_S and not memory.is_told:
             memory.is_told = True
             self._resources.console.say(
@@ -103,14 +101,16 @@ class Replacements:
 
     def _replace(self, death: Death) -> None:
         resources = self._resources
-        if self.are_useful:
-            try:
-                worker = resources.workers.replace(death.local_rank)
-                standby = ", a standby process" if worker.was_standby else ""
-                resources.console.say(f"rank {death.rank} is now pid {worker.pid}{standby}")
-                return
-            except LaunchError as e:  # the survivors may still finish the job
-                resources.console.say(f"{e}: it is not replaced")
+        try:
+            worker = resources.workers.replace(death.local_rank)
+        except LaunchError as e:  # the survivors may still finish the job
+            resources.console.say(f"{e}: it is not replaced")
+            self._give_up(death)
+            return
+        standby = ", a standby process" if worker.was_standby else ""
+        resources.console.say(f"rank {death.rank} is now pid {worker.pid}{standby}")
+
+    def _give_up(self, death: Death) -> None:
         self._lost(death)
         self._given_up()
 
@@ -152,11 +152,13 @@ class CallWatch:
             self._check_later()
 
     def is_early(self, worker: Worker, job: JobRecord) -> bool:
-        """Whether the script has a wrapped function that no process of this rank has reached."""
+        """Whether the script has a wrapped function that no process of this rank has reached, by
+        the record of the job for it.
+        """
         if job.state is JobState.PLAIN:
             return self._resources.job.program.wrapped
         running = job.state is JobState.RUNNING and bool(job.prefix)
-        return running and not self._resources.coordinator.keys.has_come(job, worker.rank)
+        return running and not job.has_come
 
     def ended(self, worker: Worker, exit_code: int) -> None:
         self._ended.append((worker, exit_code))
@@ -168,14 +170,15 @@ class CallWatch:
 
     def _check(self) -> None:
         workers, standbys = self._resources.workers, self._resources.workers.standbys
-        job = self._resources.coordinator.keys.job()
+        coordinator = self._resources.coordinator
+        job = coordinator.keys.job()
         wants_standbys = bool(standbys.size) and not standbys.closed
         if job.state is JobState.PLAIN and ((self._ended and workers) or wants_standbys):
             self._check_later()
             return
         for worker, exit_code in self._ended:
             if workers:
-                self._tell(worker, exit_code, job)
+                self._tell(worker, exit_code, coordinator.keys.job(worker.rank))
         self._ended.clear()
         if job.state is JobState.RUNNING:
             standbys.fill()

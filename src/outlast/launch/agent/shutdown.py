@@ -39,6 +39,7 @@ class Shutdown:
         self._signal: signal.Signals | None = None
         self._between_attempts = False
         self._kill_at_once = False
+        self.has_killed = False  # the workers that were still running
 
     def end_workers(self, number: signal.Signals) -> None:
         """Send the workers a signal, and SIGKILL to those still running after the grace time. If a
@@ -122,6 +123,7 @@ class Shutdown:
         if workers:
             ranks = ", ".join(str(worker.rank) for worker in workers)
             self._resources.console.say(f"still running, killed: rank {ranks}")
+            self.has_killed = True
             workers.send(signal.SIGKILL)
 
     def _call_later(self, seconds: float, callback: Callable[[], None]) -> None:

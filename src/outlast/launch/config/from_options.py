@@ -44,6 +44,10 @@ def job_from_options(options: RunOptions, token: str = "") -> JobSpec:
             "mount it with: mount -t proc proc /proc"
         )
     require_exporters("--metrics-port", options.metrics_port, options.opentelemetry)
+    if options.on_signal not in ("leave", "stop"):
+        raise ValueError(f"--on-signal {options.on_signal}: must be leave or stop")
+    if not 0 <= options.leave_exit_code < 256:
+        raise ValueError(f"--leave-exit-code {options.leave_exit_code}: must be from 0 to 255")
     nproc = _nproc(options.nproc_per_node)
     program = _program(options)
     hosts = hosts_from_options(options)
@@ -67,6 +71,8 @@ def job_from_options(options: RunOptions, token: str = "") -> JobSpec:
         events_dir=_absolute(options.events_dir),
         chaos=_chaos(options),
         grace_s=options.grace,
+        leaves_on_signal=options.on_signal == "leave",
+        leave_exit_code=options.leave_exit_code,
         backoff_s=options.backoff,
         standby=_standby(options, alone=nproc == 1 and hosts is None),
         hosts=hosts,
@@ -213,6 +219,8 @@ def _health(options: RunOptions) -> HealthSpec | None:
         if getattr(options, name) is not None:
             option = f"--{name.replace('_', '-')}"
             raise ValueError(f"{option}: no folder is checked without --health-check quick")
+    if options.health_interval is not None and options.health_command is None:
+        raise ValueError("--health-interval: there is no --health-command to run")
     if level == "off" and options.health_command is None:
         return None
     if options.health_command is not None and not options.health_command.strip():
@@ -224,6 +232,7 @@ def _health(options: RunOptions) -> HealthSpec | None:
         free_bytes=int(free * 1e9),
         command=options.health_command or "",
         limit_s=limit_s,
+        interval_s=options.health_interval,
     )
 
 

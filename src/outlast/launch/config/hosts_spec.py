@@ -46,6 +46,8 @@ class HostsSpec:
     endpoints_differ: bool = False
     local_addr: str | None = None  # the address of this host for the others; `None` finds it
     place: int = -1  # the place that this host asks for; -1 for any
+    # a file or a command that says where this host is in the network; empty if neither is given
+    rank_order: str = ""
     lease_s: float = 5.0  # how long a host may be silent before the others go on without it
     join_s: float = 600.0  # how long to wait for the minimum
     last_call_s: float = 30.0  # how long to wait for more hosts once the minimum has joined
@@ -56,6 +58,8 @@ class HostsSpec:
     # of the last seconds
     max_faults: int = 0
     fault_window_s: float = math.inf
+    # a file or a command that says when this host is to leave; `None` for none
+    leave_when: str | None = None
     # further settings of the backend
     conf: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -74,6 +78,8 @@ def hosts_from_options(options: RunOptions) -> HostsSpec | None:
             raise ValueError(f"--node-rank {options.node_rank}: with --nnodes 1 there is only 0")
         if options.max_host_faults is not None:
             raise ValueError("--max-host-faults: with --nnodes 1 no other host could go on")
+        if options.health_interval is not None:
+            raise ValueError("--health-interval: with --nnodes 1 no other host could go on")
         return None
     backend = _backend(options)
     conf = _conf(options.rdzv_conf, backend)
@@ -84,6 +90,8 @@ def hosts_from_options(options: RunOptions) -> HostsSpec | None:
         value = getattr(options, name)
         if value is not None and (not math.isfinite(value) or value <= 0):
             raise ValueError(f"--{name.replace('_', '-')} {value:g}: must be a positive number")
+    if options.leave_when is not None and not options.leave_when.strip():
+        raise ValueError("--leave-when: needs a command, or the path of a file")
     differ = conf.pop("endpoints", "")
     if differ not in ("", "differ"):
         raise ValueError(f"--rdzv-conf endpoints={differ}: must be endpoints=differ")
@@ -95,6 +103,10 @@ def hosts_from_options(options: RunOptions) -> HostsSpec | None:
         )
     if static and not 0 <= options.node_rank < maximum:
         raise ValueError(f"--node-rank {options.node_rank}: must be from 0 to {maximum - 1}")
+    if static and options.rank_order is not None:
+        raise ValueError("--rank-order: with --rdzv-backend static, --node-rank gives the places")
+    if options.rank_order is not None and not options.rank_order.strip():
+        raise ValueError("--rank-order: must not be empty")
     max_faults, window_s = fault_limit("--max-host-faults", options.max_host_faults, 1)
     return HostsSpec(
         minimum=minimum,
@@ -104,11 +116,13 @@ def hosts_from_options(options: RunOptions) -> HostsSpec | None:
         endpoints_differ=bool(differ),
         local_addr=options.local_addr,
         place=options.node_rank if static else -1,
+        rank_order=options.rank_order or "",
         lease_s=options.host_timeout,
         join_s=times["join_timeout"],
         last_call_s=0.0 if static else times["last_call_timeout"],
         replacement_s=options.replacement_timeout,
         max_faults=max_faults or 0,
+        leave_when=options.leave_when,
         fault_window_s=window_s,
         conf=conf,
     )
@@ -129,6 +143,7 @@ def settings(options: RunOptions, hosts: HostsSpec) -> tuple[tuple[str, str], ..
         ("--host-timeout", f"{hosts.lease_s:g}"),
         ("--max-restarts", str(options.max_restarts)),
         ("--max-host-faults", str(options.max_host_faults)),
+        ("--rank-order", "given" if hosts.rank_order else "not given"),
         ("--health-check full", "yes" if options.health_check == "full" else "no"),
         ("script", f"-m {options.script}" if options.module else Path(options.script).name),
         ("content of the script", _contents(options)),

@@ -114,6 +114,7 @@ class HealthSpec:
     free_bytes: int  # how much must be free there and in shared memory
     command: str  # of the user, for a shell; empty for none
     limit_s: float  # how long each check may take
+    interval_s: float | None = None  # between two runs of the command while the job runs
 
     @property
     def checks_neighbors(self) -> bool:
@@ -159,6 +160,8 @@ class JobSpec:
     chaos: Path | None = None
     chaos_state: Path | None = None  # the folder in which the workers keep which faults have fired
     grace_s: float = 30.0
+    leaves_on_signal: bool = True  # one of several hosts, rather than that the job stops
+    leave_exit_code: int = 0  # of the launcher of a host that has left
     backoff_s: float = 1.0  # see `backoff_s` in `workers`
     standby: int = 0  # number of standby processes on each host
     token: str = ""  # identifies the run of a job on many hosts, once they have agreed; else empty

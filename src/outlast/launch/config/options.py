@@ -81,6 +81,17 @@ class RunOptions:
             help="How long workers may take to end after a signal before they are killed.",
         ),
     ] = 30.0
+    on_signal: Annotated[
+        str,
+        _faults(
+            metavar="leave|stop",
+            help="What SIGTERM or SIGINT to the launcher of one of several hosts means: this host "
+            "leaves, and the others go on if they may; or the job stops.",
+        ),
+    ] = "leave"
+    leave_exit_code: Annotated[
+        int, _faults(metavar="CODE", help="Exit code if this host has left the job.")
+    ] = 0
     chaos: Annotated[
         Path | None, _faults(metavar="PLAN", help="Inject the faults of this plan.")
     ] = None
@@ -148,6 +159,15 @@ class RunOptions:
             help="A check of your own: with an exit code other than 0, this host takes no part.",
         ),
     ] = None
+    health_interval: Annotated[
+        float | None,
+        _health(
+            min=1,
+            metavar="SECONDS",
+            help="Run --health-command again so often while the job runs: if it fails, this host "
+            "leaves, as by `outlast drain`, if the job can go on without it.",
+        ),
+    ] = None
     health_folder: Annotated[
         Path | None,
         _health(
@@ -195,6 +215,16 @@ class RunOptions:
     node_rank: Annotated[
         int, _hosts(metavar="N", help="Place of this host; only with --rdzv-backend static.")
     ] = 0
+    rank_order: Annotated[
+        str | None,
+        _hosts(
+            metavar="FILE|COMMAND",
+            help="The order of the hosts, which ranks follow: a file with the name or address of "
+            "each on a line, or a shell command that prints where this host is in the network, as "
+            "rack3.switch12. Default: the order of Slurm's switches and tasks, or that of "
+            "OUTLAST_TOPOLOGY and Kubernetes' completion indexes; else of joining.",
+        ),
+    ] = None
     rdzv_conf: Annotated[
         str,
         _hosts(
@@ -227,6 +257,14 @@ class RunOptions:
             metavar="N[/TIME]",
             help="After N faults of its ranks (within TIME), a host gets no more ranks: it "
             "leaves the job, as if it was lost. Default: no limit.",
+        ),
+    ] = None
+    leave_when: Annotated[
+        str | None,
+        _hosts(
+            metavar="COMMAND|FILE",
+            help="This host leaves the job once COMMAND, which waits for a notice of the cloud for "
+            "example, has succeeded, or FILE (an absolute path) exists.",
         ),
     ] = None
     token_file: Annotated[

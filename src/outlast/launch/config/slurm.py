@@ -79,6 +79,13 @@ def slurm_step(variables: Mapping[str, str]) -> SlurmStep | None:
     return SlurmStep(nodes, f"{job}.{step}", variables.get("SLURMD_NODENAME", ""))
 
 
+def switches(variables: Mapping[str, str]) -> list[str]:
+    """The switches above this node, from the top; none without a topology plugin."""
+    # The last part is the node, whose name may have dots.
+    count = variables.get("SLURM_TOPOLOGY_ADDR_PATTERN", "node").count(".")
+    return variables.get("SLURM_TOPOLOGY_ADDR", "").split(".", count)[:count]
+
+
 def host_names(nodelist: str) -> Iterator[str]:
     """The names in Slurm's notation: `gpu[001-003,7],login` is gpu001 to gpu003, gpu7 and login; as
     `scontrol show hostnames`, which need not be installed in a container.

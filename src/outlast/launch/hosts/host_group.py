@@ -16,7 +16,7 @@ from outlast.coordination.replicated.hosts import HostInfo
 from outlast.coordination.replicated.operations import OperationStore
 from outlast.coordination.stores.store import Store
 from outlast.launch.config.secret import Secret
-from outlast.launch.hosts.plan import Entry, JobPlan, decode
+from outlast.launch.hosts.plan import Asked, Entry, JobPlan, decode
 from outlast.system.lease_page import LeasePage
 from outlast.system.sockets import is_loopback
 
@@ -40,6 +40,7 @@ class GroupSpec:
     # it, `--nproc-per-node` for example) and value. A refusal names the first that differs.
     settings: tuple[tuple[str, str], ...] = ()
     place: int = -1  # the place that this host asks for (`--node-rank`); -1 for any
+    topology: tuple[str, ...] = ()  # where this host is in the network, see `rank_order`
     # further settings of the backend (`--rdzv-conf`)
     conf: Mapping[str, str] = dataclasses.field(default_factory=dict)
     say: Callable[[str], None] = lambda line: None  # prints a line for the user
@@ -55,6 +56,7 @@ class GroupSpec:
             address=address,
             store_port=store_port,
             place=self.place,
+            topology=self.topology,
             settings={**dict(self.settings), _LEASE_SETTING: f"{self.lease_s:g}"},
         )
 
@@ -72,6 +74,8 @@ class GroupState:
     error: str = ""  # why this host must not act any more; empty while it may
     # lines about hosts that this host did not admit, with the setting that is wrong
     refused: tuple[str, ...] = ()
+    # which hosts are to leave and ranks to move, as this one was asked to say; it grows
+    asked: tuple[Asked, ...] = ()
 
 
 class HostGroup(Protocol):

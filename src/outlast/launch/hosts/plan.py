@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
 import msgspec
 
 from outlast.coordination.replicated.hosts import ChainEntry, HostInfo, HostJoined, HostLost
+from outlast.launch.hosts.host_entries import Blame, Check, Checked, Links, Probe, Unfit
 
 
 class Stage(enum.Enum):
@@ -44,6 +44,7 @@ class Start(ChainEntry, frozen=True, tag="start"):
     attempt: int
     places: tuple[str, ...]
     used: int = 0
+    nproc: int = 1  # ranks of each host
 
     def applied_to(self, plan: JobPlan) -> JobPlan:
         if plan.stage not in (Stage.FORMING, Stage.CLEARING):
@@ -54,6 +55,7 @@ class Start(ChainEntry, frozen=True, tag="start"):
             attempt=self.attempt,
             places=self.places,
             size=len(self.places),
+            nproc=self.nproc,
             taken_over=(0,) * len(self.places),
             given_up=frozenset(),
             used=self.used,
@@ -61,6 +63,7 @@ class Start(ChainEntry, frozen=True, tag="start"):
             probe=None,
             check=None,  # it would have the accelerators when ranks start
             restart=None,
+            moves={},
         )
 
 
@@ -143,95 +146,82 @@ class End(ChainEntry, frozen=True, tag="end"):
         return plan if plan.ends else replace(plan, stage=Stage.ENDING, end=self, check=None)
 
 
-class Probe(ChainEntry, frozen=True, tag="probe"):
-    """A link between hosts may be broken: each of these hosts is to try to reach the others.
-    The members of the wrapped call wait for its end, under `key` in the workers' store.
-    """
-
-    attempt: int
-    key: str
-    hosts: tuple[str, ...]
-
-    def applied_to(self, plan: JobPlan) -> JobPlan:
-        if not plan.running or self.attempt != plan.attempt or self.key == plan.probed:
-            return plan
-        return replace(plan, probed=self.key, probe=self)
-
-
-class Links(ChainEntry, frozen=True, tag="links"):
-    """What a probe has found: the hosts that leave the job, each with the reason, and with the
-    hosts that it has to reach before it joins again. Without them, all links are whole.
-    """
-
-    attempt: int
-    key: str
-    excluded: dict[str, str] = msgspec.field(default_factory=dict)
-    waits_for: dict[str, list[str]] = msgspec.field(default_factory=dict)
-
-    def applied_to(self, plan: JobPlan) -> JobPlan:
-        probe = plan.probe
-        if (
-            not plan.running
-            or probe is None
-            or (probe.attempt, probe.key) != (self.attempt, self.key)
-        ):
-            return plan
-        return replace(plan, probe=None, excluded={**plan.excluded, **self.excluded})
-
-
-class Check(ChainEntry, frozen=True, tag="check"):
-    """Each of these hosts makes an all-reduce with its two neighbors in this ring, before any of
-    them that is new runs ranks.
-    """
-
-    attempt: int
-    key: str
-    hosts: tuple[str, ...]
-
-    def applied_to(self, plan: JobPlan) -> JobPlan:
-        return replace(plan, check=self) if plan.check is None and not plan.ends else plan
-
-
-class Checked(ChainEntry, frozen=True, tag="checked"):
-    """What a check has found. `passed` are the hosts that have made an all-reduce with a host that
-    stays; `excluded` and `waits_for` are as in `Links`. A host in neither is checked again.
-    """
-
-    key: str
-    passed: list[str] = msgspec.field(default_factory=list)
-    excluded: dict[str, str] = msgspec.field(default_factory=dict)
-    waits_for: dict[str, list[str]] = msgspec.field(default_factory=dict)
-
-    def applied_to(self, plan: JobPlan) -> JobPlan:
-        if plan.check is None or self.key != plan.check.key:
-            return plan
-        checked = plan.checked | set(self.passed)
-        excluded = {**plan.excluded, **self.excluded}
-        return replace(plan, check=None, checked=checked, excluded=excluded)
-
-
-class Blame(ChainEntry, frozen=True, tag="blame"):
-    """A rank of this host was the first cause of a restart. `restart` names that, as it is counted
-    once; `cause` is in words.
-    """
+class Leave(ChainEntry, frozen=True, tag="leave"):
+    """A host is to leave: its ranks move at the end of a step. `signal`: the one that said so."""
 
     host: str
-    restart: str
-    cause: str
+    reason: str
+    signal: int = 0
 
     def applied_to(self, plan: JobPlan) -> JobPlan:
-        known = any(each.restart == self.restart for each in plan.blames)
-        return plan if known else replace(plan, blames=(*plan.blames, self))
+        before = plan.drains.get(self.host)
+        known = before is not None and (before.signal or not self.signal)
+        if plan.ends or known or self.host not in plan.hosts:
+            return plan
+        return replace(plan, drains={**plan.drains, self.host: self})
 
 
-class Unfit(ChainEntry, frozen=True, tag="unfit"):
-    """A host has had too many faults: it leaves the job, and gets no more ranks."""
+class MoveRank(ChainEntry, frozen=True, tag="move rank"):
+    """A rank of a host moves to another process of it. `request`: its ID, as it counts once."""
+
+    host: str
+    rank: int
+    reason: str
+    request: str
+
+    def applied_to(self, plan: JobPlan) -> JobPlan:
+        if plan.ends or self.request in plan.moved_ranks:
+            return plan
+        return replace(plan, moved_ranks=plan.moved_ranks | {self.request})
+
+
+class Stay(ChainEntry, frozen=True, tag="stay"):
+    """A host that was to leave stays, for this reason."""
 
     host: str
     reason: str
 
     def applied_to(self, plan: JobPlan) -> JobPlan:
-        return replace(plan, unfit={**plan.unfit, self.host: self.reason})
+        if self.host not in plan.drains or self.host in plan.moves:
+            return plan
+        drains = {host: each for host, each in plan.drains.items() if host != self.host}
+        return replace(plan, drains=drains)
+
+
+class Move(ChainEntry, frozen=True, tag="move"):
+    """The ranks of a host that is to leave move to another one, which starts their successors; or,
+    if `to` is empty, the job goes on without them.
+    """
+
+    host: str
+    to: str = ""
+
+    def applied_to(self, plan: JobPlan) -> JobPlan:
+        place = plan.place_of(self.host)
+        if not plan.running or place is None or self.to in plan.places:
+            return plan
+        moved = replace(plan, moves={**plan.moves, self.host: place})
+        if not self.to:
+            return replace(moved, given_up=plan.given_up | {place})
+        places, taken_over = list(plan.places), list(plan.taken_over)
+        places[place] = self.to
+        taken_over[place] += 1
+        return replace(moved, places=tuple(places), taken_over=tuple(taken_over))
+
+
+class Return(ChainEntry, frozen=True, tag="return"):
+    """The host to which the ranks of `host` were to move is lost, and they are still in the job:
+    they stay where they are, until another host can take them.
+    """
+
+    host: str
+
+    def applied_to(self, plan: JobPlan) -> JobPlan:
+        if not plan.running or plan.takes_over(self.host) not in plan.lost:
+            return plan
+        places, moves = list(plan.places), dict(plan.moves)
+        places[moves.pop(self.host)] = self.host
+        return replace(plan, places=tuple(places), moves=moves)
 
 
 class Finish(ChainEntry, frozen=True, tag="finish"):
@@ -243,8 +233,23 @@ class Finish(ChainEntry, frozen=True, tag="finish"):
 
 
 _OfAttempts: TypeAlias = Start | Take | GiveUp | Restart | Stop | End | Finish
-_OfHosts: TypeAlias = HostJoined | HostLost | Probe | Links | Check | Checked | Blame | Unfit
+_OfHosts: TypeAlias = (
+    HostJoined
+    | HostLost
+    | Probe
+    | Links
+    | Check
+    | Checked
+    | Blame
+    | Unfit
+    | Leave
+    | MoveRank
+    | Stay
+    | Move
+    | Return
+)
 Entry: TypeAlias = _OfAttempts | _OfHosts
+Asked: TypeAlias = Leave | MoveRank  # what a user asks for
 _decoder: msgspec.json.Decoder[Entry] = msgspec.json.Decoder(Entry)
 decode = _decoder.decode
 
@@ -277,6 +282,7 @@ class JobPlan:
     attempt: int = -1  # the one that runs or has run last; -1 before the first
     places: tuple[str, ...] = ()  # ID of the host at each place of that attempt
     size: int = 0  # the number of places at its start
+    nproc: int = 1  # the number of ranks at each place
     # how many hosts each place had before in this attempt, or was added late
     taken_over: tuple[int, ...] = ()
     given_up: frozenset[int] = frozenset()  # places that stay empty
@@ -291,6 +297,10 @@ class JobPlan:
     blames: tuple[Blame, ...] = ()
     # hosts that leave the job because of their faults, with the reason
     unfit: dict[str, str] = dataclasses.field(default_factory=dict)
+    drains: dict[str, Leave] = dataclasses.field(default_factory=dict)  # hosts that are to leave
+    # the place of each host whose ranks move, or have moved, in this attempt
+    moves: dict[str, int] = dataclasses.field(default_factory=dict)
+    moved_ranks: frozenset[str] = frozenset()  # the requests that ranks move, see `MoveRank`
     restart: Restart | None = None  # why the attempt is over; `None` while it runs
     # why the job ends
     stop: Stop | None = None
@@ -309,6 +319,21 @@ class JobPlan:
         """The hosts that leave the job, or have left it, by decision; with the reason."""
         return {**self.excluded, **self.unfit}
 
+    @property
+    def waiting_to_leave(self) -> list[Leave]:
+        """The hosts with a place that are to leave, and whose ranks do not move yet."""
+        there = self.hosts.keys() & set(self.places) - self.moves.keys()
+        return [each for host, each in self.drains.items() if host in there]
+
+    def takes_over(self, host: str) -> str:
+        """The host to which the ranks of this one move, which has not left yet; empty if none."""
+        place = self.moves.get(host) if host in self.hosts else None
+        return "" if place is None or self.places[place] == host else self.places[place]
+
+    def predecessor(self, host: str) -> Leave | None:
+        """The host whose ranks this one is to take. It may have joined since that was decided."""
+        return next((self.drains[h] for h in self.moves if self.takes_over(h) == host), None)
+
     def host(self, name: str) -> HostInfo:
         """A host that is or was in the group, by its ID."""
         return self.hosts[name] if name in self.hosts else self.lost[name].host
@@ -324,6 +349,10 @@ class JobPlan:
             if (loss := self.lost.get(host)) is not None
         ]
 
+    def if_new(self, entry: Asked) -> Asked | None:
+        """The entry, unless it has no meaning in this state."""
+        return None if entry.applied_to(self) is self else entry
+
     def apply(self, entry: Entry) -> JobPlan:
         if isinstance(entry, HostJoined):
             after = replace(self, hosts={**self.hosts, entry.info.id: entry.info})
@@ -334,57 +363,3 @@ class JobPlan:
         else:
             after = entry.applied_to(self)
         return replace(after, number=self.number + 1)
-
-
-class PlaceConflict(Exception):
-    """Two hosts ask for one place, or one asks for a place that does not exist."""
-
-
-def assign(
-    before: Sequence[str], hosts: Iterable[HostInfo], maximum: int, *, asked: bool = False
-) -> tuple[str, ...]:
-    """The ID of the host at each place, for at most `maximum` places.
-
-    Place p has the ranks from p * nproc on, so the ranks of one host are consecutive. More hosts
-    than places are spares, and wait. A host that had a place before keeps it if that still exists,
-    and comes before hosts that had none, so that survivors keep their ranks and are never replaced
-    by spares. The others take the free places in the order of `hosts`. A `PlaceConflict` naming the
-    hosts and the place; with `asked` only.
-
-    Args:
-        before: the host at each place of the attempt before.
-        asked: whether each host has the place that it asks for (`--node-rank`).
-    """
-    if asked:
-        return _as_asked(hosts, maximum)
-    there = [host.id for host in hosts]
-    chosen = [host for host in before if host in there]
-    chosen += [host for host in there if host not in before]
-    del chosen[maximum:]
-    places: list[str] = [""] * len(chosen)
-    for place, host in enumerate(before[: len(places)]):
-        if host in chosen:
-            places[place] = host
-    waiting = iter([host for host in chosen if host not in places])
-    return tuple(host or next(waiting) for host in places)
-
-
-def _as_asked(hosts: Iterable[HostInfo], maximum: int) -> tuple[str, ...]:
-    holders: dict[int, HostInfo] = {}
-    for host in hosts:
-        if not 0 <= host.place < maximum:
-            raise PlaceConflict(
-                f"host {host.name} has --node-rank {host.place}, and --nnodes is {maximum}"
-            )
-        first = holders.setdefault(host.place, host)
-        if first is not host:
-            raise PlaceConflict(
-                f"hosts {first.name} and {host.name} both have --node-rank {host.place}"
-            )
-    return tuple(holders[place].id for place in sorted(holders))
-
-
-def ranks_text(place: int, nproc: int) -> str:
-    """The ranks of a place, in words."""
-    first, last = place * nproc, (place + 1) * nproc - 1
-    return f"rank {first}" if nproc == 1 else f"ranks {first} to {last}"

@@ -11,15 +11,12 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import os
-import subprocess
 
 import psutil
 
 DEVICE_FILES = ("/dev/nvidia*", "/dev/kfd", "/dev/dri/render*", "/dev/davinci*", "/dev/accel*")
 FREE_S = 30.0
 """For how long a replacement waits until the memory is free."""
-
-_MEMORY = ("nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits")
 
 
 def holds_device(process: psutil.Process) -> bool:
@@ -37,37 +34,19 @@ class HeldMemory:
     def __init__(self, holders: list[psutil.Process], now: float) -> None:
         self.since, self.is_told = now, False
         self._holders = holders
-        self._answer: int | None = None  # a file
 
     @property
     def is_free(self) -> bool:
         self._holders = [each for each in self._holders if _is_there(each)]
         return not self._holders
 
-    def ask(self) -> None:
-        """Asks the driver of NVIDIA how much each process has, without a wait: that of a broken
-        device may not answer.
-        """
-        if self._answer is None:
-            self._answer, null = os.memfd_create("outlast-device-memory"), subprocess.DEVNULL
-            with contextlib.suppress(OSError):  # it is not there
-                asked = subprocess.Popen(_MEMORY, stdin=null, stdout=self._answer, stderr=null)
-                asked.returncode = 0  # the launcher reaps it, and subprocess must not wait
-
     def held_by(self) -> str:
-        """The processes in words; with the amounts, if the driver has answered."""
-        answer = b"" if self._answer is None else os.pread(self._answer, 1 << 16, 0)
-        rows = [row.split(", ") for row in answer.decode().splitlines()]
-        amounts = {row[0]: f", {row[1]} MiB" for row in rows if len(row) == 2}
+        """The processes in words."""
         found = []
         for each in self._holders:
             with contextlib.suppress(psutil.Error):
-                found.append(f"process {each.pid} ({each.name()}{amounts.get(str(each.pid), '')})")
+                found.append(f"process {each.pid} ({each.name()})")
         return ", ".join(found)
-
-    def close(self) -> None:
-        if self._answer is not None:
-            os.close(self._answer)
 
 
 def _is_there(process: psutil.Process) -> bool:

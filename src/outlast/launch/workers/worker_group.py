@@ -54,6 +54,8 @@ class Worker:
     ended_by_launcher: bool = False  # because it did not end by itself
     stuck: bool = False  # SIGKILL does not end it
     killer: str = ""  # who kills it, and why, if the launcher does
+    leaves: str | None = None  # why its rank is to move to another process, its `successor`
+    successor: Worker | None = None
     # what had inherited its devices, and was killed
     holders: list[psutil.Process] = dataclasses.field(default_factory=list)
 
@@ -134,6 +136,12 @@ class WorkerGroup:
 
     def __len__(self) -> int:
         return len(self._running)
+
+    @property
+    def takes_from(self) -> str | None:
+        """The ID of the host whose ranks these workers succeed, or have succeeded."""
+        given = self._placement.variables.get("OUTLAST_SUCCEEDS")
+        return given and given.partition(" ")[0]
 
     def get(self, pid: int) -> Worker | None:
         return self._running.get(pid)
@@ -249,6 +257,10 @@ class WorkerGroup:
                     replacement=placement.taken_over + self._replacements[local_rank],
                     error_file=_error_file(folder),
                 )
+                for worker in self:
+                    if worker.local_rank == local_rank and worker.leaves is not None:
+                        host = placement.variables.get("OUTLAST_HOST", "")
+                        variables["OUTLAST_SUCCEEDS"] = f"{host} {worker.leaves}"
                 outputs = [_descriptor(ends[stream]) for stream in (Std.OUT, Std.ERR)]
                 standby = self.standbys.take(variables, outputs)
                 process = self._spawn(variables, ends) if standby is None else standby.process

@@ -27,9 +27,9 @@ accepts connections, and answers none.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 
 # gRPC's codes of answers after which the same request may succeed, at this member or another.
-# Canceled, unknown, deadline exceeded, aborted, internal, unavailable.
-_PASSING = frozenset({1, 2, 4, 10, 13, 14})
-_INVALID, _EXHAUSTED, _UNAUTHENTICATED, _NOT_ETCD = 3, 8, 16, -1
+# Not of etcd; canceled, unknown, deadline exceeded, aborted, internal, unavailable.
+_PASSING = frozenset({-1, 1, 2, 4, 10, 13, 14})
+_INVALID, _EXHAUSTED, _UNAUTHENTICATED = 3, 8, 16
 _LOST = (OSError, http.client.HTTPException)
 
 
@@ -78,12 +78,9 @@ class EtcdClient:
                     raise
                 self._token = ""
                 return self._call_at(number, path, body, limit, self._authorization(number, limit))
-        except Refused as e:
-            if not _passes(e):
+        except (Refused, *_LOST) as e:
+            if isinstance(e, Refused) and not _passes(e):
                 raise
-            self.leave(number)
-            raise NoAnswer(f"{self.endpoints[number]}: {e}") from e
-        except _LOST as e:
             self.leave(number)
             raise NoAnswer(f"{self.endpoints[number]}: {str(e) or type(e).__name__}") from e
 
@@ -215,8 +212,5 @@ def _token_is_refused(error: Refused) -> bool:
 
 
 def _passes(error: Refused) -> bool:
-    return (
-        error.code in _PASSING
-        or error.code == _NOT_ETCD
-        or (error.code == _EXHAUSTED and "too many requests" in str(error))
-    )
+    busy = error.code == _EXHAUSTED and "too many requests" in str(error)
+    return error.code in _PASSING or busy

@@ -20,6 +20,7 @@ OLDEST = (3, 4)
 """The first version of etcd whose gateway serves the paths that are used here."""
 _STALLS_MENDED = {(3, 4): 31, (3, 5): 13}
 """From which patch on a leader whose disk has stalled harms no lease (etcd-io/etcd 15247)."""
+_IF_FULL = ": compact and defragment it, then `etcdctl alarm disarm` (docs/launcher.md)"
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Refused(Exception):
     """etcd answered with an error. `code` is gRPC's, or -1 for an answer that is not etcd's."""
 
     def __init__(self, code: int, message: str) -> None:
-        super().__init__(message)
+        super().__init__(message + (_IF_FULL if "database space exceeded" in message else ""))
         self.code = code
 
 
@@ -111,13 +112,9 @@ class Connection:
 
     def __init__(self, http_connection: http.client.HTTPConnection) -> None:
         self._http = http_connection
-        self.reused = False
 
     def close(self) -> None:
         self._http.close()
-
-    def fileno(self) -> int:
-        return int(self._http.sock.fileno()) if self._http.sock is not None else -1
 
     def request(
         self, path: str, body: Json | None, headers: Mapping[str, str], limit: float
@@ -257,10 +254,9 @@ def diagnose(endpoint: Endpoint, security: Security, limit: float) -> str:
     try:
         version = _version(endpoint, security, limit)
     except ssl.SSLCertVerificationError as e:
-        return (
-            f"the certificate of {endpoint} is not valid for it ({e.verify_message}): name the "
-            "file of the certificates that sign it by cacert=FILE"
-        )
+        signers = "name the file of the certificates that sign it by cacert=FILE"
+        advice = "renew it" if "expired" in e.verify_message else signers
+        return f"the certificate of {endpoint} is not valid for it ({e.verify_message}): {advice}"
     except ssl.SSLError as e:
         if "CERTIFICATE_REQUIRED" in str(e) or "BAD_CERTIFICATE" in str(e):
             return f"{endpoint} asks for a client's certificate: name it by cert=FILE,key=FILE"
@@ -326,8 +322,6 @@ def explain(refused: Refused, security: Security) -> str:
             f"user {security.user!r} lacks the permission: grant it read and write access to all "
             "keys that begin with /outlast/"
         )
-    if "database space exceeded" in text:
-        return "its database is full: compact and defragment it, then disarm its alarm"
     return ""
 
 
@@ -363,5 +357,4 @@ def _needs_tls(endpoint: Endpoint) -> str:
 def _reason(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return "no answer in time"
-    strerror = getattr(error, "strerror", None)
-    return str(strerror or str(error) or type(error).__name__).strip()
+    return str(getattr(error, "strerror", None) or str(error) or type(error).__name__).strip()

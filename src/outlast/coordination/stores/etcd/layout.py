@@ -2,13 +2,15 @@ r"""The keys in etcd that hold a key of the store, and the requests of etcd's JS
 
 The value of a store key K, which contains no NUL byte, is spread over etcd keys of its own:
 
-    <root>s/K\0            the base: what `put`, `claim` or `compare_set` wrote
-    <root>s/K\0a<id>       one `append`: its bytes
-    <root>s/K\0n<id>       one `add`: its amount
-    <root>s/K\0o<id>       one `add` of 1: counted by etcd, not transferred
+    <root>s/K              the base: what `put`, `claim` or `compare_set` wrote
+    <root>e/K\0a<id>       one `append`: its bytes
+    <root>e/K\0n<id>       one `add`: its amount
+    <root>e/K\0o<id>       one `add` of 1: counted by etcd, not transferred
 
 The value is the base with the entries applied in order of their creation. `put`, `compare_set` and
-`delete` remove all entries, so the base is older than every entry.
+`delete` remove all entries, so the base is older than every entry. The first entry creates an empty
+base: the base exists if and only if the key does. So a watch on the bases sees each key appear, and
+none of the entries, which all members write; a key is written at most once in a transaction.
 
     <root>o/<client>/<n>   the last write of a client's slot: see `operations.py`
     <root>h/<host>         a host of the group, under the host's lease
@@ -34,7 +36,7 @@ APPENDED, AMOUNT, ONE = b"a", b"n", b"o"
 
 
 def store_keys(root: bytes) -> bytes:
-    """The prefix of all keys of the store."""
+    """The prefix of the bases of all keys of the store."""
     return root + b"s/"
 
 
@@ -43,21 +45,21 @@ def host_keys(root: bytes) -> bytes:
     return root + b"h/"
 
 
-def slot_keys(root: bytes) -> bytes:
-    """The prefix of the records of the last write of each slot."""
-    return root + b"o/"
-
-
 def end_of(prefix: bytes) -> bytes:
     """The first key after all that begin with `prefix`, which ends in an ASCII character or NUL."""
     return prefix[:-1] + bytes([prefix[-1] + 1])
 
 
 def base_key(root: bytes, key: str) -> bytes:
-    """The etcd key of the base of `key`; all its entries begin with it."""
+    """The etcd key of the base of `key`."""
     if "\0" in key:
         raise ValueError(f"the key {key!r} contains a NUL character")
-    return store_keys(root) + key.encode() + b"\0"
+    return store_keys(root) + key.encode()
+
+
+def entry_key(root: bytes, key: str) -> bytes:
+    """The prefix of the etcd keys of the entries of `key`."""
+    return root + b"e/" + key.encode() + b"\0"
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class KeyValue:
 def value_of(entries: Sequence[KeyValue]) -> bytes | None:
     """The value of a store key: the base with its entries applied; `None` without any."""
     value: bytes | None = None
-    for entry in sorted(entries, key=lambda e: (e.created, e.key)):
+    for entry in sorted(entries, key=lambda e: (e.created, e.kind)):
         if not entry.kind:
             value = entry.value
         elif entry.kind == APPENDED:
@@ -164,17 +166,15 @@ def unchanged_since(start: bytes, end: bytes, revision: int) -> Json:
 def entries(response: Json) -> list[KeyValue]:
     """The keys in the answer to a range."""
     response = response.get("response_range", response)
-    return [entry(kv) for kv in response.get("kvs", ())]
-
-
-def entry(kv: Json) -> KeyValue:
-    """A key with its value, as etcd describes it."""
-    return KeyValue(
-        base64.b64decode(kv["key"]),
-        base64.b64decode(kv.get("value", "")),
-        int(kv.get("create_revision", 0)),
-        int(kv.get("mod_revision", 0)),
-    )
+    return [
+        KeyValue(
+            base64.b64decode(kv["key"]),
+            base64.b64decode(kv.get("value", "")),
+            int(kv.get("create_revision", 0)),
+            int(kv.get("mod_revision", 0)),
+        )
+        for kv in response.get("kvs", ())
+    ]
 
 
 def count(response: Json) -> int:

@@ -7,7 +7,14 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from outlast.coordination.replicated.operations import WAIT, Operation, OperationStore, Result
+from outlast.coordination.replicated.operations import (
+    BATCH,
+    WAIT,
+    Failed,
+    Operation,
+    OperationStore,
+    Result,
+)
 from outlast.coordination.stores.etcd import layout
 from outlast.coordination.stores.etcd.client import EtcdClient, no_answer, pause_before
 from outlast.coordination.stores.etcd.connection import Refused
@@ -61,30 +68,24 @@ class EtcdStore(OperationStore):
         self._closed = False
 
     def perform(self, operation: Operation, timeout: float | None = None) -> Result:
-        def begin(on: Operations) -> Coroutine[Any, Any, Any]:
-            key = operation.key
-            method: Callable[..., Coroutine[Any, Any, Any]] = getattr(on, operation.name)
-            if operation.name == WAIT:
-                return method(key, timeout)
-            if operation.name == "add":
-                return method(key, operation.amount)
-            if operation.name == "compare_set":
-                return method(key, operation.expected, operation.value)
-            if operation.name in ("put", "claim", "append"):
-                return method(key, operation.value)
-            return method(key)
-
-        result: Result = self._run(begin, timeout)
-        return result
+        """Parts of a batch take effect together, as far as one transaction can hold them."""
+        if operation.name == WAIT:
+            return self._run(lambda on: on.wait_for(operation.key, timeout), timeout)
+        parts = operation.operations if operation.name == BATCH else (operation,)
+        results = self._run(lambda on: on.perform(parts))
+        if operation.name == BATCH:
+            return results
+        if isinstance(results[0], Failed):
+            raise StoreError(results[0].reason)
+        return results[0]
 
     def look(self, key: str) -> tuple[bytes | None, int]:
-        """`read`, and the revision of that: with `range_of`, what a wait in `waits` begins with."""
+        """`read`, and the revision of that: with `base_of`, what a wait in `waits` begins with."""
         return self._run(lambda on: on.look(key))
 
-    def range_of(self, key: str) -> tuple[bytes, bytes]:
-        """The range of etcd's keys that hold `key`."""
-        base = layout.base_key(self._root, key)
-        return base, layout.end_of(base)
+    def base_of(self, key: str) -> bytes:
+        """The key of etcd that is written when `key` appears."""
+        return layout.base_key(self._root, key)
 
     def raise_if_unusable(self) -> None:
         """Raises a `StoreError` if the store is closed, or this host may not act any more."""
@@ -150,4 +151,4 @@ class _Driver:
     def _wait(self, asked: Event) -> bytes | bool:
         until = self._wait_until
         left = None if until is None else max(0.0, until - time.monotonic())
-        return self._store.waits.wait(asked.start, asked.end, asked.after, left)
+        return self._store.waits.wait(asked.base, asked.base + b"\0", asked.after, left)

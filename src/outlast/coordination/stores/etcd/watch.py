@@ -2,10 +2,13 @@
 
 A wait begins at the revision of the read that found nothing: an event at a later revision ends it.
 If that is a write of `start` itself, it has the value: `put` and `claim` leave nothing else of a
-key. After any other event, such as an append, the value has to be read.
+key. If it is empty, as before the first entry of a key, or another key's, the value is to be read.
 
 The watch runs in a thread of its own and may be ahead of that revision; so it remembers the latest
 events. A wait that begins before the oldest event that is remembered ends at once, and reads again.
+
+From a listing and the events, the watch also knows which keys exist. A wait for a key that did not
+exist at the last event needs no read before: it begins at the revision of that event.
 
 A stream that is silent may have lost its member. After `SILENCE_S` the member must answer a
 linearizable read, or the watch moves to another. It then begins after the last revision it has
@@ -57,8 +60,8 @@ class Waits:
     """
 
     def __init__(self, client: EtcdClient, prefix: bytes, *, deletes: bool = False) -> None:
-        self._client, self._prefix = client, prefix
-        self._filters = [] if deletes else ["NODELETE"]
+        self._client, self._prefix, self._deletes = client, prefix, deletes
+        self._present: set[bytes] | None = None  # at `_seen`; unknown before there is a listing
         self._lock = threading.Lock()
         self._waits: set[Wait] = set()
         self._events: deque[tuple[int, bytes, bytes | None]] = deque()
@@ -70,6 +73,12 @@ class Waits:
         self._closed = False
         self._wake = threading.Event()
         self.restarts = 0
+
+    def absent_at(self, key: bytes) -> int | None:
+        """A revision at which `key` did not exist; `None` if that has to be found by a read."""
+        with self._lock:
+            known = self._present is not None and key not in self._present
+            return self._seen if known else None
 
     def wait(self, start: bytes, end: bytes, after: int, timeout: float | None) -> bytes | bool:
         """Waits for a write of a key from `start` to below `end` at a revision above `after`.
@@ -93,7 +102,7 @@ class Waits:
         """Calls `over` once, in any thread, maybe at once. It must not block or use this object."""
         wait = Wait(start, end, after, over)
         with self._lock:
-            if self._closed or self._is_old(wait):
+            if self._closed or (self._begun and after < self._since):  # its event may be forgotten
                 wait.over(None)
                 return wait
             if (event := self._happened(wait)) is not None:
@@ -133,10 +142,6 @@ class Waits:
         for wait in ended:
             wait.over(None)
 
-    def _is_old(self, wait: Wait) -> bool:
-        """Whether its event may be forgotten."""
-        return self._begun and wait.after < self._since
-
     def _happened(self, wait: Wait) -> tuple[int, bytes, bytes | None] | None:
         """The first event that ends it, of those that have come."""
         if not self._begun or wait.after >= self._seen:
@@ -156,6 +161,7 @@ class Waits:
             stream: Stream | None = None
             number = -1
             try:
+                self._list()
                 number, stream = self._client.stream("/v3/watch", self._request())
                 with self._lock:
                     self._stream = stream
@@ -177,10 +183,23 @@ class Waits:
                     stream.close()
             self.restarts += 1
 
+    def _list(self) -> None:
+        if self._deletes or self._present is not None:
+            return
+        options = {"keys_only": True, "revision": str(self._seen)}
+        body = layout.range_of(self._prefix, layout.end_of(self._prefix), **options)
+        try:
+            found = layout.entries(self._client.call("/v3/kv/range", body))
+        except Refused as e:
+            if e.code != _OUT_OF_RANGE:
+                raise
+            return  # it is compacted: the watch will be told so
+        with self._lock:
+            self._present = {entry.key for entry in found}
+
     def _request(self) -> Json:
         request = layout.range_of(self._prefix, layout.end_of(self._prefix))
-        request |= {"start_revision": str(self._seen + 1), "filters": self._filters}
-        return {"create_request": request}
+        return {"create_request": request | {"start_revision": str(self._seen + 1)}}
 
     def _follow(self, number: int, stream: Stream) -> bool:
         """Reads a stream until another must be opened. Returns whether it was of use."""
@@ -209,6 +228,7 @@ class Waits:
         with self._lock:
             self._seen = self._since = compacted
             self._events.clear()
+            self._present = None
             self._end(self._waits)
         return True
 
@@ -218,7 +238,12 @@ class Waits:
                 kv = event["kv"]
                 key, revision = base64.b64decode(kv["key"]), int(kv["mod_revision"])
                 written = event.get("type", "PUT") == "PUT"
-                value = base64.b64decode(kv.get("value", "")) if written else None
+                value = (base64.b64decode(kv.get("value", "")) or None) if written else None
+                if self._present is not None:
+                    (self._present.add if written else self._present.discard)(key)
+                if not written and not self._deletes:
+                    self._seen = max(self._seen, revision)
+                    continue
                 kept = value if value is not None and len(value) <= _REMEMBERED_BYTES else None
                 self._events.append((revision, key, kept))
                 self._seen = max(self._seen, revision)

@@ -102,13 +102,13 @@ class EqualStates:
 def refusal(parts: Sequence[Any], receivers: Collection[int], *, is_resized: bool) -> str:
     """Why a restore is refused in which these ranks receive a state; empty if it is not. Each rank
     gives the values that its process has noted, as (step, state of the step, its rank then, values
-    by entry), and the differences that it knows of.
+    by entry), those that it has of other ranks, and the differences that it knows of.
     """
     by_state: dict[tuple[int, str], dict[int, Any]] = {}
-    for noted, known in parts:
+    for noted, mirrored, known in parts:
         for name, why in known.items() if is_resized else ():  # a rank is gone, with its values
             return f"states[{name!r}] {why}, and ranks are lost. {_remedy(name)}"
-        for step, state, rank, values in noted:
+        for step, state, rank, values in (*mirrored, *noted):
             by_state.setdefault((step, state), {})[rank] = values
     # The ranks have the numbers that they had.
     lacking = {each[2] for receiver in receivers for each in parts[receiver][0]}

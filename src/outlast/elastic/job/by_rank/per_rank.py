@@ -56,7 +56,7 @@ class PerRankState(ThirdPartyLoader):
 
     def __init__(self, source: PerRank, name: str, rank: int) -> None:
         super().__init__(source, rank, rank + 1, required=False)
-        self._name = name
+        self._name, self.mergeable = name, True
 
     def load(self, state: Mapping[str, Any], steps: int) -> None:
         """Loads this rank's state, or the one of all ranks."""

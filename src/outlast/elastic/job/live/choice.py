@@ -32,10 +32,13 @@ class Offer:
 
     records: list[Record]  # the ranks' own states that this process has
     signature: str  # of the model into which it loads
-    resizable: bool  # whether it can do without its own state in a job of another size
+    resizable: bool  # whether it can do without the ranks' own states in a job of another size
     branches: int  # how many it knows of
     # The states that its tensors hold: the phases of a step, in their order.
     held: list[Held] = dataclasses.field(default_factory=list)
+    # Other ranks' own states, from other hosts.
+    mirrored: list[Record] = dataclasses.field(default_factory=list)
+    mergeable: bool = False  # whether, in one, it can use those of all ranks
     came_back: bool = False  # the last fault is equal to one before it, without progress in between
     why: str = ""  # why its tensors hold none; empty in a process that has noted no step
 
@@ -53,6 +56,7 @@ class Choice:
     sources: dict[int, list[int]]  # by each rank that receives the tensors, those that have them
     own: list[tuple[int, Record | None]]  # of each rank: who has its own state, and which, if any
     phase: int = 0
+    of_all: list[Own] = dataclasses.field(default_factory=list)  # that all receive, by their ranks
 
     @property
     def state(self) -> State:
@@ -63,7 +67,7 @@ class Choice:
         """Whether a rank receives anything from another one."""
         holders = [holder for holder, record in self.own if record is not None]
         own = [rank for rank, (_, record) in enumerate(self.own) if record is not None]
-        return bool(self.sources) or holders != own
+        return bool(self.sources or self.of_all) or holders != own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,10 +162,13 @@ def _complete(offers: Sequence[Offer], state: State) -> Choice | str:
     sizes = {found.record.world_size for found in held.values()}
     if sizes != {size}:
         if not all(offer.resizable for offer in offers):
-            return f"a state that fits {size} ranks instead of {min(sizes)}"
+            of_all = _usable(records, held, min(sizes))
+            if None in of_all or not all(offer.mergeable for offer in offers):
+                return f"a state that fits {size} ranks instead of {min(sizes)}"
+            chosen.of_all.extend(each for each in of_all if each is not None)
         # Each process keeps its own state, if it has one.
-        for rank in range(size):
-            final = [each.record for each in records if each.holder == rank and each.record.final]
+        for rank, offer in enumerate(offers):
+            final = [each for each in offer.records if each.has(state) and each.final]
             own.append((rank, final[0] if final else None))
         return chosen
     for rank, usable in enumerate(_usable(records, held, size)):
@@ -192,7 +199,11 @@ def _savable(offers: Sequence[Offer], state: State) -> StateToSave | str:
 def _found(offers: Sequence[Offer], state: State) -> tuple[dict[int, Held], list[Own]]:
     """What the ranks have of a state: its tensors, and the own states of single ranks."""
     held = {r: found for r, offer in enumerate(offers) if (found := offer.at(state)) is not None}
-    own = (Own(rank, each) for rank, offer in enumerate(offers) for each in offer.records)
+    own = (
+        Own(rank, each)
+        for rank, offer in enumerate(offers)
+        for each in (*offer.records, *offer.mirrored)
+    )
     return held, [found for found in own if found.record.has(state)]
 
 

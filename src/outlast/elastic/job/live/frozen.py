@@ -9,10 +9,16 @@ from typing import Any
 import torch
 import xxhash
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten_with_path, tree_map, tree_map_only, tree_map_with_path
+from torch.utils._pytree import (
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_map_with_path,
+)
 
 from outlast.async_checkpoint.subclasses import SUBCLASS, inner, wraps
-from outlast.elastic.job.encoding import dump_header
+from outlast.elastic.job.encoding import dump_header, load_state
 from outlast.elastic.job.live.own_state import Record, State
 from outlast.elastic.job.live.writes import Marks, Snapshot
 from outlast.elastic.job.parts import Saver
@@ -36,7 +42,7 @@ class Held:
     passes: int  # after so many backward passes
     signature: str  # equal on ranks that hold the same parts of the same model
     layout: str  # equal if the tensors have the same shapes and types, in the same order
-    stands_for: Sequence[int] = ()  # the ranks with the same shards, if there are any
+    stands_for: Sequence[int] = ()  # the ranks with the same tensors, if others have others
     resizable: bool = True  # whether one can continue without the own parts of some ranks
     place: str = ""  # in its epochs, in words: equal on ranks that make the same steps
 
@@ -70,6 +76,7 @@ class Frozen:
         point: Point,
         signature: str,
         savers: dict[str, Saver],
+        alike: Sequence[int] = (),
         *,
         resizable: bool,
         place: str,
@@ -81,7 +88,7 @@ class Frozen:
         self.skeleton = tree_map_only(torch.Tensor, self._leaf, state)
         self.versions = Versions([*self.leaves, *self._wrapped])
         layout = _hash_of([(t.dtype, tuple(t.shape)) for t in self.leaves])
-        stands_for = _same_shards(self._tensors)
+        stands_for = _same_shards(self._tensors) or alike
         self.held = Held(
             point.record,
             point.settled,
@@ -93,6 +100,15 @@ class Frozen:
             place,
         )
 
+    @classmethod
+    def received(cls, held: Held, header: bytes, leaves: list[torch.Tensor]) -> Frozen:
+        """As another process has it. No checkpoint can be made of it."""
+        frozen = cls.__new__(cls)
+        frozen.held, frozen.leaves, frozen.savers = held, leaves, {}
+        frozen.skeleton, frozen.own = load_state(header, [Leaf])
+        frozen.versions = Versions(leaves)
+        return frozen
+
     def header(self) -> bytes:
         """All but the tensors' contents, for another rank."""
         shapes = [(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in self.leaves]
@@ -103,6 +119,12 @@ class Frozen:
         return tree_map(  # type: ignore[no-any-return]
             lambda each: tensors[each.number] if isinstance(each, Leaf) else each, self.skeleton
         )
+
+    @property
+    def for_any_size(self) -> bool:
+        """Whether another number of ranks can continue from it."""
+        leaves = tree_leaves(self.skeleton)
+        return self.held.resizable and not any(isinstance(e, Leaf) and e.sharded for e in leaves)
 
     def _leaf(self, tensor: torch.Tensor) -> Any:
         if wraps(tensor):

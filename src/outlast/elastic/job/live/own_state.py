@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -119,20 +119,28 @@ class Buffers:
         return f"{buffer.dtype} {tuple(buffer.shape)} {digest(buffer)}"
 
 
-class _Written(NamedTuple):
-    order: int  # among all writes
-    record: Record
+MakeMirror = Callable[[SharedMemory, int], Any]
+"""Begins to mirror a memory with blocks of this size on another host: returns a `MirrorSender`."""
 
 
 class Slots:
-    """The slots of this process."""
+    """The slots of this process. `mirror` begins to mirror them on another host."""
 
-    def __init__(self, payload_bytes: int) -> None:
+    def __init__(self, payload_bytes: int, mirror: MakeMirror | None = None) -> None:
         each = max(2 * payload_bytes, _LEAST_BYTES)
         self.memory = SharedMemory(_SLOTS * each)
         self._capacity = self.memory.size_bytes // _SLOTS
-        self._held: list[_Written | None] = [None] * _SLOTS
-        self._order = 0
+        # The slots of the final states that are needed: those of the last step, and of the last
+        # phase of the step before; and the slot that was written last.
+        self._final: list[int] = []
+        self._step = self._last = -1
+        self._order = 0  # of the last write, among all
+        self._extended: list[tuple[int, int]] = []
+        self._mirror = None if mirror is None else mirror(self.memory, self._capacity)
+
+    def close_mirror(self) -> None:
+        if self._mirror is not None:
+            self._mirror.close()
 
     def write(self, record: Record, state: bytes) -> bool:
         """Writes a state. Returns `False` if it is too large, or if the memory was lost."""
@@ -142,8 +150,7 @@ class Slots:
         content = pickle.dumps((tuple(vars(record).values()), state))
         if _CONTENT + len(content) > self._capacity:
             return False
-        number = self._free()
-        self._held[number] = None
+        number = next(i for i in range(_SLOTS) if i != self._last and i not in self._final)
         self._order += 1
         at, view = number * self._capacity, self.memory.view
         first = at + _CONTENT
@@ -151,31 +158,37 @@ class Slots:
         view[at + _UNTIL] = record.until
         view[first : first + len(content)] = content
         _HEADER.pack_into(view, at, self._order, len(content), _checksum(self._order, content))
-        self._held[number] = _Written(self._order, record)
+        if record.final:
+            kept = self._final if record.step == self._step else self._final[-1:]
+            self._final, self._step = [*kept, number][-4:], record.step
+        self._last = number
+        if self._mirror is not None:
+            self._mirror.wrote(*self._extended, (at, _CONTENT + len(content)))
+            self._extended = []
         return True
 
     def extend(self, until: int) -> None:
         """The last final state that was written also holds for the phases up to `until`."""
-        final = {n: each.order for n, each in enumerate(self._held) if each and each.record.final}
-        if self.memory.intact and final:
-            last = max(final, key=final.__getitem__)
-            self.memory.view[last * self._capacity + _UNTIL] = until
-
-    def _free(self) -> int:
-        """A slot that holds none of the states that are needed: those of the last step that are
-        final, the last one of the step before, and the last one if it is not final.
-        """
-        by_order = {each.order: each.record for each in self._held if each is not None}
-        final = [order for order in sorted(by_order) if by_order[order].final]
-        last = [each for each in final if by_order[each].step == by_order[final[-1]].step][-3:]
-        before = [each for each in final if each not in last][-1:]
-        needed = {*last, *before, max(by_order, default=0)}
-        return next(i for i, each in enumerate(self._held) if not each or each.order not in needed)
+        if self.memory.intact and self._final:
+            at = self._final[-1] * self._capacity + _UNTIL
+            self.memory.view[at] = until
+            # Mirrored with the next state: without it, the end of the last phase is repeated.
+            self._extended = [(at, 1)]
 
 
 def read_all(memories: Sequence[SharedMemory]) -> dict[Record, bytes]:
     """The states in several memories: of several of the same, the one that was written last."""
     return dict(reversed([each for memory in memories for each in read(memory)]))
+
+
+def values_of_states(noted: Mapping[Record, bytes]) -> list[tuple[int, str, int, Any]]:
+    """The values of `states` in what ranks have noted, as `equal_states.refusal` takes them."""
+    return [
+        (record.step, f"{record.branch}/{phase}", record.rank, values)
+        for record, own in noted.items()
+        if record.final and (values := load_plain(own).get("states"))
+        for phase in range(record.phase, record.until + 1)
+    ]
 
 
 def read(memory: SharedMemory) -> list[tuple[Record, bytes]]:

@@ -36,7 +36,7 @@ from outlast.async_checkpoint.subclasses import wraps
 from outlast.elastic.job.epochs import place_of
 from outlast.elastic.job.live.frozen import Frozen, Point, signature
 from outlast.elastic.job.live.gradients import Gradients
-from outlast.elastic.job.live.own_state import Buffers, Record, Slots, read
+from outlast.elastic.job.live.own_state import Buffers, MakeMirror, Record, Slots, read
 from outlast.elastic.job.live.queued import Queued
 from outlast.elastic.job.live.writes import Snapshot, Writes
 from outlast.elastic.job.models import parameters_of
@@ -53,7 +53,7 @@ log = logging.getLogger("outlast.elastic")
 
 class Recorder:
     """Notes the points of one `Job`, after `restored` and on `branch`. `keep` keeps memory over a
-    kill; `check_running` raises if a restart has begun.
+    kill, `mirror` mirrors it on another host; `check_running` raises if a restart has begun.
 
     `points` are those of the last completed step, in the order of its phases: the tensors of the
     model and the optimizer are the same in all of them. `equal_states` has what is known of the
@@ -69,6 +69,7 @@ class Recorder:
         restored: Record,
         branch: str,
         check_running: Callable[[], None],
+        mirror: MakeMirror | None = None,
     ) -> None:
         entries = plain_state_dict(training.module, keep_vars=True)
         self._training: TrainingState | None = training
@@ -84,7 +85,7 @@ class Recorder:
             raise NotSupported(why)
         self._writes: Writes | None = Writes(self._parameters, optimizers)
         self._signature = signature(entries)
-        self._keep, self._branch = keep, branch
+        self._keep, self._branch, self._mirror = keep, branch, mirror
         self.equal_states = training.equal_states
         self._rank, self._world_size = restored.rank, restored.world_size
         self.why, self.iteration = "", -1
@@ -96,7 +97,7 @@ class Recorder:
         own = self._own_state(training)
         shared, values = self._shared_state(training)
         payload = pickle.dumps({**own, "states": values})
-        self._slots: Slots | None = Slots(len(payload))
+        self._slots: Slots | None = Slots(len(payload), mirror)
         self._slots.write(restored, payload)
         keep(self._slots.memory)
         marks = self._writes.marks_with_digests()
@@ -105,10 +106,13 @@ class Recorder:
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(lambda each, *_: self._gradients.used(each)),
         ]
-        self._is_of_rank = any(part.is_of_rank for part in training.parts.values())
-        if not self._is_of_rank:
-            for optimizer in optimizers:
-                self._removables += self._hook_on_gradient(optimizer)
+        parts = training.parts.values()
+        self._is_of_rank = any(part.is_of_rank for part in parts)
+        # Not the method: a copy of the model would copy this object.
+        exchanges = [e for p in parts if (e := p.before_exchange(lambda: self._after_gradient()))]
+        self._removables += exchanges
+        for optimizer in () if exchanges else optimizers:
+            self._removables += self._hook_on_gradient(optimizer)
 
     @property
     def point(self) -> Point:
@@ -220,18 +224,20 @@ class Recorder:
         for each in self._removables:
             each.remove()
         self._gradients.close()
+        if self._slots is not None:
+            self._slots.close_mirror()
         self._removables, self._training, self._writes = [], None, None
         self._parameters, self._entries = [], {}
 
     def _own_state(self, training: TrainingState) -> dict[str, Any]:
-        own = ((name, part.own()) for name, part in training.parts.items())
-        noted = {name: value for name, value in own if value is not None}
+        parts = training.parts.items()
+        noted = {name: own for name, part in parts if (own := part.own()) is not None}
         return {"buffers": self._buffers.note(), "parts": noted}
 
     def _shared_state(self, training: TrainingState) -> tuple[Snapshot, dict[str, Any]]:
         """The state that all ranks share, and values of it that a later restore compares."""
-        shared = {name: part.shared() for name, part in training.parts.items()}
-        noted = {name: value for name, value in shared.items() if value is not None}
+        parts = training.parts.items()
+        noted = {name: shared for name, part in parts if (shared := part.shared()) is not None}
         values = training.equal_states.at_step(noted.get("states", {}))
         return Snapshot({"parts": noted, "buffers": self._buffers.shared()}), values
 
@@ -243,7 +249,8 @@ class Recorder:
         # Without its place in a file, a rank would write rows again.
         needs_all = self._is_of_rank or bool(point.own["parts"].get("files"))
         place = place_of(shared["parts"].get("epochs", {}))
-        return Frozen(state, point, self._signature, savers, resizable=not needs_all, place=place)
+        given = state, point, self._signature, savers, training.alike
+        return Frozen(*given, resizable=not needs_all, place=place)
 
     def _written(self, training: TrainingState) -> bool:
         present = dict(training.module.named_parameters(remove_duplicate=False))
@@ -296,7 +303,7 @@ class Recorder:
                 return [each.register_post_accumulate_grad_hook(self._after_gradient)]
         return []
 
-    def _after_gradient(self, _: torch.Tensor) -> None:
+    def _after_gradient(self, _: torch.Tensor | None = None) -> None:
         self._passes += 1
         self._note_early()
 
@@ -320,10 +327,11 @@ class Recorder:
             log.info("the memory of this rank's own state is lost")
             return
         # The state has grown. The new memory has all that the old one has before it replaces it.
-        larger = Slots(len(payload))
+        larger = Slots(len(payload), self._mirror)
         for old, state in reversed(read(slots.memory)):
             larger.write(old, state)
         larger.write(record, payload)
+        slots.close_mirror()
         self._keep(larger.memory)
         self._slots = larger
 

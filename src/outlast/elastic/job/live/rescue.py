@@ -22,17 +22,16 @@ from outlast.async_checkpoint import Checkpointer
 from outlast.async_checkpoint.trust import trusted
 from outlast.coordination.agreement import Agreement
 from outlast.coordination.call_ledger import connect_ledger
-from outlast.elastic.job.encoding import load_plain, unpacked
-from outlast.elastic.job.iteration import Iteration
 from outlast.elastic.job.live.choice import Offer, StateToSave, choose_to_save
 from outlast.elastic.job.live.frozen import Frozen, of_state
 from outlast.elastic.job.live.own_state import Record, read_all
 from outlast.elastic.job.live.recorder import Recorder
+from outlast.elastic.job.live.to_save import collect, state_to_save
 from outlast.elastic.job.live.transfer import Exchange
 from outlast.elastic.tensors import local
 from outlast.errors import CheckpointError, FolderUnusable
 from outlast.inprocess.running_call import RunningCall, long_phase
-from outlast.system.error_text import first_line
+from outlast.system.error_text import describe, first_line
 from outlast.system.notices import notice
 from outlast.system.units import duration_text, rank_names
 
@@ -69,8 +68,12 @@ def check_same_folder(call: RunningCall, url: str) -> None:
 
 
 def rescue_for(call: RunningCall) -> None:
-    """`rescue` at the end of a call; if that was told to stop, this was its save."""
-    saved = rescue(call.kept)
+    """`rescue` at the end of a call; if that was told to stop, this is its save."""
+    limit_s = _LIMIT_S
+    if call.stop is not None:
+        limit_s = call.grace_s
+        call.saving_for_stop(limit_s)  # the launcher would end its ranks after its own grace time
+    saved = rescue(call.kept, limit_s)
     if saved and call.stop is not None:
         call.finish_stop(saved)
 
@@ -83,7 +86,7 @@ def release_all(kept: dict[str, Kept]) -> None:
     kept.clear()
 
 
-def rescue(kept: Mapping[str, Kept]) -> str:
+def rescue(kept: Mapping[str, Kept], limit_s: float) -> str:
     """Saves what is kept of each job, by its folder. Returns what was saved, empty if it is not."""
     dist.init_process_group("gloo")
     ranks = Agreement(connect_ledger("rescue"), _LIMIT_S, "the jobs that end")
@@ -97,20 +100,22 @@ def rescue(kept: Mapping[str, Kept]) -> str:
         for url, members in ranks.gather(sorted(kept), by_folder).items():
             group = dist.new_group(members)
             if ranks.rank in members:
-                told.append(_rescue(url, kept[url], group, leads=members[0] == ranks.rank))
+                leads = members[0] == ranks.rank
+                told.append(_rescue(url, kept[url], group, limit_s, leads=leads))
         ranks.gather(None, lambda _: None)
     dist.destroy_process_group()
     return "; ".join(told) if all(told) else ""
 
 
-def _rescue(url: str, kept: Kept, group: Any, *, leads: bool) -> str:
-    text = ""
+def _rescue(url: str, kept: Kept, group: Any, limit_s: float, *, leads: bool) -> str:
+    text, newest = "", "unknown"
     # If it is interrupted, anywhere: the rank that leads may be the lost one.
     why, speaks = "another rank was lost meanwhile", True
     began = time.monotonic()
     try:
         with kept.create(group) as checkpointer:
-            text = _Rescue(url, kept, group, checkpointer).run()
+            newest = newest_on_storage(checkpointer)
+            text = _Rescue(url, kept, group, checkpointer, limit_s).run()
         why = ""
     except Exception as e:
         log.debug("the last save has failed", exc_info=True)
@@ -120,7 +125,8 @@ def _rescue(url: str, kept: Kept, group: Any, *, leads: bool) -> str:
         speaks = leads or not is_agreed
     finally:
         if why and speaks:
-            log.error("the newest state that the ranks have is not saved in %s: %s", url, why)
+            lost = "the newest state that the ranks have is not saved in %s: %s. On storage: %s"
+            log.error(lost, url, why, newest)
     if text and leads:
         notice(log, "%s (%s)", text, duration_text(time.monotonic() - began))
     return text
@@ -129,8 +135,11 @@ def _rescue(url: str, kept: Kept, group: Any, *, leads: bool) -> str:
 class _Rescue:
     """One rank's part."""
 
-    def __init__(self, url: str, kept: Kept, group: Any, checkpointer: Checkpointer) -> None:
+    def __init__(
+        self, url: str, kept: Kept, group: Any, checkpointer: Checkpointer, limit_s: float
+    ) -> None:
         self._kept, self._group, self._checkpointer = kept, group, checkpointer
+        self._limit_s = limit_s
         ledger = connect_ledger("rescue", group)
         self._rank = ledger.rank
         self._ranks = Agreement(ledger, _LIMIT_S, url)
@@ -148,11 +157,12 @@ class _Rescue:
             choice, is_saved = msgspec.convert(found, tuple[StateToSave, bool])
             if is_saved:
                 return f"step {choice.state.step}, the newest one that the ranks have, is saved"
-            own = self._collect(choice)
-            chosen = of_state(choice.state, frozen)
-            state = self._ranks.together(lambda: self._state(choice, chosen, own))
+            kept = of_state(choice.state, frozen)
+            exchange = Exchange(self._group, self._rank)
+            own = collect(choice, self._records, exchange, self._rank)
+            state = self._ranks.together(lambda: state_to_save(choice, kept, own, self._rank))
         step = choice.state.step
-        self._checkpointer.save(step, state, finite=self._kept.finite).wait(_LIMIT_S)
+        self._checkpointer.save(step, state, finite=self._kept.finite).wait(self._limit_s)
         lost = rank_names(choice.lost)
         lacks = f"; the random generators of {lost} are lost with it" if choice.lost else ""
         return f"step {step}, the newest one that the ranks had, is saved now{lacks}"
@@ -166,8 +176,8 @@ class _Rescue:
             frozen, why = recorder.all_frozen, recorder.why
             place = recorder.point.record.rank, recorder.point.record.world_size
         for rank in self._ranks.gather(place, _absent):
-            left = self._checkpointer.session.left_by(rank, place[1])
-            memories += [] if left is None else [left]
+            memories += self._checkpointer.session.left_by(rank, place[1])
+        memories += self._checkpointer.session.mirrors.collect()
         self._records = read_all(memories)
         if frozen and (name := _not_finite(frozen[-1], self._kept.finite)):
             frozen, why = (), f"{name} is not finite"
@@ -183,47 +193,14 @@ class _Rescue:
             return f"step {choice.state.step} is older than the checkpoint of step {newest}"
         return [msgspec.to_builtins(choice), newest == choice.state.step]
 
-    def _collect(self, choice: StateToSave) -> dict[int, bytes]:
-        """The own states of all ranks, on the rank that saves them."""
-        exchange, writer = Exchange(self._group, self._rank), choice.holders[0]
-        own: dict[int, bytes] = {}
-        for holder, record in choice.own:
-            content = self._records[record] if holder == self._rank else None
-            if holder != writer:
-                content = exchange.move([(holder, writer, content)])
-            if content is not None:
-                own[record.rank] = content
-        return own
 
-    def _state(
-        self, choice: StateToSave, frozen: Frozen | None, noted: Mapping[int, bytes]
-    ) -> dict[str, Any]:
-        """What this rank saves: all ranks that have the tensors divide them, as in any save."""
-        if frozen is None or self._rank not in choice.holders:
-            return {}
-        if frozen.versions.changed:
-            raise CheckpointError("its tensors were written to meanwhile")
-        state = frozen.state()
-        if self._rank != choice.holders[0]:
-            buffers = frozen.own["buffers"]  # may differ
-            model = {name: each for name, each in state["model"].items() if name not in buffers}
-            return {"model": model, "optimizer": state["optimizer"]}
-        own = {rank: load_plain(content) for rank, content in noted.items()}
-        first = own[min(own)] if own else frozen.own
-        for name, value in first["buffers"].items():
-            state["model"][name] = unpacked(value)
-        for name, save in frozen.savers.items():
-            each = {r: o["parts"][name] for r, o in own.items() if name in o["parts"]}
-            if saved := save(state.pop(name, None), each):
-                state[name] = saved
-        state["iteration"] = Iteration.at(choice.state.phase, state["iteration"])
-        values = [each["states"] for each in own.values() if each.get("states")]
-        differing = {name for each in values for name in each if each[name] != values[0].get(name)}
-        if differing:
-            text = "states %s differ between the ranks: those of rank %d are saved. Use "
-            text += "outlast.per_rank() for what may differ"
-            log.warning(text, ", ".join(sorted(differing)), frozen.held.record.rank)
-        return state
+def newest_on_storage(checkpointer: Checkpointer) -> str:
+    """The step of the newest checkpoint, in words, for the error of a last save."""
+    try:
+        steps = [info.step for info in checkpointer.checkpoints()]
+        return f"step {steps[-1]}" if steps else "none"
+    except (CheckpointError, OSError) as e:
+        return f"unknown: {describe(e)}"
 
 
 def _absent(places: list[Any]) -> list[int]:

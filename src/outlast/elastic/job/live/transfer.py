@@ -107,6 +107,21 @@ class Exchange:
                 found = self._receive_bytes(sender)
         return found
 
+    def share(self, states: Sequence[tuple[int, bytes | None]]) -> list[bytes]:
+        """Gives all ranks the own states that single ranks have: the holder of each, and on that
+        the content. All ranks call this.
+        """
+        found: list[bytes] = []
+        for holder, content in states:
+            size = torch.tensor([len(content or b"")], device=self._device)
+            data = torch.frombuffer(bytearray(content or b"\0"), dtype=torch.uint8)
+            if dist.is_initialized():
+                dist.broadcast(size, self._global(holder), group=self._group)
+                data = data.to(self._device) if content else size.new_empty(int(size)).byte()
+                dist.broadcast(data, self._global(holder), group=self._group)
+            found.append(data.cpu().numpy().tobytes())
+        return found
+
     def _send_bytes(self, content: bytes, to: int) -> None:
         self._send_tensor(torch.tensor([len(content)]), to)
         self._send_tensor(torch.frombuffer(bytearray(content), dtype=torch.uint8), to)
@@ -137,10 +152,10 @@ class Exchange:
                 return
         checksums: list[int] = []
         sending: deque[tuple[torch.Tensor, Any]] = deque()  # at most two
-        for parcel in islice(_parcels(load_shapes(header)), place, None, len(senders)):
-            content = _gathered(views, parcel).to(self._device)
+        for parcel in islice(parcels_of(load_shapes(header)), place, None, len(senders)):
+            content = gathered(views, parcel).to(self._device)
             sending.append((content, dist.isend(content, self._global(to), group=self._group)))
-            checksums.append(_checksum(content))
+            checksums.append(checksum_of(content))
             if len(sending) > 1:
                 sending.popleft()[1].wait()
         for _, work in sending:
@@ -159,7 +174,7 @@ class Exchange:
             (rank, parcels)
             for place, rank in enumerate(senders)
             if not self._read_memory(
-                rank, views, parcels := list(islice(_parcels(shapes), place, None, len(senders)))
+                rank, views, parcels := list(islice(parcels_of(shapes), place, None, len(senders)))
             )
         ]
         checksums: dict[int, list[int]] = {rank: [] for rank in senders}
@@ -168,14 +183,14 @@ class Exchange:
         def check_one() -> None:
             rank, parcel, into, work = arriving.popleft()
             work.wait()
-            _scatter(views, parcel, into)
-            checksums[rank].append(_checksum(into))
+            scatter(views, parcel, into)
+            checksums[rank].append(checksum_of(into))
 
         for number in range(max((len(parcels) for _, parcels in lanes), default=0)):
             # The next parcel of each sender arrives while this one is checked.
             for rank, parcels in lanes:
                 if number < len(parcels):
-                    into = _gathered(views, parcels[number]).to(self._device)
+                    into = gathered(views, parcels[number]).to(self._device)
                     work = dist.irecv(into, self._global(rank), group=self._group)
                     arriving.append((rank, parcels[number], into, work))
                 if len(arriving) > len(lanes):
@@ -211,7 +226,7 @@ class Exchange:
         return rank if self._group is None else dist.get_global_rank(self._group, rank)
 
 
-def _parcels(shapes: Shapes) -> Iterator[list[Piece]]:
+def parcels_of(shapes: Shapes) -> Iterator[list[Piece]]:
     """Cuts all tensors' bytes into parcels: small ones together, large ones in parts, in place."""
     parcel: list[Piece] = []
     room = _PARCEL_BYTES
@@ -233,7 +248,7 @@ def _parcels(shapes: Shapes) -> Iterator[list[Piece]]:
         yield parcel
 
 
-def _gathered(views: Sequence[torch.Tensor], parcel: Sequence[Piece]) -> torch.Tensor:
+def gathered(views: Sequence[torch.Tensor], parcel: Sequence[Piece]) -> torch.Tensor:
     """The bytes of a parcel: a view if it is a part of one tensor."""
     pieces = [views[number][at:end] for number, at, end in parcel]
     if len({piece.device for piece in pieces}) > 1:  # some optimizers count steps on the CPU
@@ -241,7 +256,7 @@ def _gathered(views: Sequence[torch.Tensor], parcel: Sequence[Piece]) -> torch.T
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def _scatter(views: Sequence[torch.Tensor], parcel: Sequence[Piece], content: torch.Tensor) -> None:
+def scatter(views: Sequence[torch.Tensor], parcel: Sequence[Piece], content: torch.Tensor) -> None:
     """Does nothing with what was received in place."""
     at = 0
     for number, begin, end in parcel:
@@ -251,7 +266,7 @@ def _scatter(views: Sequence[torch.Tensor], parcel: Sequence[Piece], content: to
         at += end - begin
 
 
-def _checksum(content: torch.Tensor) -> int:
+def checksum_of(content: torch.Tensor) -> int:
     """Of the bytes, as a signed number of 64 bits."""
     content = content.cpu()
     value = xxhash.xxh3_64_intdigest(memory_of(content))

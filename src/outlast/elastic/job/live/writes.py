@@ -59,8 +59,11 @@ class Writes:
         self._sharded = any(isinstance(each, DTensor) for each in parameters)
         self._wrapped = any(map(wraps, parameters))
         self._places: list[int] = []
-        self._views: list[Any] = []
+        self._samples: list[_Sample] = []
         self._on_devices: list[list[torch.Tensor]] = []
+        self._values: list[Any] = []  # of the optimizers' states
+        self._moments: list[torch.Tensor] = []  # the tensors among them
+        self._ids: list[int] = []
 
     def marks(self) -> Marks:
         tensors: Sequence[torch.Tensor] = self._sampled
@@ -71,7 +74,7 @@ class Writes:
         places = list(map(torch.Tensor.data_ptr, tensors))
         if places != self._places:
             views = [view for each in tensors for view in _view_of_some(each.detach())]
-            self._views = [_array(view) for view in views if view.device.type == "cpu"]
+            self._samples = _samples([view for view in views if view.device.type == "cpu"])
             alike: dict[Any, list[torch.Tensor]] = {}  # those that one `cat` can copy
             for view in views:
                 if view.device.type != "cpu":
@@ -82,8 +85,8 @@ class Writes:
         return Marks(
             versions(self._parameters),
             places,
-            [view.tobytes() for view in self._views],
-            (list(map(id, moments)), versions(moments)),
+            [sample.bytes() for sample in self._samples],
+            (self._ids, versions(moments)),
             queued=tuple(torch.cat(views) for views in self._on_devices),
         )
 
@@ -94,7 +97,7 @@ class Writes:
     def counted_since(self, marks: Marks) -> bool:
         """Whether torch has counted a write to a parameter, or to an optimizer's tensor."""
         moments = self._present_moments()
-        now = versions(self._parameters), (list(map(id, moments)), versions(moments))
+        now = versions(self._parameters), (self._ids, versions(moments))
         return now != (marks.versions, marks.moments)
 
     def since(self, marks: Marks) -> bool:
@@ -105,8 +108,12 @@ class Writes:
 
     def _present_moments(self) -> list[torch.Tensor]:
         states = itertools.chain.from_iterable(each.state.values() for each in self._optimizers)
-        values = itertools.chain.from_iterable(map(_values, states))
-        return [value for value in values if isinstance(value, torch.Tensor)]
+        values = list(itertools.chain.from_iterable(map(_values, states)))
+        if len(values) != len(self._values) or not all(map(operator.is_, values, self._values)):
+            self._values = values
+            self._moments = [value for value in values if isinstance(value, torch.Tensor)]
+            self._ids = list(map(id, self._moments))
+        return self._moments
 
     def _digests(self) -> list[str]:
         return [digest(each) for each in (*self._parameters, *self._present_moments())]
@@ -125,12 +132,32 @@ def _view_of_some(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
     return [content[:: max(1, tensor.numel() // _ELEMENTS)][:_ELEMENTS]]
 
 
-def _array(view: torch.Tensor) -> np.ndarray[Any, Any]:
-    """A view of bytes as an array: see `memory_of`."""
-    span = sum((n - 1) * step for n, step in zip(view.shape, view.stride(), strict=True)) + 1
-    memory = memory_at(view.data_ptr(), span)
-    made: np.ndarray[Any, Any] = np.ndarray(view.shape, np.uint8, memory, strides=view.stride())
-    return made
+class _Sample:
+    """Some elements of one size, wherever they are: read together, as thousands of reads, one for
+    each tensor, would take longer than all the rest. Their tensors must still be in place.
+    """
+
+    def __init__(self, addresses: Sequence[int], size_bytes: int) -> None:
+        # Of the memory in between, nothing is read.
+        first, last = min(addresses), max(addresses)
+        memory = memory_at(first, last - first + size_bytes)  # see `memory_of`
+        self._memory = np.frombuffer(memory, f"u{size_bytes}")
+        self._where = (np.array(addresses, np.intp) - first) // size_bytes
+
+    def bytes(self) -> bytes:
+        return self._memory[self._where].tobytes()
+
+
+def _samples(views: Iterable[torch.Tensor]) -> list[_Sample]:
+    """Of the elements in these views of bytes."""
+    addresses: dict[int, list[int]] = {}
+    for view in views:
+        at, (count, size), step = view.data_ptr(), view.shape, view.stride(0)
+        width = next(w for w in (8, 4, 2, 1) if size % w == at % w == step % w == 0)
+        found = addresses.setdefault(width, [])
+        for first in range(at, at + count * step, step) if count > 1 else [at]:
+            found += range(first, first + size, width)
+    return [_Sample(found, width) for width, found in addresses.items()]
 
 
 class Snapshot:

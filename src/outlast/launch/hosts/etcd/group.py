@@ -25,7 +25,7 @@ from outlast.coordination.stores.etcd.connection import (
     explain,
     known_fault,
 )
-from outlast.coordination.stores.etcd.operations import Fence
+from outlast.coordination.stores.etcd.operations import NOT_FOUND, Fence
 from outlast.coordination.stores.etcd.store import EtcdStore
 from outlast.errors import LaunchError, StoreError
 from outlast.launch.environment import etcd_password
@@ -82,6 +82,11 @@ class EtcdGroup:
         return self._closed or not self._lease.ok
 
     def start(self) -> None:
+        deadline = time.monotonic() + self._spec.join_limit_s
+        while not self._joins(deadline):  # with another lease
+            time.sleep(0.1)
+
+    def _joins(self, deadline: float) -> bool:
         with contextlib.ExitStack() as stack:
             self._changed = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             stack.callback(self._close_wakeup)
@@ -91,10 +96,16 @@ class EtcdGroup:
                 self._await_etcd()
                 self._start(stack)
             except Refused as e:
+                if e.code == NOT_FOUND and time.monotonic() < deadline:
+                    return False
                 raise LaunchError(self._refused(e)) from e
-            except StoreError as e:
+            except StoreError as e:  # etcd does not answer, and the host may be in the group
+                if time.monotonic() < deadline:
+                    self._spec.say(f"{e}; this host tries again")
+                    return False
                 raise LaunchError(str(e)) from e
             self._cleanup = stack.pop_all()
+        return True
 
     def _start(self, stack: contextlib.ExitStack) -> None:
         spec = self._spec
@@ -194,9 +205,8 @@ class EtcdGroup:
         )
 
     def _refused(self, error: Refused) -> str:
-        advice = explain(error, self._security)
-        where = f"--rdzv-endpoint {self._client.where}"
-        return f"{where}: {advice}" if advice else f"{where}: etcd refused a request: {error}"
+        advice = explain(error, self._security) or f"etcd refused a request: {error}"
+        return f"--rdzv-endpoint {self._client.where}: {advice}"
 
 
 def security_of(conf: Mapping[str, str]) -> Security:

@@ -76,9 +76,7 @@ class Lease:
     @property
     def error(self) -> str:
         """Why this host may not act any more; empty while it may."""
-        if self.ok:
-            return ""
-        return self._error or self._expired()
+        return "" if self.ok else self._error or self._expired()
 
     def check(self) -> None:
         if error := self.error:
@@ -116,10 +114,8 @@ class Lease:
                 return
             try:
                 counts = self._renew(self._deadline - sent)
-            except NoAnswer as e:
-                problem, counts = f" (last: {e})", False
-            except Refused as e:
-                if e.code == NOT_FOUND:
+            except (NoAnswer, Refused) as e:
+                if isinstance(e, Refused) and e.code == NOT_FOUND:
                     self._ended("the lease of this host is over: it has expired in etcd")
                     return
                 problem, counts = f" (last: {e})", False

@@ -23,10 +23,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import secrets
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from msgspec import structs
 
@@ -57,7 +58,7 @@ def host_key(root: bytes, host: str) -> bytes:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Found:
+class Found:
     """What etcd holds of the hosts of a group at one revision."""
 
     present: frozenset[str]
@@ -66,23 +67,52 @@ class _Found:
     revision: int
 
 
-def _look(client: EtcdClient, root: bytes, chain: Chain) -> _Found:
-    """Looks at the hosts, and appends to `chain` the entries that it does not have."""
+def _look(client: EtcdClient, root: bytes, chain: Chain, after: int = 0) -> Found:
+    """Looks at the hosts, and appends to `chain` its entries above the revision `after`."""
     prefixes = [layout.host_keys(root), root + _CHAIN, root + _REFUSED]
-    steps = [layout.get(prefix, layout.end_of(prefix)) for prefix in prefixes]
+    steps = [
+        layout.get(prefix, layout.end_of(prefix), min_create_revision=str(oldest))
+        for prefix, oldest in zip(prefixes, (0, after + 1, 0), strict=True)
+    ]
     answer = client.repeat("/v3/kv/txn", layout.transaction([], steps, []), LIMIT_S)
     present, entries, refused = (
         sorted(layout.entries(response), key=lambda found: (found.created, found.key))
         for response in answer["responses"]
     )
-    for entry in entries[len(chain.entries) :]:
+    for entry in entries:
         chain.append(entry.value)
-    return _Found(
+    return Found(
         frozenset(found.key[len(prefixes[0]) :].decode() for found in present),
         chain,
         tuple(found.value.decode() for found in refused),
         layout.revision_of(answer),
     )
+
+
+def current_root(client: EtcdClient, run_id: str) -> bytes | None:
+    """The prefix of the keys of the run's group, or of its last one."""
+    top = top_of(run_id)
+    found = layout.entries(
+        client.repeat("/v3/kv/range", layout.range_of(top + b"current"), LIMIT_S)
+    )
+    return top + found[0].value + b"/" if found else None
+
+
+def followed(client: EtcdClient, root: bytes) -> Found:
+    """The hosts of a group now."""
+    return _look(client, root, Chain())
+
+
+def append(client: EtcdClient, root: bytes, found: Found, entries: Iterable[Entry]) -> None:
+    """Appends entries to the chain, as no host of the group, unless that has changed since."""
+    first, last = root + _CHAIN, layout.end_of(root + _CHAIN)
+    name = secrets.token_hex(8)
+    work = [
+        layout.put(_entry_key(root, "asked", f"{name}/{number}"), entry.encode())
+        for number, entry in enumerate(entries)
+    ]
+    same = layout.unchanged_since(first, last, found.revision)
+    client.repeat("/v3/kv/txn", layout.transaction([same], work, []), LIMIT_S)
 
 
 class Admission:
@@ -174,7 +204,7 @@ class Admission:
             layout.put(_entry_key(root, "joined", me.id), HostJoined(me).encode()),
         ]
 
-    def _may_join(self, root: bytes, found: _Found, patient: bool) -> bool:
+    def _may_join(self, root: bytes, found: Found, patient: bool) -> bool:
         """Whether this host fits to the group; False to look again later."""
         answer = self._client.repeat("/v3/kv/range", layout.range_of(root + b"settings"), LIMIT_S)
         held = layout.entries(answer)
@@ -232,7 +262,7 @@ class Membership:
         self._watched = layout.host_keys(root)[:-1]
         self._waits = Waits(client, self._watched, deletes=True)
         self._chain = Chain()
-        self._found = _Found(frozenset(), self._chain, (), 0)
+        self._found = Found(frozenset(), self._chain, (), 0)
         self._looking = threading.Lock()  # so that what was found only grows
         self._refused: dict[str, None] = {}  # all that were ever seen, in order
         self._end = threading.Event()
@@ -294,12 +324,12 @@ class Membership:
 
     def _refresh(self) -> None:
         with self._looking:
-            found = _look(self._client, self._root, self._chain)
+            found = _look(self._client, self._root, self._chain, self._found.revision)
             missing = [host for host in self._chain.plan.hosts if host not in found.present]
             for host in missing:
                 self._record_loss(host)
             if missing:
-                found = _look(self._client, self._root, self._chain)
+                found = _look(self._client, self._root, self._chain, found.revision)
             self._found = found
             self._refused |= dict.fromkeys(found.refused)
         self._on_change()

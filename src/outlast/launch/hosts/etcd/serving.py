@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
-from typing import cast
+from functools import partial
 
-from outlast.coordination.replicated.operations import BATCH, Failed, Operation, Result, Single
+from outlast.coordination.replicated.operations import Failed, Operation, Result
+from outlast.coordination.stores.etcd.connection import Refused
 from outlast.coordination.stores.etcd.store import EtcdStore
 from outlast.coordination.stores.etcd.watch import Wait
 from outlast.errors import StoreError
@@ -16,6 +18,7 @@ from outlast.launch.hosts.server.combining import Done
 from outlast.launch.hosts.server.store_server import StoreServer
 
 _THREADS = 8
+_log = logging.getLogger(__name__)
 
 
 class ServerThread:
@@ -112,24 +115,28 @@ class EtcdUpstream:
         try:
             store = self._store()
             if request.operation.name == "wait_for":
-                value, revision = store.look(request.operation.key)
+                base, value = store.base_of(request.operation.key), None
+                revision = store.waits.absent_at(base)
+                if revision is None:
+                    value, revision = store.look(request.operation.key)
                 result = value
                 if value is None:
-                    start, end = store.range_of(request.operation.key)
                     request.wait = store.waits.call_at(
-                        start, end, revision, lambda value: self._woken(request, value)
+                        base, base + b"\0", revision, partial(self._woken, request)
                     )
                     if request.over:  # canceled before there was a wait
                         store.waits.cancel(request.wait)
                     return
             else:
-                result = _perform(store, request.operation)
+                result = store.perform(request.operation)
         except (StoreError, ValueError) as e:
+            if isinstance(e.__cause__, Refused):  # the workers only see that their connection ends
+                _log.warning("%s", e)
             result = Failed(str(e))
         self._call(lambda: self._answer(request, result))
 
     def _woken(self, request: _Request, value: bytes | None) -> None:
-        if value is None:
+        if value is None:  # it is to be read
             self._begin(request)
         else:
             self._call(lambda: self._answer(request, value))
@@ -138,16 +145,3 @@ class EtcdUpstream:
         if not request.over:
             request.over = True
             request.done(result)
-
-
-def _perform(store: EtcdStore, op: Operation) -> Result:
-    """Operations of a batch are performed in order; other hosts may see it half done."""
-    return [_part(store, part) for part in op.operations] if op.name == BATCH else store.perform(op)
-
-
-def _part(store: EtcdStore, op: Operation) -> Single:
-    try:
-        return cast(Single, store.perform(op))
-    except StoreError as e:
-        store.raise_if_unusable()
-        return Failed(str(e))

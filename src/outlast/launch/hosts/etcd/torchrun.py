@@ -70,9 +70,10 @@ def _connect(params: RendezvousParameters) -> EtcdClient:
     conf: Mapping[str, Any] = params.config
     security = security_of({name: str(value) for name, value in conf.items()})
     try:
-        endpoints = [_endpoint(item.strip()) for item in params.endpoint.split(",")]
+        named = [parse_rendezvous_endpoint(e.strip(), 2379) for e in params.endpoint.split(",")]
     except ValueError as e:
         raise LaunchError(str(e)) from e
+    endpoints = [Endpoint(*each) for each in named]
     problems = [diagnose(endpoint, security, 5.0) for endpoint in endpoints]
     if all(problems):
         raise LaunchError("; ".join(problems))
@@ -83,11 +84,6 @@ def _connect(params: RendezvousParameters) -> EtcdClient:
         client.close()
         raise LaunchError(explain(e, security) or f"etcd refused a request: {e}") from e
     return client
-
-
-def _endpoint(text: str) -> Endpoint:
-    host, port = parse_rendezvous_endpoint(text, default_port=2379)
-    return Endpoint(host, port)
 
 
 class EtcdBackend(RendezvousBackend):

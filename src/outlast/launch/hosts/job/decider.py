@@ -7,60 +7,18 @@ claim the same number of the chain, and the second learns what was decided.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection, Mapping
-
 from outlast.coordination.job_record import JobState
-from outlast.coordination.records import SizeRecord
 from outlast.coordination.replicated.hosts import HostInfo
-from outlast.launch.agent.decisions import JobRecord
 from outlast.launch.config.hosts_spec import HostsSpec
 from outlast.launch.hosts import plan as plans
+from outlast.launch.hosts.host_entries import Probe
+from outlast.launch.hosts.job.drains import Drains
 from outlast.launch.hosts.job.links import judge
 from outlast.launch.hosts.job.neighbors import next_check
-from outlast.launch.hosts.plan import Entry, JobPlan, LostHost, Stage, ranks_text
+from outlast.launch.hosts.job.waiting import NEEDED_S, SMALLER_S, Facts, Wait
+from outlast.launch.hosts.places import PlaceConflict, assign, nearness, ranks_text, sort_key
+from outlast.launch.hosts.plan import Entry, JobPlan, LostHost, Stage
 from outlast.system.units import duration_text, listed
-
-SMALLER_S, NEEDED_S = 1.0, 600.0
-"""How long the ranks of a lost host wait for another host: if the job may continue without it, and
-if it may not. A job that has continued grows again when a host comes, which costs one restart; so
-the first wait is only for hosts that are about to join. (Spares take the place at once.)
-"""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What the agents have reported, and the state of the wrapped function."""
-
-    job: JobRecord = dataclasses.field(default_factory=JobRecord)
-    # hosts on which no process of the attempt is left, after a restart was decided
-    cleared: frozenset[str] = frozenset()
-    done: frozenset[str] = frozenset()  # hosts whose workers have all ended, and are not replaced
-    # replacements of single workers in this attempt: what counts beside `JobPlan.used`
-    used: int = 0
-    # the key of the last suspicion that a link is broken; empty if there was none
-    suspicion: str = ""
-    # of the probe that runs, which hosts each host could not reach
-    links: Mapping[str, Collection[str]] = dataclasses.field(default_factory=dict)
-    # of the check of neighbors that runs, with which each host has failed, and why
-    checks: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
-    ready: Collection[str] = frozenset()  # hosts that can be checked
-    # what the members need that hold a restart; `None` if they have not said so
-    size: SizeRecord | None = None
-    leader: str = ""  # ID of the host that leads
-
-
-@dataclasses.dataclass(frozen=True)
-class Wait:
-    """What the job waits for: `what` in words, and until when, by this agent's clock; `None` if
-    that depends on the hosts alone. `then` is what happens at that time. `at_once` is whether to
-    tell it from the first moment on.
-    """
-
-    what: str
-    until: float | None = None
-    then: str = ""
-    at_once: bool = False
 
 
 class Decider:
@@ -78,6 +36,7 @@ class Decider:
         self._checks = checks
         self._asked = limits.place >= 0  # each host has the place that it asks for
         self._since: dict[str, float] = {}
+        self._drains = Drains(limits, nproc)
 
     def decide(self, plan: JobPlan, facts: Facts, now: float) -> Entry | Wait | None:
         """The next decision, or what the job waits for; `None` if there is neither now."""
@@ -101,7 +60,8 @@ class Decider:
         return None
 
     def _start(self, plan: JobPlan, facts: Facts, now: float) -> Entry | Wait | None:
-        hosts = [host for host in plan.hosts.values() if host.id not in plan.leaving]
+        out = {*plan.leaving, *plan.drains}
+        hosts = [host for host in plan.hosts.values() if host.id not in out]
         limits, count = self._limits, len(hosts)
         came = f"{count} joined: {', '.join([host.name for host in hosts][:8])}"
         checking = None
@@ -132,12 +92,13 @@ class Decider:
                 return self._check(plan, facts) or wait
             hosts = fit
         try:
-            places = plans.assign(plan.places, hosts, limits.maximum, asked=self._asked)
-        except plans.PlaceConflict as e:
+            places = assign(plan.places, hosts, limits.maximum, asked=self._asked)
+        except PlaceConflict as e:
             return plans.End(str(e))
         self._since.clear()
         counts = plan.restart is not None and plan.restart.counts
-        return plans.Start(plan.attempt + 1, places, plan.used + facts.used + counts)
+        used = plan.used + facts.used + counts
+        return plans.Start(plan.attempt + 1, places, used, self._nproc)
 
     def _check(self, plan: JobPlan, facts: Facts) -> Entry | None:
         return next_check(plan, facts.leader, facts.ready, facts.checks)
@@ -148,25 +109,32 @@ class Decider:
         if facts.suspicion in ("", plan.probed):
             return None
         hosts = tuple(host for host in plan.hosts if host not in plan.leaving)
-        return plans.Probe(plan.attempt, facts.suspicion, hosts)
+        return Probe(plan.attempt, facts.suspicion, hosts)
 
     def _repair(self, plan: JobPlan, facts: Facts, now: float) -> Entry | Wait | None:
         """Bring a running attempt back to full size, or end it."""
         missing, least = plan.missing(), self._limits.minimum
-        out = {*plan.places, *plan.leaving}
+        out = {*plan.places, *plan.leaving, *plan.drains}
         spares = [
             host
-            for host in plan.hosts.values()
+            for host in sorted(plan.hosts.values(), key=sort_key)
             if host.id not in out and (host.id in plan.checked or not self._checks)
         ]
+        drain = self._drains.decide(plan, facts, spares, now)
+        if drain is not None and not isinstance(drain, Wait):
+            return drain
         if facts.job.state is JobState.PLAIN:
             return self._restart(plan, missing, spares, facts)
         if facts.job.state is not JobState.RUNNING or facts.job.stopping:
             return None  # the members leave by themselves
-        for place, _ in missing:
-            fit = [host for host in spares if not self._asked or host.place == place]
-            if fit:
-                return plans.Take(place, fit[0].id)
+        fits = [
+            (nearness(loss.host, spare), plans.Take(place, spare.id))
+            for place, loss in missing
+            for spare in spares
+            if not self._asked or spare.place == place
+        ]
+        if fits:  # the host that was there before, or else the nearest one
+            return max(fits, key=lambda fit: fit[0])[1]
         if spares and len(plan.places) < self._limits.maximum:
             return plans.Take(len(plan.places), spares[0].id)
         empty = [
@@ -187,7 +155,7 @@ class Decider:
         # A job that is told its limit, or has told what it allows, does not change its mind.
         known = facts.size is not None or self._limits.replacement_s is not None
         if not empty or not known:  # no restart was held so far: the members go on without them
-            return None
+            return drain
         if left < least:
             then = f"the job ends, as --nnodes needs {least} hosts and {left} left"
         elif self._may_shrink(plan, missing, facts):

@@ -20,7 +20,8 @@ from outlast.coordination.job_record import JobState
 from outlast.launch.agent.decisions import JobRecord
 from outlast.launch.agent.job_keys import JobKeys
 from outlast.launch.config.hosts_spec import HostsSpec
-from outlast.launch.hosts.plan import Blame, Entry, JobPlan, Unfit
+from outlast.launch.hosts.host_entries import Blame, Unfit
+from outlast.launch.hosts.plan import Entry, JobPlan
 
 
 class FaultLimit:

@@ -32,7 +32,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from outlast.coordination.records import lines
-from outlast.coordination.replicated.operations import OperationStore
+from outlast.coordination.replicated.operations import Operation, OperationStore
 from outlast.launch.agent.death_log import Death
 from outlast.launch.agent.decisions import Decision
 from outlast.launch.hosts.plan import JobPlan
@@ -78,28 +78,30 @@ class JobLog:
         found = self._lines(f"job/done/{attempt}")
         return frozenset(code for line in found for code in line["codes"])
 
-    def used(self, plan: JobPlan, progress: str = "", *, before: bool = False) -> int:
+    def used(self, plan: JobPlan, progress: str = "") -> int:
         """How many restarts and replacements count against the limit: those since the last
         `progress`, or of the last `window_s` seconds. Those of a lost host count as its loss.
-        `before`: only those before the last one that this host has counted.
         """
-        lines = self._lines(self._counted(plan))
-        while before and lines.pop()["host"] != self._host:
-            pass
+        return self._used(self._lines(self._counted(plan)), plan, progress)
+
+    def _used(self, lines: list[dict[str, Any]], plan: JobPlan, progress: str) -> int:
         here = [each for each in lines if each["host"] in plan.hosts]
         if self._in_window:
             return sum(int(each["n"]) for each in here)
         found = sum(int(each["n"]) for each in here if each["progress"] == progress)
         return found if progress else plan.used + found
 
-    def take(self, plan: JobPlan, progress: str, limit: int) -> bool:
-        self._count(plan, progress)
-        taken = self.used(plan, progress, before=True) < limit
-        if not taken:  # another host may have taken the last one
+    def take(self, plan: JobPlan, progress: str, limit: int) -> int | None:
+        """Counts a replacement; how many count with this one, `None` if it may not be used."""
+        key, line = self._counted(plan), self._line(progress=progress, n=1)
+        _, value = self._store.perform_all(Operation("append", key, line), Operation("read", key))
+        used = self._used(lines(value), plan, progress)
+        if used > limit:  # another host may have taken the last one
             self._count(plan, progress, -1)
-        elif self._in_window:
+            return None
+        if self._in_window:
             self._later(self._window_s, lambda: self._count(plan, "", -1))
-        return taken
+        return used
 
     def restarted(self, plan: JobPlan) -> None:
         """Counts a restart of all workers, which `JobPlan.used` counts for ever."""
@@ -168,8 +170,10 @@ class JobLog:
         return frozenset(line["host"] for line in self._lines("job/bye"))
 
     def _append(self, key: str, **fields: Any) -> None:
-        line = json.dumps({"host": self._host, **fields})
-        self._store.append(key, line.encode() + b"\n")
+        self._store.append(key, self._line(**fields))
+
+    def _line(self, **fields: Any) -> bytes:
+        return json.dumps({"host": self._host, **fields}).encode() + b"\n"
 
     def _lines(self, key: str) -> list[dict[str, Any]]:
         return lines(self._store.read(key))

@@ -12,7 +12,7 @@ from outlast.clock import Clock
 from outlast.coordination.job_record import JobState
 from outlast.errors import StoreError
 from outlast.events.emitter import Emitter
-from outlast.events.types import HostJoined, HostLost
+from outlast.events.types import HostJoined, HostLeaving, HostLost
 from outlast.launch.agent.coordinator import Outcome
 from outlast.launch.agent.death_log import Death
 from outlast.launch.agent.decisions import JobRecord
@@ -20,11 +20,12 @@ from outlast.launch.agent.job_keys import JobKeys
 from outlast.launch.config.hosts_spec import HostsSpec
 from outlast.launch.config.job_spec import JobSpec
 from outlast.launch.hosts.host_group import GroupState
-from outlast.launch.hosts.job.decider import Decider, Facts, Wait
+from outlast.launch.hosts.job.decider import Decider
 from outlast.launch.hosts.job.fault_limit import FaultLimit
 from outlast.launch.hosts.job.job_log import JobLog
 from outlast.launch.hosts.job.neighbors import unchecked
-from outlast.launch.hosts.plan import Entry, JobPlan, Stage
+from outlast.launch.hosts.job.waiting import Facts, Wait
+from outlast.launch.hosts.plan import Entry, JobPlan, Leave, Move, Return, Stage, Stay
 from outlast.system.units import duration_text, listed
 
 _LONG_S = 5.0
@@ -91,7 +92,9 @@ class Leading:
         """Whether the job may wait for hosts, so that every agent has to look."""
         missing = {place for place, _ in plan.missing()}
         return self._waits.told or (
-            bool(missing - plan.given_up) if plan.running else plan.stage is not Stage.FINISHED
+            bool(missing - plan.given_up or plan.waiting_to_leave)
+            if plan.running
+            else plan.stage is not Stage.FINISHED
         )
 
     def next_entry(self, plan: JobPlan, leader: str, *, leads: bool) -> Entry | None:
@@ -133,7 +136,7 @@ class Leading:
 
     def _repairs(self, plan: JobPlan) -> bool:
         spares = any(host not in plan.places for host in plan.hosts)
-        return plan.running and (spares or bool(plan.missing()))
+        return plan.running and (spares or bool(plan.missing() or plan.waiting_to_leave))
 
     def _facts(self, plan: JobPlan, job: JobRecord, leader: str) -> Facts:
         """What the next decision depends on. Nothing is read that it does not depend on."""
@@ -157,6 +160,19 @@ class Leading:
             checks=checks,
             ready=ready,
             leader=leader,
+            least=self._keys.least(job) if plan.waiting_to_leave else -1,
+            unasked={
+                host
+                for host, place in plan.moves.items()
+                if plan.takes_over(host) in plan.lost
+                and self._keys.trains(job, host, self._ranks(place))
+            },
+            there={
+                each.host
+                for each in plan.waiting_to_leave
+                if (place := plan.place_of(each.host)) is not None
+                and self._keys.has_ranks(job, each.host, self._ranks(place))
+            },
         )
 
     def _tell_members(self, plan: JobPlan, job: JobRecord) -> None:
@@ -170,7 +186,11 @@ class Leading:
         if not plan.running:
             return
         keys, size = self._keys, plan.size * self._nproc
-        for place, loss in plan.missing() if job.state is not JobState.PLAIN else ():
+        moved = [
+            (place, loss) for host, place in plan.moves.items() if (loss := plan.lost.get(host))
+        ]
+        lost = [*plan.missing(), *moved]
+        for place, loss in lost if job.state is not JobState.PLAIN else ():
             if self._is_new(plan, f"lost {loss.host.id} in {job.prefix}"):
                 ranks, host = self._ranks(place), loss.host
                 keys.ended(job, host.id, ranks, size, str(loss), host.name)
@@ -233,6 +253,20 @@ class GroupNotices:
         if group.leader != self._leader and group.leader in plan.hosts:
             self._leader = group.leader
             self._say(f"{plan.hosts[group.leader].name} leads the hosts (term {group.term})")
+
+
+def leaving_event(entry: Leave | Stay | Move | Return, plan: JobPlan) -> HostLeaving:
+    """The event about a host that is to leave, or that stays."""
+    host, is_move = plan.host(entry.host), isinstance(entry, Move)
+    to = plan.host(entry.to).name if isinstance(entry, Move) and entry.to else ""
+    return HostLeaving(
+        host_id=host.id,
+        name=host.name,
+        address=host.address,
+        reason=entry.reason if isinstance(entry, Leave | Stay) else plan.drains[host.id].reason,
+        to=to or ("nobody" if is_move else ""),
+        stays=isinstance(entry, Stay),
+    )
 
 
 def outcome_of(

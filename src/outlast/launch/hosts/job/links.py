@@ -26,8 +26,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from outlast.coordination.replicated.hosts import HostInfo
 from outlast.errors import StoreError
 from outlast.launch.agent.resources import JobResources
+from outlast.launch.hosts.host_entries import Checked, Links, Probe
 from outlast.launch.hosts.job.job_log import JobLog
-from outlast.launch.hosts.plan import Checked, JobPlan, Links, Probe
+from outlast.launch.hosts.plan import JobPlan
 from outlast.system.units import listed
 
 Address = tuple[str, int]

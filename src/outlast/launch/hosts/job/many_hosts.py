@@ -25,23 +25,24 @@ from outlast.coordination.blame import may_be_of_host
 from outlast.coordination.records import process_name
 from outlast.coordination.replicated.hosts import HostJoined, HostLost
 from outlast.errors import HostUnfit, StoreError
-from outlast.launch import environment
 from outlast.launch.agent.coordinator import Outcome
 from outlast.launch.agent.death_log import Death
 from outlast.launch.agent.decisions import Decision
 from outlast.launch.agent.job_keys import JobKeys
 from outlast.launch.agent.resources import JobResources
-from outlast.launch.config.job_spec import JobSpec, Placement
+from outlast.launch.config.job_spec import JobSpec
 from outlast.launch.event_loop import Timer
 from outlast.launch.hosts import plan as plans
+from outlast.launch.hosts.host_entries import Check, Checked, Links, Probe, Unfit
 from outlast.launch.hosts.host_group import GroupState, HostGroup
+from outlast.launch.hosts.job import this_host
+from outlast.launch.hosts.job.departing import Departing
 from outlast.launch.hosts.job.job_log import JobLog
-from outlast.launch.hosts.job.leading import GroupNotices, Leading, outcome_of
+from outlast.launch.hosts.job.leading import GroupNotices, Leading, leaving_event, outcome_of
 from outlast.launch.hosts.job.links import HostLinks
 from outlast.launch.hosts.job.neighbors import HostNeighbors
-from outlast.launch.hosts.plan import Entry, JobPlan, Stage, ranks_text
-from outlast.launch.hosts.server.store_server import LOOPBACK
-from outlast.system.sockets import is_loopback
+from outlast.launch.hosts.places import ranks_text
+from outlast.launch.hosts.plan import Entry, JobPlan, Stage
 
 if TYPE_CHECKING:
     from outlast.launch.agent.agent import Agent
@@ -90,11 +91,12 @@ class ManyHosts:
         limit_s = job.health.limit_s if job.health is not None and checks else None
         self._neighbors = HostNeighbors(self._log, self._me, limit_s, resources.checks)
         self._notices: GroupNotices | None = None
+        self._departing = Departing(resources, agent, self._me.id, lambda: self.keys)
         self._timer = Timer()
         self._leaves = self._leaves_alone = False
-        self._no_worker_left = self._joined_late = False
+        self._no_worker_left = self._joined_late = self._over = False
         self._outcome: Outcome | None = None
-        self._over = False
+        self._asked = 0  # how many of the requests to this host were passed on
 
     # --------------------------------------------------------------------- for the agent
 
@@ -104,7 +106,14 @@ class ManyHosts:
 
     @property
     def used(self) -> int:
-        return self._log.used(self._plan, self.keys.progress())
+        return self._log.used(self._plan, self.keys.job().progress)
+
+    @property
+    def leaves(self) -> bool:
+        return self._departing.began
+
+    def replaces(self, rank: int) -> bool:
+        return not self.leaves or self._departing.replaces(rank)
 
     def agree(self, name: str, value: str) -> str:
         return self._log.agree(name, value)
@@ -115,8 +124,8 @@ class ManyHosts:
         else:
             self._log.clear(self._plan.attempt)
 
-    def take_replacement(self, limit: int) -> bool:
-        return self._log.take(self._plan, self.keys.progress(), limit)
+    def take_replacement(self, limit: int, progress: str) -> int | None:
+        return self._log.take(self._plan, progress, limit)
 
     def restart(self, cause: str, death: Death) -> None:
         attempt, process = self._plan.attempt, process_name(self.host_id, death.pid)
@@ -135,12 +144,18 @@ class ManyHosts:
 
     def leave(self, reason: str) -> None:
         why = f"host {self._me} gets no more ranks: {reason}"
-        self._propose(lambda plan: None if plan.ends else plans.Unfit(self.host_id, why))
+        self._propose(lambda plan: None if plan.ends else Unfit(self.host_id, why))
+
+    def ask_to_leave(self, reason: str) -> None:
+        self._propose_new(plans.Leave(self.host_id, reason))
 
     def stop(self, number: signal.Signals) -> None:
         if self._plan.place_of(self.host_id) is None and not self._plan.ends:
             self._leaves_alone = True  # it has no workers: the job goes on without this host
             self._agent.stop(number, "")
+            return
+        if self._departing.takes(number, self._plan):
+            self._propose_new(plans.Leave(self.host_id, number.name, number))
             return
         self._propose(lambda plan: None if plan.ends else plans.Stop(number, self._me.name))
 
@@ -150,14 +165,15 @@ class ManyHosts:
 
     def finished(self, exit_codes: frozenset[int]) -> None:
         self._no_worker_left = True
-        if self._leaves_alone:
-            self._conclude(Outcome(job=self.keys.job()))
+        if self._leaves_alone or (self.leaves and not self._plan.ends):
+            self._conclude(self._departing.outcome())
             return
         self._log.finish(self._plan.attempt, exit_codes)
         self._look()
 
     def close(self) -> None:
         self._timer.cancel()
+        self._departing.close()
         self._links.close()
         self._neighbors.close()
         self._group.close(leave=self._over)
@@ -168,24 +184,9 @@ class ManyHosts:
 
     def _begin(self) -> None:
         self._notices = GroupNotices(self._say, self._resources.emitter)
-        minimum, maximum = self._hosts.minimum, self._hosts.maximum
-        number = str(minimum) if minimum == maximum else f"{minimum} to {maximum}"
-        self._say(
-            f"this host is {self._me.name} ({self._me.address}); run {self._job.run_id!r} needs "
-            f"{number} hosts"
-        )
-        # etcd has users of its own, and the launchers of its jobs no ports.
-        if (
-            self._job.secret is None
-            and self._hosts.backend != "etcd"
-            and not is_loopback(self._me.address)
-        ):
-            self._say(
-                "this job has no secret: everyone who can reach the ports of its hosts can disturb "
-                "it. Set OUTLAST_TOKEN to the output of `openssl rand -hex 32` on all hosts, or "
-                "give --token-file"
-            )
+        self._resources.console.say(*this_host.greeting(self._job, self._me))
         self._catch_up()
+        self._departing.watch(self._hosts.leave_when, self.ask_to_leave)
         self._resources.loop.watch(self._group.wakeup_fd(), selectors.EVENT_READ, self._look)
         self._look()
 
@@ -226,6 +227,9 @@ class ManyHosts:
                 self._tell()  # what has led to it
             self._apply(new)
         self._tell()
+        while len(self._state.asked) > self._asked:
+            self._asked += 1
+            self._propose_new(self._state.asked[self._asked - 1])
         leader = self._state.leader
         leads = leader == self.host_id
         while entry := self._leading.next_entry(self._plan, leader, leads=leads):
@@ -243,9 +247,8 @@ class ManyHosts:
         waits = self._leading.waits(self._plan)
         if self._over or not (leads or waits or stage is Stage.FINISHED):
             return
-        ends = leads and stage in (Stage.CLEARING, Stage.ENDING)
-        probes = leads and self._plan.probe is not None
-        if ends or probes or stage is Stage.FINISHED or self._no_worker_left:
+        often = leads and (stage in (Stage.CLEARING, Stage.ENDING) or self._plan.probe is not None)
+        if often or stage is Stage.FINISHED or self._no_worker_left:
             pause_s = _OFTEN_S
         else:
             checks = self._plan.check is not None
@@ -257,6 +260,9 @@ class ManyHosts:
         while (entry := wanted(self._plan)) is not None:
             if self._claim(entry):
                 return
+
+    def _propose_new(self, entry: plans.Asked) -> None:
+        self._propose(lambda plan: plan.if_new(entry))
 
     def _claim(self, entry: Entry) -> bool:
         held = self._group.claim(self._plan.number + 1, entry)
@@ -285,18 +291,22 @@ class ManyHosts:
                     f"no host came in time to replace {', '.join(ranks)}: the job continues with "
                     "fewer ranks if the program allows it, and grows again when a host joins"
                 )
-            case plans.Probe():
+            case Probe():
                 self._links.probe(entry, self._plan.hosts.values())
-            case plans.Check():
+            case Check():
                 self._neighbors.check(entry, self._plan)
-            case plans.Links() | plans.Checked():
+            case Links() | Checked():
                 # In order: no worker is left when the agent closes this coordinator.
                 self._over = self.host_id in entry.excluded
                 leads = self._state.leader == self.host_id
-                if isinstance(entry, plans.Checked) and (figures := self._neighbors.take_figures()):
+                if isinstance(entry, Checked) and (figures := self._neighbors.take_figures()):
                     self._say(f"checked with neighbors: {figures}")
                 self._links.decided(entry, self._plan.hosts.values(), leads=leads)
-            case plans.Unfit():
+            case plans.Leave() | plans.Stay() | plans.Move() | plans.Return():
+                self._move(entry)
+            case plans.MoveRank():
+                self._departing.move_rank(entry)
+            case Unfit():
                 self._leave_if_unfit()
                 self._say(entry.reason)
             case plans.Restart():
@@ -329,6 +339,18 @@ class ManyHosts:
             return
         self._start_workers(place)
 
+    def _move(self, entry: plans.Leave | plans.Stay | plans.Move | plans.Return) -> None:
+        plan, mine = self._plan, entry.host == self.host_id
+        self._resources.emitter.emit(leaving_event(entry, plan))
+        self._say(this_host.move_text(entry, plan, self._job.nproc))
+        if mine:
+            self._departing.decided(entry, plan)
+        if isinstance(entry, plans.Move) and entry.to == self.host_id:
+            self._start_workers(plan.moves[entry.host])
+        if mine and plan.place_of(self.host_id) is None and not self.leaves:
+            self._leaves_alone = True  # a spare has no ranks
+            self._agent.depart(signal.SIGTERM)
+
     def _take_place(self, entry: plans.Take) -> None:
         ranks = ranks_text(entry.place, self._job.nproc)
         host = self._plan.host(entry.host).name
@@ -337,37 +359,11 @@ class ManyHosts:
             self._start_workers(entry.place)
 
     def _start_workers(self, place: int) -> None:
-        """Start them at `place`.
-
-        `MASTER_ADDR` is this host's own store server, which lives as long as the workers and
-        listens on loopback; the servers of all hosts show the same store. It is not the host of
-        rank 0, as with torchrun: `init_process_group` does not need that, and nothing is left open
-        to the network. A script that serves something on the host of rank 0 finds its address in
-        `OUTLAST_MASTER_ADDR`.
-        """
-        plan, me, nproc = self._plan, self._me, self._job.nproc
-        if plan.taken_over[place]:
+        if self._plan.taken_over[place]:
             # Before they start, so before anything that is given up of them.
+            nproc = self._job.nproc
             self.keys.take_back(range(place * nproc, (place + 1) * nproc))
-        variables = {
-            "OUTLAST_STORE": f"{LOOPBACK}:{me.store_port}",
-            "OUTLAST_MASTER_ADDR": plan.host(plan.places[0]).address,
-            "OUTLAST_HOST": me.id,
-            "OUTLAST_HOST_ADDR": me.address,
-            "OUTLAST_FENCE": str(self.lease_page),
-            "OUTLAST_READ_LEASE": str(self.lease_page),
-            **environment.gloo_interface(me.address),
-        }
-        self._agent.start(
-            Placement(
-                store=(LOOPBACK, me.store_port),
-                place=place,
-                places=plan.size,
-                attempt=plan.attempt,
-                taken_over=plan.taken_over[place],
-                variables=variables,
-            )
-        )
+        self._agent.start(this_host.placement(self._plan, self._me, place, self.lease_page))
 
     # ------------------------------------------------------------------------- the end
 

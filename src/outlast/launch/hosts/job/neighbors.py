@@ -23,9 +23,10 @@ from outlast.errors import StoreError
 from outlast.launch import environment
 from outlast.launch.config.job_spec import Neighbor
 from outlast.launch.health.host_check import CheckProcess
+from outlast.launch.hosts.host_entries import Check, Checked
 from outlast.launch.hosts.job.job_log import JobLog
 from outlast.launch.hosts.job.links import broken_ends, pair_text, without_closed
-from outlast.launch.hosts.plan import Check, Checked, Entry, JobPlan
+from outlast.launch.hosts.plan import Entry, JobPlan
 
 _END_S = 5.0
 

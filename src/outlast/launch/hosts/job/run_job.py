@@ -24,6 +24,7 @@ from outlast.launch.health.host_check import check_host
 from outlast.launch.hosts.host_group import GroupSpec, HostGroup
 from outlast.launch.hosts.job.links import LeftOut
 from outlast.launch.hosts.job.many_hosts import ManyHosts
+from outlast.launch.hosts.rank_order import own_topology
 from outlast.launch.workers.output import say_early
 from outlast.system.lease_page import LeasePage
 
@@ -43,9 +44,13 @@ def run_job(job: JobSpec, hosts: HostsSpec) -> int:
     job. A `HostUnfit` if it must not.
     """
     endpoints = ", ".join(f"{host}:{port}" for host, port in hosts.endpoints)
-    open_coordinator = functools.partial(ManyHosts, open_group=_open_group)
     pause_s = _FIRST_PAUSE_S
     with _signals_end_the_search():
+        topology = own_topology(hosts)
+        if topology:
+            say_early(f"ranks follow the network, where this host is at {'/'.join(topology)}")
+        open_group = functools.partial(_open_group, topology=topology)
+        open_coordinator = functools.partial(ManyHosts, open_group=open_group)
         while True:
             check_host(job.health, say_early)
             began = time.monotonic()
@@ -96,7 +101,7 @@ def _end_search(number: int, _: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def _open_group(job: JobSpec) -> tuple[HostGroup, Path]:
+def _open_group(job: JobSpec, topology: tuple[str, ...]) -> tuple[HostGroup, Path]:
     """The group that this host has joined, and the page of its lease."""
     hosts = job.hosts
     assert hosts is not None
@@ -117,6 +122,7 @@ def _open_group(job: JobSpec) -> tuple[HostGroup, Path]:
             join_limit_s=hosts.join_s,
             settings=job.settings,
             place=hosts.place,
+            topology=topology,
             conf=hosts.conf,
             page=page,
             say=say_early,

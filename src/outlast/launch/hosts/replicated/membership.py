@@ -14,6 +14,8 @@ from outlast.coordination.replicated.quorum import NEVER, Voters
 from outlast.coordination.replicated.table import entry_key
 from outlast.launch.event_loop import EventLoop, Timer
 from outlast.launch.hosts.host_group import Chain, objection
+from outlast.launch.hosts.named_hosts import NoSuchHost, asked_of
+from outlast.launch.hosts.plan import Asked
 from outlast.launch.hosts.replicated import messages
 from outlast.launch.hosts.replicated.founding import ANNOUNCE_S
 from outlast.launch.hosts.replicated.messages import Message
@@ -130,6 +132,7 @@ class Membership:
         self._over = False
         self._submitted = False
         self._leaving = False
+        self.asked: tuple[Asked, ...] = ()  # what `outlast drain` has asked of this host
         self._tick_soon = True
         self._admits_itself = group == me.id  # the founder
         self._timer = Timer(self.pump)
@@ -211,6 +214,8 @@ class Membership:
             peer.send(self._introduction())
         elif isinstance(message, messages.Join):
             self._join_asked(peer)
+        elif isinstance(message, messages.Drain):
+            self._drain(peer, message)
         elif isinstance(message, messages.Member) and message.group != self.group:
             self._other_group(message)
 
@@ -354,6 +359,19 @@ class Membership:
     def _admit(self, peer: Peer) -> None:
         first = list(itertools.islice(self.chain.plan.hosts.values(), ANNOUNCERS))
         peer.send(messages.Admitted(self.group, self._generation, self._me.id, (self._me, *first)))
+
+    def _drain(self, peer: Peer, message: messages.Drain) -> None:
+        if not self._follower.caught_up:
+            return  # it asks again
+        try:
+            wanted = message.hosts, message.rank, message.reason
+            found = asked_of(self.chain.plan, *wanted, peer.host.id)
+        except NoSuchHost as e:
+            peer.send(messages.Drained((), str(e)))
+            return
+        self.asked += tuple(found.values())
+        self._changed()
+        peer.send(messages.Drained(tuple(found)))
 
     def _announce(self) -> None:
         if self._over:

@@ -3,7 +3,8 @@
 The first message of each side is `Hello`; the listener may answer `Refused` instead. A finder sends
 `Find` to the endpoints, and learns that an agent is as fresh as itself (`Fresh`) or is in a group
 (`Member`). `AskGrant` and `Grant` decide who founds the group; `Join` is answered with
-`Admitted`, `NotYet` or `Refused`. `Replicated` carries a message of the consensus.
+`Admitted`, `NotYet` or `Refused`. `Replicated` carries a message of the consensus. `Drain` comes
+from the command `outlast drain`, which is no host of the group, and is answered with `Drained`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import msgspec
 from outlast.coordination.replicated.hosts import HostInfo
 from outlast.launch.hosts.replicated.past import Group, Past
 
-PROTOCOL = 5
+PROTOCOL = 7
 """Grows with every change of these messages or of those of the consensus."""
 
 
@@ -113,8 +114,24 @@ class Replicated(_Message, frozen=True):
     data: bytes
 
 
+class Drain(_Message, frozen=True):
+    """Hosts are to leave, by the names that the user has given; or a rank is to move, if not -1."""
+
+    hosts: tuple[str, ...]
+    rank: int
+    reason: str
+
+
+class Drained(_Message, frozen=True):
+    """What the sender has made of a `Drain`: a line for each; or why nothing, by `problem`."""
+
+    lines: tuple[str, ...]
+    problem: str = ""
+
+
 _OfFinders: TypeAlias = Find | Fresh | Member | AskGrant | Grant
-Message: TypeAlias = Hello | Refused | _OfFinders | Join | Admitted | NotYet | Replicated
+_OfJoiners: TypeAlias = Join | Admitted | NotYet
+Message: TypeAlias = Hello | Refused | _OfFinders | _OfJoiners | Replicated | Drain | Drained
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

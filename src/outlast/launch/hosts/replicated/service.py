@@ -283,7 +283,11 @@ class HostService:
         chain = membership.chain
         self._entries = len(chain.entries)
         self.state = dataclasses.replace(
-            self.state, chain=chain.entries, leader=membership.leader, term=membership.term
+            self.state,
+            chain=chain.entries,
+            leader=membership.leader,
+            term=membership.term,
+            asked=membership.asked,
         )
         held = self._page.valid()
         self.joined = self.joined or (held and self.me.id in chain.plan.hosts)

@@ -161,6 +161,11 @@ class ClientConnection:
                 )
             case Query.ADD:
                 self._perform([Operation("add", keys[0], amount=request.number)], _number)
+            case Query.ADD_AND_READ:
+                self._perform(
+                    [Operation("add", keys[0], amount=request.number), Operation("read", keys[1])],
+                    lambda found: _number(found) + _value(found[1:]),
+                )
             case Query.CHECK:
                 self._perform(
                     [Operation("check", key) for key in keys],
@@ -257,20 +262,11 @@ class ClientConnection:
     def _await(self, key: str) -> None:
         """Answers with the value of a key, when it exists."""
         self._answering = self._waiting = True
-        self._waits = [self._stores.wait(key, partial(self._awaited, key))]
+        self._waits = [self._stores.wait(key, self._awaited)]
 
-    def _awaited(self, key: str, result: Result) -> None:
+    def _awaited(self, result: Result) -> None:
         self._waits, self._waiting = [], False
-        if result is None:  # this client has to look for the key
-            self._stores.submit(self, Operation("read", key), partial(self._looked, key))
-        else:
-            self._answer([result], _value)
-
-    def _looked(self, key: str, result: Result) -> None:
-        if result is None and self.open:  # it was deleted
-            self._await(key)
-        else:
-            self._answer([result], _value)
+        self._answer([result], _value)
 
     def _end_wait(self) -> None:
         for end in self._waits:

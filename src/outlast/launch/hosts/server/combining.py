@@ -13,7 +13,8 @@ is a valid one if it keeps the order of each client's operations, and the batch 
 whole, in such an order: group after group, and in a group in the order of joining. An operation
 joins only a group that does not lie before one with an earlier operation of the same client
 (`_Batch.add`). A batch is sent only when the one before has been answered, so the order is kept
-across batches too.
+across batches too. (Several in flight, of different clients, were tried with etcd and dropped: a
+restart took longer, as each of them costs every member of etcd.)
 
 Why one operation can stand for its group, i.e. gives each member the result that it would have had
 if they had been performed one after the other, with nothing in between:
@@ -30,13 +31,10 @@ if they had been performed one after the other, with nothing in between:
   after the first, the second changes nothing, whether it succeeds or not.
 - `read`, `check`, `keys`: they change nothing, so all get the same.
 
-Waits are shared too: one wait for each key is in flight. If all clients joined it before it was
-sent, they get its value: the store has found that value after the wait was sent, so after each of
-them began to wait. For a client that joined later, the answer may have been on its way already, and
-the value may have been changed or deleted since. Then all are woken without the value, and have to
-look for the key: a read begins after its client has begun to wait, so what it finds is a valid
-result of the wait. All look at once, with one read, so that none gets ahead of the others: what
-they send next leaves together again. A deletion that came from this host ends the sharing.
+Waits are shared too: one wait for each key is in flight, and all its clients get its value. For a
+client that joined when the answer was on its way already, that may be an earlier value, if the key
+was written again meanwhile: see `Store.wait_for`. A deletion that came from this host ends the
+sharing.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ from typing import Protocol
 
 from msgspec import structs
 
-from outlast.coordination.replicated.operations import Failed, Operation, Result
+from outlast.coordination.replicated.operations import Operation, Result
 from outlast.coordination.replicated.table import Table
 from outlast.coordination.stores.store import HOST_KEYS
 
@@ -103,8 +101,7 @@ class Combiner:
         self._send_soon()
 
     def wait(self, key: str, done: Done) -> tuple[SharedWait, int]:
-        """Calls `done` with the value of `key`, once it exists, or with `None` if the client has to
-        look for it, see the module. Returns a handle for `cancel`.
+        """Calls `done` with the value of `key`, once it exists. Returns a handle for `cancel`.
 
         All that this client has submitted before must have been answered: the order of a wait and
         an operation that are in flight together is not known.
@@ -116,7 +113,6 @@ class Combiner:
             self._send_soon()
         number = next(self._numbers)
         shared.waiting[number] = done
-        shared.late |= shared.sent
         return shared, number
 
     def cancel(self, handle: tuple[SharedWait, int]) -> None:
@@ -146,7 +142,6 @@ class Combiner:
         unsent, self._unsent = self._unsent, []
         for shared in unsent:
             if shared.waiting:
-                shared.sent = True
                 wait = Operation("wait_for", shared.key)
                 shared.handle = self._upstream.submit(wait, partial(self._woken, shared))
 
@@ -160,8 +155,6 @@ class Combiner:
         shared.handle = None
         self._end_sharing(shared)
         woken, shared.waiting = shared.waiting, {}
-        if shared.late and not isinstance(result, Failed):
-            result = None
         for done in woken.values():
             done(result)
 
@@ -173,8 +166,6 @@ class SharedWait:
     key: str
     waiting: dict[int, Done] = field(default_factory=dict)
     handle: Hashable | None = None
-    sent: bool = False
-    late: bool = False  # a client has joined after that
 
 
 class _Group:

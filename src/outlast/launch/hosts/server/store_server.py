@@ -23,10 +23,18 @@ import selectors
 import socket
 from collections.abc import Callable, Hashable
 from functools import partial
+from typing import cast
 
 from msgspec import structs
 
-from outlast.coordination.replicated.operations import WAIT, Failed, Operation, Result
+from outlast.coordination.replicated.operations import (
+    BATCH,
+    WAIT,
+    Failed,
+    Operation,
+    Result,
+    Single,
+)
 from outlast.errors import LaunchError
 from outlast.launch.event_loop import EventLoop
 from outlast.launch.hosts.server.client_connection import ClientConnection
@@ -97,19 +105,31 @@ class StoreServer:
         if self._listener.fileno() < 0:
             done(Failed("the store server has ended"))
             return number
-        # The "/" is of torch's client.
-        operation = structs.replace(operation, key=f"{self.namespace}/{operation.key}")
+        # The "/" is of torch's client. The parts of a batch leave together, as they are sent.
+        parts = [
+            structs.replace(part, key=f"{self.namespace}/{part.key}")
+            for part in operation.operations or (operation,)
+        ]
+        results: dict[int, Single] = {}
         self._own[number] = done, lambda: None
 
         def begin() -> None:
             if number not in self._own:
                 return
             if operation.name == WAIT:
-                end = self._stores.wait(operation.key, finish)
+                end = self._stores.wait(parts[0].key, finish)
                 if number in self._own:
                     self._own[number] = done, end
+            elif operation.name == BATCH:
+                for index, part in enumerate(parts):
+                    self._stores.submit(self, part, partial(gather, index))
             else:
-                self._stores.submit(self, operation, finish)
+                self._stores.submit(self, parts[0], finish)
+
+        def gather(index: int, result: Result) -> None:
+            results[index] = cast(Single, result)
+            if len(results) == len(parts):
+                finish([results[index] for index in range(len(parts))])
 
         def finish(result: Result) -> None:
             if number in self._own:

@@ -22,10 +22,10 @@ NOT_READY = b"\1"
 # torch's queues are not served. A take from a queue is a read and a write that depends on it, and
 # neither this package nor torch's process groups use them.
 _UNSERVED = frozenset({Query.QUEUE_PUSH, Query.QUEUE_POP, Query.QUEUE_LEN})
-_LISTS = frozenset({Query.CHECK, Query.WAIT, Query.MULTI_GET, Query.MULTI_SET})
+_LISTS = frozenset({Query.CHECK, Query.WAIT, Query.MULTI_GET, Query.MULTI_SET, Query.ADD_AND_READ})
 _KEYLESS = frozenset({Query.GETNUMKEYS, Query.CANCEL_WAIT, Query.LIST_KEYS})
 _VALUES = {Query.SET: 1, Query.APPEND: 1, Query.MULTI_SET: 1, Query.COMPARE_SET: 2}
-_NUMBERS = frozenset({Query.ADD, Query.BARRIER})
+_NUMBERS = frozenset({Query.ADD, Query.BARRIER, Query.ADD_AND_READ})
 
 
 class MalformedRequest(ValueError):
@@ -97,7 +97,7 @@ class RequestReader:
         count = 1
         if query in _LISTS:
             count = LENGTH.unpack((yield LENGTH.size))[0]
-            if count > MAX_KEYS:
+            if count > MAX_KEYS or (query is Query.ADD_AND_READ and count != 2):
                 raise MalformedRequest(f"{query.name} of {count} keys")
         keys, values = [], []
         for _ in range(count):

@@ -1,0 +1,8 @@
+"""Connections between ranks on different hosts, for other packages."""
+
+from __future__ import annotations
+
+from outlast.async_checkpoint.peer_copies.arrangement import token_of
+from outlast.async_checkpoint.peer_copies.transfer import Connection, ConnectionRefused
+
+__all__ = ["Connection", "ConnectionRefused", "token_of"]
