@@ -49,12 +49,25 @@ def run(quick: bool) -> dict[str, Any]:
             outcome = restart(hosts, RANKS, model, combined=combined, read_leases=leases)
             found = vars(outcome) | {"hosts": hosts, "how": how}
             simulated.append(found | {"took": time.monotonic() - begun})
+    with_etcd = [_with_etcd(hosts, model) for hosts in ((4, 16) if quick else (64, 512, 2048))]
     real = [_real(hosts, 8 if quick else 16, 2 if quick else 5) for hosts in (1, 4)]
     return {
         "rate": rate | {"the kernel": kernel},
         "model": dataclasses.asdict(model),
         "simulated": simulated,
+        "etcd": with_etcd,
         "real": real,
+    }
+
+
+def _with_etcd(hosts: int, model: Model) -> dict[str, float]:
+    print(f"hosts: {hosts} simulated, with etcd", flush=True)
+    own, etcd = restart(hosts, RANKS, model), restart(hosts, RANKS, model, etcd=True)
+    return {
+        "hosts": hosts,
+        "own": own.messages,
+        "requests": etcd.messages,
+        "events": etcd.events,
     }
 
 
@@ -144,6 +157,32 @@ def sheets(data: dict[str, Any]) -> list[Sheet]:
             f"{1e6 * model['operation']:.1f} us for each further operation (both from the "
             "measurement below: as many reads as writes). It performs one message after the "
             "other, and is busy nearly all of the time: the number of messages decides.",
+        ),
+        Sheet(
+            "A restart with a store on etcd, simulated",
+            (
+                "hosts",
+                "messages of the own store",
+                "per host",
+                "requests to etcd",
+                "per host",
+                "events",
+                "per host",
+            ),
+            [
+                (
+                    f"{one['hosts']:,}",
+                    *(
+                        text
+                        for name in ("own", "requests", "events")
+                        for text in (f"{one[name]:,}", f"{one[name] / one['hosts']:.1f}")
+                    ),
+                )
+                for one in data.get("etcd", ())
+            ],
+            "As above. A batch is a transaction, a wait needs no request while its key is known to "
+            "be absent, and each host gets the event of each key that appears or is overwritten. "
+            "Renewals of leases (two requests each) and the heartbeat rings' reads are not in it.",
         ),
         Sheet(
             "The leader's work, measured",

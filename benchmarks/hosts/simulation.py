@@ -24,6 +24,7 @@ from outlast.coordination.decision import Decision, ViewRecord, decode_record, e
 from outlast.coordination.ops import Link, Op, request
 from outlast.coordination.replicated.operations import Operation, Result
 from outlast.coordination.replicated.table import Table, is_covered
+from outlast.coordination.stores.etcd.operations import _transactions
 from outlast.inprocess.recovery import waits
 from outlast.inprocess.recovery.host_protocol import Interrupted, Raised, Returned
 from outlast.inprocess.recovery.state_machine import Machine
@@ -55,7 +56,8 @@ class Outcome:
 
     Attributes:
         seconds: from the fault until the last member is back in the function.
-        messages, operations: that the leader got.
+        messages, operations: that the leader got; with etcd, that its members got.
+        events: that etcd has sent to the hosts, which each watch all bases of the store's keys.
         received_bytes, sent_bytes: of keys and values, at the leader.
         requests: of all workers.
         busy: the leader's seconds of work.
@@ -64,6 +66,7 @@ class Outcome:
     seconds: float = 0.0
     messages: int = 0
     operations: int = 0
+    events: int = 0
     received_bytes: int = 0
     sent_bytes: int = 0
     requests: int = 0
@@ -104,7 +107,8 @@ class _Worker:
 class _Leader:
     """The store of all hosts: the real table, and a queue before it."""
 
-    def __init__(self, time: _Time, model: Model, leases: int) -> None:
+    def __init__(self, time: _Time, model: Model, leases: int, watchers: int) -> None:
+        self.watchers = watchers  # of etcd; 0: the hosts hold the store
         self.time, self.model, self.worker = time, model, _Worker(time)
         self.leases = leases  # of reads
         self.table = Table()
@@ -114,7 +118,12 @@ class _Leader:
     def receive(self, number: Hashable, operation: Operation, answer: Done) -> None:
         parts = operation.operations or (operation,)
         out = self.outcome
-        out.messages += 1
+        if not self.watchers:
+            out.messages += 1
+        elif operation.name != "wait_for":  # without a request, if the key is known to be absent
+            out.messages += len(_transactions(parts))
+        elif operation.key in self.table.keys:
+            out.messages += 1
         out.operations += len(parts)
         out.received_bytes += sum(len(p.key) + len(p.value) + len(p.expected) for p in parts)
         out.by_key.update(f"{p.name} {_kind(p.key)}" for p in parts)
@@ -125,7 +134,7 @@ class _Leader:
         self.worker.work(work, lambda: self._perform(number, operation, answer))
 
     def cancel(self, number: Hashable, key: str) -> None:
-        self.outcome.messages += 1
+        self.outcome.messages += not self.watchers
         self.waits.get(key, {}).pop(number, None)
         self.worker.work(self.model.message, lambda: None)
 
@@ -137,7 +146,13 @@ class _Leader:
             else:
                 self._send(value, answer)
             return
+        parts = operation.operations or (operation,)
+        # Not the difference from the view `keys()`: that is a look at each key of the table.
+        absent = {part.key for part in parts if part.key not in self.table.keys}
         result = self.table.perform(operation)
+        appears = sum(key in self.table.keys for key in absent)
+        puts = sum(part.name == "put" and part.key not in absent for part in parts)
+        self.outcome.events += (appears + puts) * self.watchers
         appeared, self.table.appeared = self.table.appeared, []
         delay = self.model.commit if operation.writes else 0.0
         if any(is_covered(key) for key, _ in appeared) and self.leases:
@@ -169,7 +184,8 @@ class _Leader:
         self._send(result, answer)
         for key, value in appeared:
             for waiting in self.waits.pop(key, {}).values():
-                self.worker.work(self.model.wait / 2, functools.partial(self._send, value, waiting))
+                found = None if self.watchers else value  # with etcd, the clients have to read it
+                self.worker.work(self.model.wait / 2, functools.partial(self._send, found, waiting))
 
     def _send(self, result: Result, answer: Done) -> None:
         for part in result if isinstance(result, list) else [result]:
@@ -213,6 +229,16 @@ class _SimulatedMember(Member):
         return await request(Op("function", str(self.place.iteration)))  # type: ignore[no-any-return]
 
 
+class _Link(Link):
+    async def add_and_read(self, key: str, amount: int, other: str) -> tuple[int, bytes]:
+        op = Op("add_and_read", self.prefix + key, amount=amount, others=(self.prefix + other,))
+        return await request(op)  # type: ignore[no-any-return]
+
+    async def read_all(self, *keys: str) -> list[bytes | None]:
+        names = tuple(self.prefix + key for key in keys)
+        return await request(Op("read_all", names[0], others=names))  # type: ignore[no-any-return]
+
+
 class _Task:
     """A member: its operations, as `TcpClient` sends them, through the server of its host."""
 
@@ -220,7 +246,7 @@ class _Task:
         self.job, self.rank, self._server, self._combiner = job, rank, server, combiner
         member = _SimulatedMember(rank, job.size, 0, lambda iteration: None)
         self.member = member
-        machine = Machine(member, Link("c/"), job.size)
+        machine = Machine(member, _Link("c/"), job.size)
         machine.decision = job.first  # shared: it keeps the set of its members
         self._machine: Coroutine[Any, Any, Any] = machine.run()
 
@@ -245,12 +271,38 @@ class _Task:
             case "put" | "append":  # without an answer
                 self._request(Operation(op.name, op.key, op.value), "", lambda _: None)
                 self.job.time.later(0.0, lambda: self.resume(None))
+            case "add_and_read":
+                self._add_and_read(op)
+            case "read_all":
+                self._read_all(op)
             case _:
                 self._request(
                     Operation(op.name, op.key, amount=op.amount),
                     "",
                     lambda result: self.resume(result if op.name == "add" else None),
                 )
+
+    def _add_and_read(self, op: Op) -> None:
+        totals: list[int] = []
+        self._request(Operation("add", op.key, amount=op.amount), "", totals.append)
+        self._request(
+            Operation("read", op.others[0]),
+            "",
+            lambda value: self.resume((totals[0], value or b"")),
+        )
+        self.job.leader.outcome.requests -= 1
+
+    def _read_all(self, op: Op) -> None:
+        values: list[Any] = []
+
+        def read(value: Any) -> None:
+            values.append(value)
+            if len(values) == len(op.others):
+                self.resume(values)
+
+        for key in op.others:
+            self._request(Operation("read", key), "", read)
+        self.job.leader.outcome.requests -= len(op.others) - 1
 
     def _wait(self, key: str, then: Callable[[Any], None]) -> None:
         def woken(result: Result) -> None:
@@ -284,10 +336,18 @@ class _Task:
 
 class _Job:
     def __init__(
-        self, hosts: int, ranks: int, model: Model, *, combined: bool, read_leases: bool
+        self,
+        hosts: int,
+        ranks: int,
+        model: Model,
+        *,
+        combined: bool,
+        read_leases: bool,
+        etcd: bool,
     ) -> None:
         self.size, self.model, self.time = hosts * ranks, model, _Time()
-        self.leader = _Leader(self.time, model, hosts if read_leases else 0)
+        leases, watchers = hosts if read_leases else 0, hosts if etcd else 0
+        self.leader = _Leader(self.time, model, leases, watchers)
         self.first = Decision(ViewRecord(0, tuple(range(self.size))))
         self.inside: list[_Task] = []
         self.tasks: list[_Task] = []
@@ -334,7 +394,7 @@ class _Job:
         begun = self.time.now
         failed.resume(Raised(fault))
         self.time.run()
-        assert waiting
+        assert waiting or self.leader.watchers
         assert len(self.inside) == self.size, (len(self.inside), self.size)
         outcome = self.leader.outcome
         outcome.seconds = self.time.now - begun
@@ -347,13 +407,20 @@ def _kind(key: str) -> str:
 
 
 def restart(
-    hosts: int, ranks: int, model: Model, *, combined: bool = True, read_leases: bool = False
+    hosts: int,
+    ranks: int,
+    model: Model,
+    *,
+    combined: bool = True,
+    read_leases: bool = False,
+    etcd: bool = False,
 ) -> Outcome:
     """One restart of a job that runs on `hosts` with `ranks` each. Without `combined`, each worker
     is a client of the leader by itself. With `read_leases`, each host has one: it trains on GPUs.
+    With `etcd`, messages and events are those of a store on etcd; the time is not modelled.
     """
     with _shared_results():
-        job = _Job(hosts, ranks, model, combined=combined, read_leases=read_leases)
+        job = _Job(hosts, ranks, model, combined=combined, read_leases=read_leases, etcd=etcd)
         job.start()
         return job.restart(ranks)
 

@@ -69,6 +69,17 @@ MODULES = {
         "The death of a host",
         "Real hosts in network namespaces, each of which dies in turn, the leader too.",
     ),
+    "moves": Benchmark(
+        "hosts.moves",
+        "A host that leaves",
+        "Two real hosts in network namespaces with a rank each, and a spare that takes the place "
+        "of one: a move, a death, a stop and a new start, and torchrun, in one run.",
+    ),
+    "backends": Benchmark(
+        "hosts.backends",
+        "etcd beside the hosts' own store",
+        "Restarts of a job on three hosts in network namespaces, with each store in turns.",
+    ),
     "soak": Benchmark(
         "inprocess.soak",
         "A thousand restarts in a row",
@@ -104,6 +115,11 @@ MODULES = {
         "Beside other systems",
         "Whole systems train the same model on the same data with two ranks, and get the same "
         "exceptions and SIGKILLs in turn, one a minute and one every ten seconds.",
+    ),
+    "steps-under-failures": Benchmark(
+        "recovery.steps",
+        "Time to a number of steps under failures",
+        "Whole systems make the same steps, with the exceptions, SIGKILLs and hangs of one seed.",
     ),
     "ettr": Benchmark(
         "recovery.ettr",

@@ -7,6 +7,7 @@ about to happen). Times are monotonic, and so comparable between the processes o
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 import os
@@ -84,6 +85,8 @@ class Run:
             self._say("fault", number=number, kind=fault["kind"])
             if fault["kind"] == "sigkill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if fault["kind"] == "hang":
+                time.sleep(10**6)
             raise RuntimeError(f"planned fault {number}")
 
     def _claim(self, number: int) -> bool:
@@ -97,6 +100,14 @@ class Run:
     def _say(self, event: str, **fields: Any) -> None:
         line = {"event": event, "at": time.monotonic(), "rank": self.rank, **fields}
         os.write(self._log, json.dumps(line).encode() + b"\n")
+
+
+def time_limit(name: str) -> dict[str, Any]:
+    """An argument with this name, if the plan has hangs: how long a rank, or a collective, may make
+    no progress. Otherwise each system has its own default.
+    """
+    found = os.environ.get("HANG_S")
+    return {} if found is None else {name: datetime.timedelta(seconds=float(found))}
 
 
 def launched_rank() -> int:

@@ -32,4 +32,6 @@ def run(quick: bool) -> dict[str, Any]:
     for name in list(MODELS)[:1] if quick else MODELS:
         print(f"rollback: the cost per step, {name}", flush=True)
         found["cost"][name] = step_cost(name, 0.0 if quick else 60.0)
+    name = next(iter(MODELS))
+    found["mirrors"] = {name: step_cost(name, 0.0 if quick else 60.0, mirrors=True)}
     return found

@@ -20,6 +20,7 @@ _LIMITS = {
     ("sigkill", "memory"): "copy",
 }
 """The physical limit of a restore; of one from disk it is a raw read, warm or cold."""
+_COST = "Live state without faults: `Job` beside `Job(live=False)`, DDP, gloo, 2 ranks"
 _GOALS = {("sigkill", "live"): 1.5, ("exception", "memory"): 1.25, ("sigkill", "memory"): 1.25}
 """Of a restore, in limits."""
 _SHARE, _LEAST_S = 0.01, 40e-6
@@ -28,7 +29,7 @@ _SHARE, _LEAST_S = 0.01, 40e-6
 
 def sheets(data: dict[str, Any]) -> list[Sheet]:
     """The tables of the results."""
-    return [*(_fault(data, kind) for kind in _FAULTS), _cost(data["cost"])]
+    return [*(_fault(data, kind) for kind in _FAULTS), _cost(data["cost"]), *_mirrors(data)]
 
 
 def _fault(data: dict[str, Any], kind: str) -> Sheet:
@@ -100,7 +101,14 @@ def _verdict(taken: float, limit: float, goal: float | None) -> tuple[str, str]:
     return ms(goal * limit), "met" if taken <= goal * limit else f"{taken / goal / limit:.1f} x"
 
 
-def _cost(data: dict[str, Any]) -> Sheet:
+def _mirrors(data: dict[str, Any]) -> list[Sheet]:
+    if "mirrors" not in data:
+        return []
+    title = "Live state mirrored on another host, beside live state without, DDP, gloo, 2 ranks"
+    return [_cost(data["mirrors"], title)]
+
+
+def _cost(data: dict[str, Any], title: str = _COST) -> Sheet:
     rows = []
     for name, found in data.items():
         plain, live = found["plain"], found["live"]
@@ -120,7 +128,7 @@ def _cost(data: dict[str, Any]) -> Sheet:
             )
         )
     return Sheet(
-        "Live state without faults: `Job` beside `Job(live=False)`, DDP, gloo, 2 ranks",
+        title,
         (
             "model",
             "pairs",

@@ -1,4 +1,5 @@
-"""What keeping live state costs per step: the same steps with `Job(live=True)` and without.
+"""What keeping live state costs per step: the same steps with `Job(live=True)` and without; or,
+with it, with and without a mirror of each rank's own state on another host.
 
 Segments alternate in the same two processes, in the order A B B A; each pair gives one ratio. Each
 segment has a new `Job` in an empty folder, whose first save is over before the time is taken.
@@ -7,6 +8,7 @@ segment has a new `Job` in an empty folder, whose first save is over before the 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 import time
@@ -39,19 +41,21 @@ _Cost: TypeAlias = tuple[float, float]
 """Of one step: its time, and its processor time of both ranks together."""
 
 
-def step_cost(name: str, seconds: float) -> dict[str, Any]:
-    """The costs of a step in each segment, without and with live state."""
+def step_cost(name: str, seconds: float, *, mirrors: bool = False) -> dict[str, Any]:
+    """The costs of a step in each segment, without and with live state, or `mirrors`."""
     with RankProcesses(f"rollback-cost-{name}", RANKS) as processes:
         folder = processes.folder
-        processes.start_all(lambda slot: _rank(slot, name, seconds, folder))
+        processes.start_all(lambda slot: _rank(slot, name, seconds, folder, mirrors))
         processes.wait_all(300 + 4 * seconds)
         found: dict[str, Any] = json.loads((folder / "costs.json").read_text())
     return found
 
 
-def _rank(slot: int, name: str, seconds: float, folder: Path) -> None:
+def _rank(slot: int, name: str, seconds: float, folder: Path, mirrors: bool) -> None:
     def body(call: inprocess.CallWrapper) -> None:
         dist.init_process_group("gloo")
+        os.environ["OUTLAST_HOST"] = f"host-{slot}" if mirrors else ""
+        os.environ["OUTLAST_HOST_ADDR"] = "127.0.0.1"
         training = _Training(*MODELS[name])
         count = _agreed(max(_WARM_STEPS, SEGMENT_S / training.steps(20)[0]))
         plain: list[_Cost] = []
@@ -64,7 +68,10 @@ def _rank(slot: int, name: str, seconds: float, folder: Path) -> None:
                 order = (False, True) if len(plain) % 2 == 0 else (True, False)
                 for kept in order:
                     path = Path(shared[0]) / "checkpoints"
-                    (live if kept else plain).append(training.segment(path, kept, int(count)))
+                    # Two processes of this host stand for two hosts.
+                    os.environ["OUTLAST_FAILURE_DOMAIN"] = f"{slot}" if mirrors and kept else ""
+                    cost = training.segment(path, kept or mirrors, int(count))
+                    (live if kept else plain).append(cost)
             dist.barrier()
         if slot == 0:
             size = sum(p.nbytes for p in training.model.parameters())

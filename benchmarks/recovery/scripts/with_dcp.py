@@ -12,16 +12,15 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.recovery.training import Run, group_store, launched_rank
+from benchmarks.recovery.training import Run, group_store, launched_rank, time_limit
 
 
 def main() -> None:
     run = Run(launched_rank())
-    dist.init_process_group(
-        "gloo", store=group_store(), rank=run.rank, world_size=int(os.environ["WORLD_SIZE"])
-    )
+    size, limit = int(os.environ["WORLD_SIZE"]), time_limit("timeout")
+    dist.init_process_group("gloo", store=group_store(), rank=run.rank, world_size=size, **limit)
     # Of its own: the background thread of a save must not mix its collectives with those of DDP.
-    saves = dist.new_group(backend="gloo")
+    saves = dist.new_group(backend="gloo", **limit)
     model = run.model()
     optimizer = run.optimizer(model)
     step = _restore(run, model, optimizer)

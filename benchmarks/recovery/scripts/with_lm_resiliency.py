@@ -15,14 +15,13 @@ import torch.distributed as dist
 from lm_resiliency import InMemoryCkptConfig, enable_resiliency
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.recovery.training import Run, group_store, launched_rank
+from benchmarks.recovery.training import Run, group_store, launched_rank, time_limit
 
 
 def main() -> None:
     run = Run(launched_rank())
-    dist.init_process_group(
-        "gloo", store=group_store(), rank=run.rank, world_size=int(os.environ["WORLD_SIZE"])
-    )
+    size, limit = int(os.environ["WORLD_SIZE"]), time_limit("timeout")
+    dist.init_process_group("gloo", store=group_store(), rank=run.rank, world_size=size, **limit)
     model = run.model()
     optimizer = run.optimizer(model)
     resiliency = enable_resiliency(

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.recovery.training import Run, launched_rank
+from benchmarks.recovery.training import Run, launched_rank, time_limit
 
 # The smallest values with which its groups reliably connect on a busy host.
 _GLOO = datetime.timedelta(seconds=5)
@@ -57,4 +57,4 @@ if __name__ == "__main__":
     # without one fails that check.
     os.environ.pop("LOCAL_RANK", None)
     train.__annotations__["call"] = inprocess.CallWrapper
-    inprocess.Wrapper()(train)()
+    inprocess.Wrapper(**time_limit("soft_timeout"))(train)()

@@ -6,11 +6,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import outlast
-from benchmarks.recovery.training import Run, launched_rank
+from benchmarks.recovery.training import Run, launched_rank, time_limit
 from outlast import inprocess
 
 
-@inprocess.Wrapper()
+@inprocess.Wrapper(**time_limit("soft_timeout"))
 def train(call: inprocess.CallWrapper) -> None:
     run = Run(launched_rank())
     dist.init_process_group("gloo")
