@@ -1,10 +1,11 @@
-"""Three hosts train; that of the store loses power, and then another: the weights stay the same.
+"""Three hosts train; one leaves, that of the store loses power, then another: equal weights.
 
     make demo-hosts                    the agents keep the store themselves
     make demo-hosts BACKEND=etcd       three etcd members keep it, one a host
 
-A host that lost power comes back as a fresh one, which runs the same command, as a cluster manager
-would have it. All hosts are namespaces on this machine: see `network.py`.
+A fourth host is a spare. A host that has left or lost power comes back as a fresh one, which runs
+the same command, as a cluster manager would have it. All hosts are namespaces on this machine: see
+`network.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from etcd import Etcd
 from host import HostProcess
 from network import Network, become_root, unavailable
 
-NAMES = ("h1", "h2", "h3")
+NAMES = ("h1", "h2", "h3")  # the endpoints
+HOSTS = (*NAMES, "h4")
 TRAIN = Path(__file__).parent / "train.py"
 LIMIT_S = 120.0
 
@@ -46,24 +48,48 @@ class Demo:
         self.folder = folder
         self.etcd = etcd
         self.agents: dict[str, HostProcess] = {}
+        self.go = folder / "go"
         self.begin = time.monotonic()
         (folder / "trace").mkdir()
 
     def start(self, name: str) -> None:
         """Starts what every host runs: an agent, and with etcd a member of it."""
-        backend = ["--rdzv-endpoint", ",".join(f"{name}:29400" for name in NAMES)]
-        if self.etcd is not None:
+        if self.etcd is not None and name in NAMES:
             self.etcd.start(name)
-            backend = ["--rdzv-backend", "etcd", "--rdzv-endpoint", self.etcd.endpoints]
         command = [sys.executable, "-m", "outlast.launch", "run", "--nnodes", str(len(NAMES))]
-        options = ["--rdzv-id", "demo", "--standby", "0", *backend]
+        options = ["--standby", "0", *self.job()]
         events = ["--events-dir", str(self.folder / "events")]
         script = [str(TRAIN), "--state", str(self.folder / "state")]
-        trace = ["--trace", str(self.folder / "trace")]
+        # The pauses end with the last of the faults.
+        trace = ["--trace", str(self.folder / "trace"), "--pause", "0.2", "--go", str(self.go)]
         with (self.folder / f"{name}.log").open("ab") as log:
             self.agents[name] = self.network[name].start(
                 [*command, *options, *events, *script, *trace], stdout=log, stderr=log
             )
+
+    def job(self) -> list[str]:
+        """The options by which a command finds the job."""
+        if self.etcd is None:
+            endpoints = ",".join(f"{name}:29400" for name in NAMES)
+            return ["--rdzv-id", "demo", "--rdzv-endpoint", endpoints]
+        etcd = ["--rdzv-backend", "etcd", "--rdzv-endpoint", self.etcd.endpoints]
+        return ["--rdzv-id", "demo", *etcd]
+
+    def spare(self) -> str:
+        """The host that runs no ranks."""
+
+        def found() -> str | None:
+            logs = {name: (self.folder / f"{name}.log").read_text() for name in HOSTS}
+            return next((n for n, log in logs.items() if "this one is a spare" in log), None)
+
+        return self.until(found, "a spare")
+
+    def drain(self, name: str) -> None:
+        """Has a host leave the job in order; its launcher ends with exit code 0."""
+        command = [sys.executable, "-m", "outlast.launch", "drain", name, *self.job()]
+        asked = self.network[name].start(command, stdout=subprocess.DEVNULL)
+        if asked.wait() or self.agents[name].wait():
+            sys.exit(f"{name} has not left in order: see {self.folder / name}.log")
 
     def lose(self, name: str) -> None:
         """Ends a host, and starts a fresh one in its place."""
@@ -109,7 +135,7 @@ class Demo:
         while (value := found()) is None:
             ended = [name for name, agent in self.agents.items() if agent.poll()]
             if ended or time.monotonic() > deadline:
-                for name in ended or NAMES:
+                for name in ended or HOSTS:
                     log = (self.folder / f"{name}.log").read_text()
                     print(f"--- {name}\n{log[-3000:]}", file=sys.stderr)
                 sys.exit(f"no {what}: " + (f"{ended} failed" if ended else "waited too long"))
@@ -122,10 +148,17 @@ class Demo:
 
     def play(self) -> str:
         """The story; returns the hash of the weights."""
-        for name in NAMES:
+        for name in HOSTS:
             self.start(name)
-        self.say(f"{', '.join(NAMES)} run `outlast run --nnodes {len(NAMES)} ... train.py`")
+        self.say(f"{', '.join(HOSTS)} run `outlast run --nnodes {len(NAMES)} ... train.py`")
+        spare = self.spare()
         step, size = self.until_step(20)
+        leaves = next(name for name in NAMES if name not in (spare, self.leader()))
+        self.say(f"step {step} on {size} hosts, {spare} is a spare; `outlast drain {leaves}`")
+        self.drain(leaves)
+        self.say(f"{leaves} has left with exit code 0; a fresh one runs the same command")
+        self.start(leaves)
+        step, size = self.until_step(step + 20)
         first = self.leader()
         self.say(f"step {step} on {size} hosts; {first}, which leads the store, loses power")
         self.lose(first)
@@ -135,6 +168,7 @@ class Demo:
         self.say(f"step {step} on {size} hosts; {second} loses power")
         self.lose(second)
         self.say(f"a fresh {second} runs the same command")
+        self.go.touch()
         self.until(lambda: all(agent.poll() == 0 for agent in self.agents.values()) or None, "end")
         self.say("all agents have ended with exit code 0")
         logs = "".join(log.read_text() for log in self.folder.glob("*.log"))
@@ -166,10 +200,10 @@ def main() -> None:
 
     expected = undisturbed(folder)
     print(f"A run without faults, in one process, ends with the weights {expected}.")
-    with Network(NAMES) as network:
+    with Network(HOSTS) as network:
         etcd = Etcd(network, NAMES, folder / "etcd") if options.backend == "etcd" else None
         weights = Demo(network, folder, etcd).play()
-    print(f"The run on three hosts, of which two died, ends with the weights {weights}.\n")
+    print(f"The run on three hosts, one left and two died, ends with the weights {weights}.\n")
     report = [sys.executable, "-m", "outlast.launch", "report", str(folder / "events")]
     subprocess.run(report, check=True)
     if weights != expected:

@@ -53,6 +53,10 @@ class Etcd:
         with (self._folder / f"{name}.log").open("ab") as log:
             self._processes[name] = self._network[name].start(command, stdout=log, stderr=log)
 
+    def process(self, name: str) -> HostProcess:
+        """The member of a host that was started last."""
+        return self._processes[name]
+
     def start_all(self) -> None:
         """Starts all members, and waits until they have a leader."""
         for name in self.names:

@@ -51,6 +51,7 @@ def train(options: argparse.Namespace, call: inprocess.CallWrapper | None = None
         every=10,
         min_ranks=1,
         replicas=options.replicas,
+        live=False if options.no_live else "auto",
     ) as job:
         first = job.restore() or 0
         if rank == 0:
@@ -97,6 +98,9 @@ def main() -> None:
     parser.add_argument("--state", type=Path, required=True, help="folder of the checkpoints")
     parser.add_argument("--pause", type=float, default=0.02, help="seconds between two steps")
     parser.add_argument("--replicas", type=int, default=0, help="copies in other hosts' memory")
+    parser.add_argument(
+        "--no-live", action="store_true", help="after a fault, use checkpoints only"
+    )
     parser.add_argument("--trace", type=Path, help="folder for a record of every step")
     parser.add_argument("--hold-at", type=int, help="step at which to wait for the file of --go")
     parser.add_argument(
