@@ -7,7 +7,7 @@
 #   make test-hosts  jobs on several hosts, in network namespaces, that lose some of them
 #   make test-ports  scripts for Hugging Face's Trainer, Lightning, Megatron and others, through faults
 #   make test-ray  the tests that need Ray
-#   make demo-hosts  three hosts on this machine, of which two die; or with BACKEND=etcd
+#   make demo-hosts  three hosts on this machine: one leaves, and two die; or with BACKEND=etcd
 #   make services  what some tests need (etcd, Slurm, cc, Chromium), by apt where this user is root
 #   make campaign  1,000 faults in a training that must end with the same bits; takes about 40 minutes on two cores
 #   make torture   crash states and failing calls of saves, histories of hosts, and generated training
@@ -126,11 +126,11 @@ services:
 	.ci/services
 
 # With AFTER_TEST=1, as in CI: without those that `make test` runs, without `exhaustive` ones, and with
-# every second one of many cases. The last environment is installed while the tests with hosts run. A
+# some of many cases. The last environment is installed while the tests with hosts run. A
 # cluster of Ray has dozens of processes that import for a minute, so nothing runs beside it.
 test-all: $(STAMP) services
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --all --ignore tests/hosts \
-		--ignore tests/ports $(if $(AFTER_TEST),-m 'slow and not exhaustive' --every-second)
+		--ignore tests/ports $(if $(AFTER_TEST),-m 'slow and not exhaustive' --fewer-cases)
 	$(MAKE) --jobs 2 test-hosts $(FRAMEWORKS_STAMP)
 	$(MAKE) test-ports
 	$(MAKE) test-ray
@@ -138,13 +138,13 @@ test-all: $(STAMP) services
 # Each test has several hosts, with several processes each, which renew their leases in time.
 test-hosts: $(STAMP) services
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --all tests/hosts \
-		$(if $(AFTER_TEST),-m 'not exhaustive' --every-second)
+		$(if $(AFTER_TEST),-m 'not exhaustive' --fewer-cases)
 
 # The tests mostly wait for default timeouts, all at the same time.
 test-ports: $(FRAMEWORKS_STAMP) $(MEGATRON_STAMP)
 	$(FRAMEWORKS_VENV)/bin/python -m pytest --numprocesses 6 --all tests/ports tests/integrations \
 		--ignore tests/integrations/test_parallel_3d.py --ignore tests/integrations/test_own_loaders.py \
-		$(if $(AFTER_TEST),-m 'not exhaustive' --every-second)
+		$(if $(AFTER_TEST),-m 'not exhaustive' --fewer-cases)
 
 test-ray: $(FRAMEWORKS_STAMP)
 	$(FRAMEWORKS_VENV)/bin/python -m pytest --all tests/elastic/states/test_ray.py tests/hosts/test_ray.py
