@@ -23,6 +23,7 @@ from outlast.elastic.silent_faults.digests import cpu_digest, flat_bytes
 from outlast.elastic.silent_faults.job_checks import check_of
 from outlast.elastic.silent_faults.layout import Layout, Piece
 from outlast.elastic.silent_faults.replica_check import RunningReplicaCheck
+from outlast.elastic.tensors import column_sums
 from outlast.events.emitter import Emitter, MemorySink
 
 
@@ -36,6 +37,14 @@ class Holder(nn.Module):
 
 def digests(made: Layout) -> list[str]:
     return [cpu_digest(piece, made.parameters) for pieces in made.slices for piece in pieces]
+
+
+@pytest.mark.parametrize("numel", [1, 9, 2048, 5000])
+def test_sums_of_columns_do_not_depend_on_where_in_a_buffer_a_tensor_lies(numel: int) -> None:
+    buffer = torch.randn(numel + 3).bfloat16()
+    sums = [column_sums(flat_bytes(buffer[at : at + numel].clone())) for at in range(4)]
+    for at, expected in enumerate(sums):
+        assert torch.equal(column_sums(flat_bytes(buffer[at : at + numel])), expected)
 
 
 @hypothesis.given(

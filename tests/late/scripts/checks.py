@@ -19,6 +19,7 @@ from outlast.elastic import FiniteCheck, ReplicaCheck, StragglerCheck
 from outlast.elastic.silent_faults.finite_check import RunningFiniteCheck
 from outlast.elastic.silent_faults.replica_check import RunningReplicaCheck
 from outlast.elastic.silent_faults.straggler_check import RunningStragglerCheck
+from outlast.elastic.tensors import Digests
 from outlast.errors import NonFinite
 from outlast.events.emitter import Emitter
 from outlast.events.types import ReplicaMismatch
@@ -88,6 +89,26 @@ def digests_are_of_the_state_after_the_step() -> None:
                 with released_when_blocked("digest", earlier):
                     assert replicas.equal(), replicas.found
         assert earlier.is_released()
+
+
+def contents_are_noted_without_a_wait_and_found_again_wherever_they_are() -> None:
+    late = model(0, "cpu", 0, 1)
+    with device.held(0), device.held(1):
+        add(late, 1)
+        with torch.no_grad():
+            late[2].add_(1)
+        noted = Digests(list(late))
+        LATE.settle()
+    assert noted.same_as(list(late))
+    assert noted.same_as([each.detach().cpu() for each in late])
+    first, *others = late
+    assert not noted.same_as(others)
+    assert not noted.same_as([others[1], others[0], first, others[2]])
+    for each in late:
+        each.data[3] += 1
+        assert not noted.same_as(list(late))
+        each.data[3] -= 1
+    assert noted.same_as(list(late))
 
 
 def an_optimizer_waits_for_digests() -> None:

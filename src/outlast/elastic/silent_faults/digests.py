@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from outlast.async_checkpoint.subclasses import wraps
 from outlast.elastic.silent_faults.layout import Part, Piece
-from outlast.elastic.tensors import local, memory_of
+from outlast.elastic.tensors import column_sums, local, memory_of
 from outlast.system.streams import (
     Event,
     current_stream,
@@ -34,7 +34,6 @@ Digest = Callable[[], str]
 """Returns the digest, as 16 hexadecimal digits; waits for it if needed."""
 
 _CHUNK_BYTES = 1 << 20  # the GIL is free while a chunk is hashed
-_COLUMNS = 1024
 _MOST_BUFFER_DIGESTS = 64  # of a record: with more buffers, several have one digest
 
 
@@ -102,20 +101,8 @@ def _sums(parts: Sequence[Part], tensors: Sequence[torch.Tensor]) -> dict[Part, 
     """The column sums of parts on one device, on their way to the CPU in one copy."""
     if not parts:
         return {}
-    sums = torch.stack([_column_sums(_bytes_of(tensors[p.parameter], p)) for p in parts])
+    sums = torch.stack([column_sums(_bytes_of(tensors[p.parameter], p)) for p in parts])
     return dict(zip(parts, to_host(sums), strict=True))
-
-
-def _column_sums(content: torch.Tensor) -> torch.Tensor:
-    """The sums of the columns of a table of 32-bit integers with 1024 columns."""
-    width = 4 * _COLUMNS
-    whole = content.numel() // width * width
-    rest = torch.nn.functional.pad(content[whole:], (0, width - (content.numel() - whole)))
-    total = rest.view(torch.int32).to(torch.int64)
-    if whole:
-        table = content[:whole].view(torch.int32).view(-1, _COLUMNS)
-        total = total + table.sum(0, dtype=torch.int64)
-    return total
 
 
 def _bytes_of(tensor: torch.Tensor, part: Part) -> torch.Tensor:

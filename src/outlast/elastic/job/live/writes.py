@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from outlast.async_checkpoint.subclasses import parts, wraps
-from outlast.elastic.tensors import Versions, digest, versions
+from outlast.elastic.tensors import Digests, Versions, versions
 from outlast.system.shared_memory import memory_at
 
 _ELEMENTS = 16  # of each parameter
@@ -43,7 +43,7 @@ class Marks:
     moments: tuple[list[int], list[int]]  # the optimizer's tensors, and the writes to each
     # Those of all contents, if they decide: after a restore, DDP may write equal values to the
     # parameters, and accelerate moves them and the optimizer's tensors.
-    digests: list[str] | None = None
+    digests: Digests | None = None
     # Some elements of those on an accelerator, copied there in the order of its queue.
     queued: tuple[torch.Tensor, ...] = dataclasses.field(default=(), compare=False)
 
@@ -92,7 +92,7 @@ class Writes:
 
     def marks_with_digests(self) -> Marks:
         """The present marks, of which the contents decide."""
-        return dataclasses.replace(self.marks(), digests=self._digests())
+        return dataclasses.replace(self.marks(), digests=Digests(self._tensors()))
 
     def counted_since(self, marks: Marks) -> bool:
         """Whether torch has counted a write to a parameter, or to an optimizer's tensor."""
@@ -104,7 +104,7 @@ class Writes:
         now = dataclasses.replace(self.marks(), digests=marks.digests)
         if now == marks and all(map(torch.equal, now.queued, marks.queued)):
             return False
-        return marks.digests is None or marks.digests != self._digests()
+        return marks.digests is None or not marks.digests.same_as(self._tensors())
 
     def _present_moments(self) -> list[torch.Tensor]:
         states = itertools.chain.from_iterable(each.state.values() for each in self._optimizers)
@@ -115,8 +115,8 @@ class Writes:
             self._ids = list(map(id, self._moments))
         return self._moments
 
-    def _digests(self) -> list[str]:
-        return [digest(each) for each in (*self._parameters, *self._present_moments())]
+    def _tensors(self) -> list[torch.Tensor]:
+        return [*self._parameters, *self._present_moments()]
 
 
 def _view_of_some(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
