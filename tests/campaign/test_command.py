@@ -208,6 +208,7 @@ def test_faults_that_did_not_fire_are_counted(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # on a busy machine its first round takes minutes
+@pytest.mark.exhaustive
 def test_a_minute_of_faults(tmp_path: Path) -> None:
     """Real jobs. The seed is a new one every day; it is in the output of a failure."""
     seed = str(datetime.date.today().toordinal())

@@ -125,6 +125,7 @@ def test_the_functions_of_a_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_injected_fault_is_in_the_report(tmp_path: Path) -> None:
     program, _ = blocks("README.md", "python")
     (tmp_path / "train.py").write_text(program)

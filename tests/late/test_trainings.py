@@ -72,6 +72,7 @@ def test_gradients_that_the_abort_of_a_peer_has_ended(
 
 
 @pytest.mark.parametrize("do", [pytest.param("raise", marks=pytest.mark.exhaustive), "SIGKILL"])
+@pytest.mark.exhaustive
 def test_a_step_that_is_left_out_because_of_garbage(
     ranks: Ranks, tmp_path: Path, undisturbed: Any, do: str
 ) -> None:
@@ -110,6 +111,7 @@ def test_a_save_of_what_the_device_has_not_computed(
 
 
 @pytest.mark.parametrize("do", ["raise", pytest.param("SIGKILL", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
 def test_a_metric_that_is_reduced_after_the_optimizers_step(
     ranks: Ranks, tmp_path: Path, undisturbed: Any, do: str
 ) -> None:

@@ -48,6 +48,7 @@ for call in calls.stop():
 """
 
 
+@pytest.mark.exhaustive
 def test_no_call_is_missed(tmp_path: Path) -> None:
     root = tmp_path / "root"
     root.mkdir()

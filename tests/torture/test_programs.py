@@ -44,6 +44,7 @@ def test_a_program_ends_as_without_faults(seed: int) -> None:
 
 
 @pytest.mark.timeout(1500)
+@pytest.mark.exhaustive
 def test_a_state_that_is_forgotten_is_found(tmp_path: Path) -> None:
     program = {**PLAIN, "evaluation": "after_steps", "best": "states", "log": "each_epoch"}
     text = source(program)

@@ -120,7 +120,7 @@ def test_a_snapshot_that_was_damaged_is_passed_over(tmp_path: Path) -> None:
 def test_it_is_noticed_when_memory_is_not_verified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mutate(monkeypatch, verified_read._copy_chunk, "digest.hexdigest() != expected", "False")
+    mutate(monkeypatch, verified_read.is_intact, "checksums[number] == found", "True")
     with pytest.raises(AssertionError):
         check_damaged_memory(tmp_path)
 

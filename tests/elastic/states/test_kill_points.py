@@ -24,6 +24,7 @@ Ranks = Callable[..., Job]
         pytest.param("", 1, marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.exhaustive
 def test_every_point_at_which_a_save_can_be_killed(
     ranks: Ranks, folder: Path, tmp_path: Path, asynchronous: str, stride: int
 ) -> None:

@@ -75,6 +75,7 @@ def test_two_ranks_of_which_one_fails_in_all_orders() -> None:
     ],
     ids=" ".join,
 )
+@pytest.mark.exhaustive
 def test_after_a_save_that_fails_the_next_one_succeeds(kinds: tuple[str, str]) -> None:
     for steps in ((7, 7), (7, 8)):
         calls = [(Call(s, k), Call(9)) for s, k in zip(steps, kinds, strict=True)]

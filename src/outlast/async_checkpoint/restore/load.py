@@ -2,13 +2,18 @@
 
 If a saved part and a part of this rank are the same, the bytes are read into the tensor itself. If
 they overlap only in part, or the tensor is on a GPU, they go through a bounded temporary buffer.
+
+What is read is known before any memory is taken for it: `batches` says it, in an order that is the
+same on ranks that load the same (`shared_read`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,19 +30,48 @@ from outlast.errors import CheckpointMismatch
 from outlast.system.error_text import first_line
 from outlast.system.shared_memory import memory_at
 
+T = TypeVar("T")
 _TEMPORARY_BYTES = 256 << 20  # at a time
 Part = tuple[Item, torch.Tensor]  # of this rank, with its view
+Extent = tuple[str, int, int]  # a file, the first byte, and how many
+Read = Callable[[Source, Sequence[Piece]], object]
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """What is read at once: where it is, the memory for it, and what is done when it is there."""
+
+    source: Source
+    extents: Sequence[Extent]
+    pieces: Callable[[], list[Piece]]
+    finish: Callable[[], object] = lambda: None
 
 
 def load(
-    content: Content, state_dict: dict[str, Any], items: Sequence[Item], weights_only: bool
+    content: Content,
+    state_dict: dict[str, Any],
+    items: Sequence[Item],
+    weights_only: bool,
+    read: Read = read_verified,
 ) -> None:
-    """Fills `items` of `state_dict`. A `CheckpointError` at the first byte that differs from what
-    was written, and for a value that cannot be unpickled without running code.
+    """Fills `items` of `state_dict`, with tensors that `read` reads. A `CheckpointError` at the
+    first byte that differs from what was written, and for a value that cannot be unpickled without
+    running code.
     """
     values: list[tuple[Item, Any]] = []
     for source in content.sources:
         values += _load_values(source, state_dict, items, weights_only)
+    for batch in batches(content, state_dict, items):
+        read(batch.source, batch.pieces())
+        batch.finish()
+    for item, value in values:
+        put(state_dict, item.path, value)
+
+
+def batches(
+    content: Content, state_dict: Mapping[str, Any], items: Sequence[Item]
+) -> Iterator[Batch]:
+    """The reads of tensors, in the order in which they are made."""
     parts = [
         (item, local_view(look_up(state_dict, item.path), item))
         for item in items
@@ -47,11 +81,9 @@ def load(
     shared = _sharing(parts)
     later = {id(second[1]) for _, second in shared}
     for source in content.sources:
-        _load_tensors(source, [each for each in parts if id(each[1]) not in later])
+        yield from _batches(source, [each for each in parts if id(each[1]) not in later])
     for first, second in shared:
-        _load_shared(content, first, second)
-    for item, value in values:
-        put(state_dict, item.path, value)
+        yield from _shared_batches(content, first, second)
 
 
 def _sharing(parts: Sequence[Part]) -> list[tuple[Part, Part]]:
@@ -70,8 +102,8 @@ def _sharing(parts: Sequence[Part]) -> list[tuple[Part, Part]]:
     return found
 
 
-def _load_shared(content: Content, first: Part, second: Part) -> None:
-    """Loads the second part, which shares memory with the first one, as tied weights do: what was
+def _shared_batches(content: Content, first: Part, second: Part) -> Iterator[Batch]:
+    """Of the second part, which shares memory with the first one, as tied weights do: what was
     saved for both must agree.
     """
 
@@ -82,21 +114,25 @@ def _load_shared(content: Content, first: Part, second: Part) -> None:
     if place(first[1]) != place(second[1]):
         compared = [first, second]
         for source in content.sources:
-            _load_tensors(source, compared[1:])
+            yield from _batches(source, compared[1:])
     for item, part in compared:
         again = torch.empty(part.shape, dtype=part.dtype)
         for source in content.sources:
-            _load_tensors(source, [(item, again)])
-        if not _same_bits(part.cpu(), again):
-            raise CheckpointMismatch(
-                f"{first[0].name!r} and {second[0].name!r} share memory here, as tied weights do, "
-                "and different values were saved for them: build the model as it was saved"
-            )
+            yield from _batches(source, [(item, again)])
+        yield Batch(content.sources[0], [], list, partial(_check_same, part, again, first, second))
 
 
-def _load_tensors(source: Source, parts: Sequence[Part]) -> None:
+def _check_same(part: torch.Tensor, again: torch.Tensor, first: Part, second: Part) -> None:
+    if not _same_bits(part.cpu(), again):
+        raise CheckpointMismatch(
+            f"{first[0].name!r} and {second[0].name!r} share memory here, as tied weights do, "
+            "and different values were saved for them: build the model as it was saved"
+        )
+
+
+def _batches(source: Source, parts: Sequence[Part]) -> Iterator[Batch]:
     direct: list[Piece] = []
-    indirect: list[tuple[Shard, Item, torch.Tensor]] = []
+    indirect: list[_Indirect] = []
     for item, part in parts:
         entry = source.contents.tensors.get(item.name)
         if entry is None:
@@ -110,31 +146,50 @@ def _load_tensors(source: Source, parts: Sequence[Part]) -> None:
             if same and part.device.type == "cpu" and has_bytes:
                 direct.append(Piece(shard.file, shard.at, part.nbytes, part.data_ptr(), part))
             else:
-                indirect.append((shard, item, part))
-    read_verified(source, direct)
-    _load_indirectly(source, indirect)
+                indirect.append(_Indirect(shard, item, part))
+    if direct:
+        extents = [(each.file, each.at, each.size_bytes) for each in direct]
+        yield Batch(source, extents, lambda: direct)
+    while indirect:
+        size_bytes, some = 0, list[_Indirect]()
+        while indirect and size_bytes < _TEMPORARY_BYTES:
+            some.append(indirect.pop(0))
+            size_bytes += some[-1].extent[2]
+        yield Batch(
+            source,
+            [each.extent for each in some],
+            partial(_of_each, _Indirect.piece, some),
+            partial(_of_each, _Indirect.finish, some),
+        )
 
 
-def _load_indirectly(source: Source, parts: Sequence[tuple[Shard, Item, torch.Tensor]]) -> None:
-    copies: list[tuple[torch.Tensor, torch.Tensor, Item]] = []
-    pieces: list[Piece] = []
-    left_bytes = _TEMPORARY_BYTES
-    for number, (shard, item, part) in enumerate(parts):
+def _of_each(method: Callable[[_Indirect], T], parts: Sequence[_Indirect]) -> list[T]:
+    return [method(each) for each in parts]
+
+
+class _Indirect:
+    """A part that is read into temporary memory first."""
+
+    def __init__(self, shard: Shard, item: Item, part: torch.Tensor) -> None:
+        self._shard, self._item, self._part = shard, item, part
         # The rows of the saved part that this rank needs: contiguous bytes, however the other
         # dimensions are cut.
-        low, high = _rows(shard, item)
+        self._low, high = _rows(shard, item)
         row_bytes = math.prod(shard.sizes[1:]) * part.element_size()
-        sizes = [high - low, *shard.sizes[1:]] if shard.sizes else []
-        temporary = torch.empty(sizes, dtype=part.dtype)
-        at = shard.at + low * row_bytes
-        pieces.append(Piece(shard.file, at, temporary.nbytes, temporary.data_ptr(), temporary))
-        copies.append((*_views(shard, item, part, temporary, low), item))
-        left_bytes -= temporary.nbytes
-        if left_bytes <= 0 or number == len(parts) - 1:
-            read_verified(source, pieces)
-            for to, loaded, of in copies:
-                _write(to, loaded, of)
-            copies, pieces, left_bytes = [], [], _TEMPORARY_BYTES
+        self._sizes = [high - self._low, *shard.sizes[1:]] if shard.sizes else []
+        size_bytes = (high - self._low) * row_bytes
+        self.extent: Extent = (shard.file, shard.at + self._low * row_bytes, size_bytes)
+        self._temporary: torch.Tensor | None = None
+
+    def piece(self) -> Piece:
+        temporary = self._temporary = torch.empty(self._sizes, dtype=self._part.dtype)
+        return Piece(*self.extent, temporary.data_ptr(), temporary)
+
+    def finish(self) -> None:
+        assert self._temporary is not None
+        views = _views(self._shard, self._item, self._part, self._temporary, self._low)
+        _write(*views, self._item)
+        self._temporary = None
 
 
 def _write(to: torch.Tensor, loaded: torch.Tensor, item: Item) -> None:

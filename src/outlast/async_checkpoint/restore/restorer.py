@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from outlast.async_checkpoint.environment import host_name, may_have_other_hosts
 from outlast.async_checkpoint.observers import notify
 from outlast.async_checkpoint.restore.fit import (
     Content,
@@ -26,7 +27,8 @@ from outlast.async_checkpoint.restore.fit import (
 )
 from outlast.async_checkpoint.restore.from_copies import CopiesInReach, Fetched, plans
 from outlast.async_checkpoint.restore.from_memory import MemorySnapshot, content_in_memory
-from outlast.async_checkpoint.restore.load import load
+from outlast.async_checkpoint.restore.load import batches, load
+from outlast.async_checkpoint.restore.shared_read import Plan, SharedRead, plan_of, sharers
 from outlast.async_checkpoint.restore.verified_read import check_sizes, storage_source
 from outlast.async_checkpoint.save.folder_session import FolderSession
 from outlast.async_checkpoint.save.left_saves import LeftSave, compared, left_by
@@ -306,18 +308,34 @@ class Restorer:
             content = self.ranks.attempt(lambda: self._content_on_storage(candidate, state_dict))
         if isinstance(content, CallFailure):
             return content
-        compared = self.ranks.attempt(lambda: self._compare(content, request))
+        # Only ranks on several hosts share what they read of storage.
+        shares = candidate.source == "storage" and may_have_other_hosts()
+        shares = shares and self.ranks.world_size > 1
+        compared = self.ranks.attempt(lambda: self._compare(content, request, shares=shares))
         if isinstance(compared, CallFailure):
             return compared
-        items, unexpected = compared
-        if request.strict:
-            missing = self.ranks.gather(
-                unexpected, lambda lists: sorted(set.intersection(*map(set, lists)))
+        items, unexpected, plan, digest = compared
+        hosts: list[list[int]] = []
+        if request.strict or shares:
+            part = {"unexpected": unexpected, "loads": (host_name(), digest)}
+            missing, by_digest = self.ranks.gather(
+                part,
+                lambda parts: (
+                    sorted(set.intersection(*(set(each["unexpected"]) for each in parts))),
+                    sharers(each["loads"] for each in parts),
+                ),
             )
-            if missing:
+            hosts = by_digest.get(digest, [])
+            if missing and request.strict:
                 raise left_over(missing, content.where)
         request.overwritten.update(item.name for item in items)
-        return self.ranks.attempt(lambda: load(content, state_dict, items, request.weights_only))
+        work = partial(load, content, state_dict, items, request.weights_only)
+        if not hosts:
+            return self.ranks.attempt(work)
+        shared = SharedRead(hosts, plan, self.ranks.rank, self._group, self.ranks.timeout_s)
+        failed = self.ranks.attempt(lambda: shared.load(content.sources[0], work))
+        log.debug("read %d bytes of storage; other ranks sent the rest", shared.read_bytes)
+        return failed
 
     def _fetch(self, candidate: Candidate, snapshots: dict[str, SnapshotDescription]) -> Fetched:
         at = candidate.fetches.get(str(self.ranks.rank))
@@ -340,7 +358,9 @@ class Restorer:
         assert buffer.memory is not None
         return MemorySnapshot(snapshot, buffer.memory, buffer.values)
 
-    def _compare(self, content: Content, request: _Request) -> tuple[list[Item], list[str]]:
+    def _compare(
+        self, content: Content, request: _Request, *, shares: bool
+    ) -> tuple[list[Item], list[str], Plan, str]:
         present = self._items(request.state_dict)
         check_mixture(request.state_dict, present, request.empty, content)
         items, unexpected = fit(present, content, request.strict, request.optional)
@@ -352,4 +372,5 @@ class Restorer:
             raise CheckpointMismatch(
                 f"{content.where} lacks {sorted(lost)[:10]}, which now hold parts of a damaged one"
             )
-        return items, unexpected
+        reads = batches(content, request.state_dict, items) if shares else ()
+        return items, unexpected, *plan_of(reads)

@@ -31,6 +31,8 @@ from outlast.system.shared_memory import MemoryName, memory_at, move
 # Fits into a core's own cache: what was copied is still there when it is hashed.
 _CACHED_BYTES = 384 << 10
 
+Chunk = tuple[str, int]  # a file, and the number of the chunk in it
+
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
@@ -118,36 +120,61 @@ def read_verified(source: Source, wanted: Sequence[Piece], threads: int | None =
     """Reads the pieces. A `CheckpointError` names the first chunk that is missing or damaged, when
     destinations may have been written to; a `CheckpointReadError`, a file that cannot be read now.
     """
-    # By default, this rank's share of the host's processors.
-    threads = threads or max(1, min(8, (os.cpu_count() or 1) // local_ranks()))
-    by_chunk: dict[tuple[str, int], list[Piece]] = {}
+    threads = threads or default_threads()
+    by_chunk = pieces_by_chunk(source, wanted)
+    readers: dict[str, Reopened] = {}
+
+    def work(chunks: Iterator[tuple[Chunk, list[Piece]]]) -> None:
+        scratch = functools.cache(lambda: memoryview(bytearray(source.chunk_bytes)))
+        for chunk, pieces in chunks:
+            _read_chunk(source, readers[chunk[0]], chunk, pieces, scratch)
+
+    with contextlib.ExitStack() as stack:
+        for name in {name for name, _ in by_chunk}:
+            readers[name] = stack.enter_context(opened(source, name))
+        in_threads(work, by_chunk.items(), threads, "outlast-read")
+
+
+def default_threads() -> int:
+    """This rank's share of the host's processors."""
+    return max(1, min(8, (os.cpu_count() or 1) // local_ranks()))
+
+
+def pieces_by_chunk(source: Source, wanted: Iterable[Piece]) -> dict[Chunk, list[Piece]]:
+    """The chunks that are read for these pieces."""
+    found: dict[Chunk, list[Piece]] = {}
     for piece in wanted:
         if piece.size_bytes:
             first = piece.at // source.chunk_bytes
             last = (piece.at + piece.size_bytes - 1) // source.chunk_bytes
             for number in range(first, last + 1):
-                by_chunk.setdefault((piece.file, number), []).append(piece)
-    readers: dict[str, Reopened] = {}
+                found.setdefault((piece.file, number), []).append(piece)
+    return found
 
-    def work(chunks: Iterator[tuple[tuple[str, int], list[Piece]]]) -> None:
-        scratch = functools.cache(lambda: memoryview(bytearray(source.chunk_bytes)))
-        for (name, number), pieces in chunks:
-            _read_chunk(source, readers[name], name, number, pieces, scratch)
 
-    with contextlib.ExitStack() as stack:
-        for name in {name for name, _ in by_chunk}:
-            readers[name] = stack.enter_context(_open(source, name))
-        in_threads(work, by_chunk.items(), threads, "outlast-read")
+def extent_of(source: Source, chunk: Chunk) -> tuple[int, int]:
+    """The first byte of a chunk in its file, and how many it has."""
+    name, number = chunk
+    begin = number * source.chunk_bytes
+    return begin, min(source.chunk_bytes, source.contents.files[name].size_bytes - begin)
+
+
+def is_intact(source: Source, chunk: Chunk, found: str) -> bool:
+    """Whether this is the chunk's checksum."""
+    name, number = chunk
+    checksums = source.contents.files[name].checksums
+    return number < len(checksums) and checksums[number] == found
 
 
 def check_sizes(source: Source, names: Iterable[str]) -> None:
     """Checks the sizes of files before memory is allocated for them. Raises as `read_verified`."""
     for name in names:
-        with _open(source, name):
+        with opened(source, name):
             pass
 
 
-def _open(source: Source, name: str) -> Reopened:
+def opened(source: Source, name: str) -> Reopened:
+    """An open file of the source; closed by `with`. Raises as `read_verified`."""
     where = f"{source.where}/{name}"
     if name not in source.contents.files:
         raise CheckpointError(f"{where} is not in the manifest")
@@ -161,37 +188,37 @@ def _open(source: Source, name: str) -> Reopened:
 
 def _read_chunk(
     source: Source,
-    reopened: Reopened,
-    name: str,
-    number: int,
+    reader: Reopened,
+    chunk: Chunk,
     pieces: Sequence[Piece],
     scratch: Callable[[], memoryview],
 ) -> None:
-    entry = source.contents.files[name]
-    begin = number * source.chunk_bytes
-    size = min(source.chunk_bytes, entry.size_bytes - begin)
-    where = f"{source.where}/{name}"
-    expected = entry.checksums[number] if number < len(entry.checksums) else ""
-    reader = reopened.newest
-    if isinstance(reader, _MemoryReader):
-        _copy_chunk(reader.view[begin : begin + size], begin, pieces, expected, where)
+    begin, size = extent_of(source, chunk)
+    if isinstance(reader.newest, _MemoryReader):
+        _copy_chunk(source, chunk, reader.newest.view[begin : begin + size], begin, pieces)
         return
     only = pieces[0]
     direct = len(pieces) == 1 and only.at <= begin and begin + size <= only.at + only.size_bytes
-    chunk = memory_at(only.address + begin - only.at, size) if direct else scratch()[:size]
-    got, found = reopened.read(lambda file: read_hashed(file, begin, chunk))
-    if got != size:
-        raise CheckpointError(
-            f"{where} is truncated: {begin + got} bytes instead of {entry.size_bytes}"
-        )
-    if found != expected:
-        raise _damaged(where, begin, size)
+    content = memory_at(only.address + begin - only.at, size) if direct else scratch()[:size]
+    read_chunk(source, reader, chunk, content)
     if not direct:
-        _distribute(address_of(chunk), begin, begin + size, pieces)
+        distribute(address_of(content), begin, begin + size, pieces)
+
+
+def read_chunk(source: Source, reader: Reopened, chunk: Chunk, into: memoryview) -> None:
+    """Reads a chunk, and verifies it. Raises as `read_verified`."""
+    begin, size = extent_of(source, chunk)
+    got, found = reader.read(lambda file: read_hashed(file, begin, into))
+    if got != size:
+        of = source.contents.files[chunk[0]].size_bytes
+        where = f"{source.where}/{chunk[0]}"
+        raise CheckpointError(f"{where} is truncated: {begin + got} bytes instead of {of}")
+    if not is_intact(source, chunk, found):
+        raise _damaged(source, chunk)
 
 
 def _copy_chunk(
-    chunk: memoryview, begin: int, pieces: Sequence[Piece], expected: str, where: str
+    source: Source, chunk: Chunk, content: memoryview, begin: int, pieces: Sequence[Piece]
 ) -> None:
     """Copies and hashes a chunk in memory, in sections that fit in the cache.
 
@@ -199,16 +226,16 @@ def _copy_chunk(
     then reads from the cache. In the other order the two waits add up.
     """
     digest = xxhash.xxh3_128()
-    address = address_of(chunk)
-    for at in range(0, len(chunk), _CACHED_BYTES):
-        stretch = chunk[at : at + _CACHED_BYTES]
-        _distribute(address + at, begin + at, begin + at + len(stretch), pieces)
+    address = address_of(content)
+    for at in range(0, len(content), _CACHED_BYTES):
+        stretch = content[at : at + _CACHED_BYTES]
+        distribute(address + at, begin + at, begin + at + len(stretch), pieces)
         digest.update(stretch)
-    if digest.hexdigest() != expected:
-        raise _damaged(where, begin, len(chunk))
+    if not is_intact(source, chunk, digest.hexdigest()):
+        raise _damaged(source, chunk)
 
 
-def _distribute(address: int, begin: int, end: int, pieces: Sequence[Piece]) -> None:
+def distribute(address: int, begin: int, end: int, pieces: Sequence[Piece]) -> None:
     """Copies the bytes from `begin` to `end` of the file, which are at `address`, to the pieces."""
     for piece in pieces:
         low, high = max(begin, piece.at), min(end, piece.at + piece.size_bytes)
@@ -216,7 +243,9 @@ def _distribute(address: int, begin: int, end: int, pieces: Sequence[Piece]) -> 
             move(piece.address + low - piece.at, address + low - begin, high - low)
 
 
-def _damaged(where: str, begin: int, size: int) -> CheckpointError:
+def _damaged(source: Source, chunk: Chunk) -> CheckpointError:
+    begin, size = extent_of(source, chunk)
+    where = f"{source.where}/{chunk[0]}"
     return CheckpointError(f"{where} is damaged between bytes {begin} and {begin + size}")
 
 
