@@ -85,6 +85,11 @@ MODULES = {
         "A thousand restarts in a row",
         "Each rank, each monitor process and the job's store, early and at the end.",
     ),
+    "shared-reads": Benchmark(
+        "checkpoint.shared_reads",
+        "Restores of replicas on several hosts",
+        "What they read of one storage, and how long that takes where its bandwidth is the limit.",
+    ),
     "checkpoint": Benchmark(
         "checkpoint.run",
         "Checkpoints",

@@ -215,6 +215,15 @@ class Cluster:
             f"step {step} of iteration {iteration} with {size or 'any number of'} ranks",
         )
 
+    def until_stepped_by(self, iteration: int, hosts: set[str]) -> None:
+        """Waits until these hosts, and no others, have made a step in this iteration: some say so
+        later than others.
+        """
+        self.until(
+            lambda: {s.host for s in self.steps() if s.iteration == iteration} == hosts,
+            f"steps of iteration {iteration} on {sorted(hosts)}",
+        )
+
     def until_said(self, pattern: str, *processes: Started) -> re.Match[str]:
         """Waits until the output of one of these processes, or of any, has a match."""
         return self.until(  # type: ignore[no-any-return]

@@ -69,7 +69,7 @@ def test_the_ranks_of_one_end_move_to_a_spare(four: Network, tmp_path: Path, wei
     lost = left_out(cluster, agents, ends)
     cluster.until_said(rf"host {spare} takes place \d")
     last = cluster.until_step(12, 1, size=3).iteration
-    assert {s.host for s in cluster.steps() if s.iteration == last} == {*training, spare} - {lost}
+    cluster.until_stepped_by(last, {*training, spare} - {lost})
     four.heal()
     cluster.until_said("this one is a spare", agents[lost])
     cluster.go()

@@ -42,5 +42,5 @@ def test_spare_hosts_wait_and_take_the_places_of_two_that_are_lost_at_once(
     killed = -signal.SIGKILL
     assert codes == {name: killed if name in lost else 0 for name in agents}, cluster.output()
     last = max(step.iteration for step in cluster.steps())
-    assert {s.host for s in cluster.steps() if s.iteration == last} == set(six.names) - set(lost)
+    cluster.until_stepped_by(last, set(six.names) - set(lost))
     cluster.check(weights)

@@ -52,7 +52,7 @@ def test_a_spare_takes_the_place_of_a_host_whose_ranks_died_too_often(
     others = [agent for name, agent in agents.items() if name != bad]
     assert cluster.wait(*others) == [0, 0], cluster.output()
     last = max(step.iteration for step in cluster.steps())
-    assert {s.host for s in cluster.steps() if s.iteration == last} == {*network.names} - {bad}
+    cluster.until_stepped_by(last, {*network.names} - {bad})
     cluster.check(weights)
 
 

@@ -50,6 +50,8 @@ def test_each_chunk_reaches_each_rank_once_and_each_host_once(
 def test_who_shares() -> None:
     loads = [("a", "x"), ("a", "y"), ("b", "x"), ("b", ""), ("a", "x"), ("c", "z"), ("c", "z")]
     assert sharers(loads) == {"x": [[0, 4], [2]]}
+    found = sharers(loads, is_cached=False)
+    assert found == {"x": [[0, 4], [2]], "z": [[5, 6]]}
 
 
 @pytest.fixture
@@ -61,7 +63,7 @@ def path(tmp_path: Path, ranks: Ranks) -> Path:
     return tmp_path / "c"
 
 
-def outcomes(ranks: Ranks, scenario: str, path: Path, hosts: Any = HOSTS) -> list[Any]:
+def outcomes(ranks: Ranks, scenario: str, path: Any, hosts: Any = HOSTS) -> list[Any]:
     """What each rank said; the bytes that all have read of storage."""
     with ranks("shared_reads", scenario, str(path), nprocs=len(hosts)) as job:
         for rank, host in enumerate(hosts):
@@ -89,10 +91,14 @@ def test_storage_gives_each_byte_once(ranks: Ranks, path: Path, hosts: tuple[str
     assert whole <= read <= whole + 4 * CHUNK_BYTES + len(hosts) * 10_000, (read, whole)
 
 
-def test_ranks_of_one_host_read_themselves(ranks: Ranks, path: Path) -> None:
-    found, read = outcomes(ranks, "reads", path, ("a", "a"))
+@pytest.mark.parametrize("protocol", ["", "local://"])
+def test_ranks_of_one_host_read_themselves_what_its_page_cache_has(
+    ranks: Ranks, path: Path, protocol: str
+) -> None:
+    found, read = outcomes(ranks, "reads", f"{protocol}{path}", ("a", "a"))
     assert {each["value"] for each in found} == {2}
-    assert read >= 2 * (size_of(path, 2) - 10_000)
+    whole = size_of(path, 2)
+    assert (read >= 2 * (whole - 10_000)) == (not protocol), (read, whole)
 
 
 @pytest.mark.slow

@@ -308,9 +308,10 @@ class Restorer:
             content = self.ranks.attempt(lambda: self._content_on_storage(candidate, state_dict))
         if isinstance(content, CallFailure):
             return content
-        # Only ranks on several hosts share what they read of storage.
-        shares = candidate.source == "storage" and may_have_other_hosts()
-        shares = shares and self.ranks.world_size > 1
+        # Ranks share what they read of storage, unless they have the page cache of one host.
+        is_cached = self._session.storage.is_cached
+        shares = candidate.source == "storage" and self.ranks.world_size > 1
+        shares = shares and (may_have_other_hosts() or not is_cached)
         compared = self.ranks.attempt(lambda: self._compare(content, request, shares=shares))
         if isinstance(compared, CallFailure):
             return compared
@@ -322,7 +323,7 @@ class Restorer:
                 part,
                 lambda parts: (
                     sorted(set.intersection(*(set(each["unexpected"]) for each in parts))),
-                    sharers(each["loads"] for each in parts),
+                    sharers((each["loads"] for each in parts), is_cached=is_cached),
                 ),
             )
             hosts = by_digest.get(digest, [])

@@ -71,15 +71,19 @@ def plan_of(batches: Iterable[Batch]) -> tuple[Plan, str]:
     return plan, xxhash.xxh3_128_hexdigest(msgspec.json.encode(plan))
 
 
-def sharers(loads: Iterable[tuple[str, str]]) -> dict[str, list[list[int]]]:
+def sharers(
+    loads: Iterable[tuple[str, str]], *, is_cached: bool = True
+) -> dict[str, list[list[int]]]:
     """The ranks that share their reads, by host, under the digest of what they load; `loads` are
-    host and digest of each rank. Ranks of one host alone do not: its page cache has what they read.
+    host and digest of each rank. Ranks of one host do not if its page cache has what they read.
     """
+    fewest = 2 if is_cached else 1  # hosts
     found: dict[str, dict[str, list[int]]] = {}
     for rank, (host, digest) in enumerate(loads):
         if digest:
             found.setdefault(digest, {}).setdefault(host, []).append(rank)
-    return {digest: list(hosts.values()) for digest, hosts in found.items() if len(hosts) > 1}
+    by_host = {digest: list(hosts.values()) for digest, hosts in found.items()}
+    return {d: h for d, h in by_host.items() if len(h) >= fewest and sum(map(len, h)) > 1}
 
 
 class Routes:

@@ -66,6 +66,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class LocalStorage(Storage):
     """Checkpoints in one directory. See `Storage`."""
 
+    is_cached = True
+
     def __init__(self, path: str) -> None:
         self.root = Path(path).expanduser().absolute()
         self.where = str(self.root)

@@ -68,6 +68,7 @@ class Storage(Protocol):
     """
 
     where: str
+    is_cached: bool  # whether a host that reads a file again reads it from its own memory
 
     def prepare(self) -> None: ...
 

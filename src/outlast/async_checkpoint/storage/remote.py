@@ -59,6 +59,8 @@ class RemoteStorage(Storage):
     of URL is unknown, or it contains a wildcard.
     """
 
+    is_cached = False
+
     def __init__(self, url: str) -> None:
         self.where = _PASSWORD.sub("***@", url.rstrip("/"))
         if _WILDCARDS.search(url):
