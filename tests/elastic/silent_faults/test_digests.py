@@ -47,6 +47,14 @@ def test_sums_of_columns_do_not_depend_on_where_in_a_buffer_a_tensor_lies(numel:
         assert torch.equal(column_sums(flat_bytes(buffer[at : at + numel])), expected)
 
 
+@pytest.mark.parametrize("width", [1, 32, 256, 1000, 1024, 4096, 5120])
+def test_sums_of_columns_change_with_the_order_of_rows(width: int) -> None:
+    table = torch.randn(48, width)
+    sums = [column_sums(flat_bytes(table.roll(count, 0))) for count in (0, 1, 7)]
+    assert not torch.equal(sums[0], sums[1])
+    assert not torch.equal(sums[0], sums[2])
+
+
 @hypothesis.given(
     sizes=st.lists(st.integers(0, 3000), min_size=1, max_size=12),
     every=st.integers(1, 20),
