@@ -48,6 +48,21 @@ def test_with_a_loader_of_its_own_a_rank_killed_after_its_gradients_were_sent_co
     check_same(faulty, reference, not_told=(1, 9))
 
 
+@pytest.mark.parametrize("at", ["backward", "computed", "stepped"])
+def test_what_a_loader_is_told_after_the_backward_pass_is_part_of_the_step(
+    ranks: Ranks, tmp_path: Path, at: str
+) -> None:
+    """A rank that is killed before it was told has noted another state than that of the step."""
+    reference = run(ranks, tmp_path / "reference", script="live_kinds", kind="told")
+    faults = [*later(1, 9, f"{at} 9", "SIGKILL", iteration=0)]
+    faulty = run(ranks, tmp_path / "faulty", *faults, script="live_kinds", kind="told")
+    if at == "stepped":
+        assert faulty.restored() == {0: (9, LIVE), 1: (9, REPLICA)}, faulty.errors
+    else:
+        assert {step for step, _ in faulty.restored().values()} == {8}, faulty.errors
+    check_same(faulty, reference)
+
+
 def test_a_step_with_a_closure_begins_with_the_first_write(ranks: Ranks, tmp_path: Path) -> None:
     """LBFGS evaluates its closure, writes, and evaluates it again: the second is in its step."""
     reference = run(ranks, tmp_path / "reference", script="live_kinds", kind="closure")

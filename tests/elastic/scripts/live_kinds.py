@@ -6,7 +6,8 @@ front of its micro-batch M; `computed N`; `stepped N` (between the optimizer's s
 
 `accumulation`: each step has two micro-batches. `scaler`: a `GradScaler`, which skips step 5.
 `consistent`: `ConsistentDDP`. `stream`: the data come from a `ShardedStream`. `loader`: from a
-loader with a state of each rank. `compiled`: the model is compiled. `closure`: LBFGS, with a point
+loader with a state of each rank. `told`: that has the losses of its rank, which the program adds
+after the point `backward N`, behind the backward pass. `compiled`: the model is compiled. `closure`: LBFGS, with a point
 `evaluation N M` in front of each call of its closure.
 `shrink`: a killed rank is not replaced; with `shrinks`, so with any other kind. All have a learning
 rate scheduler.
@@ -59,23 +60,25 @@ class Drawing:
     def __init__(self, dataset: TensorDataset) -> None:
         self._dataset = dataset
         self._drawn = torch.Generator().manual_seed(dist.get_rank())
+        self.losses = 0.0
 
     def __iter__(self) -> Iterator[Any]:
         for _ in range(6):
             yield self._dataset[torch.randperm(len(self._dataset), generator=self._drawn)[:8]]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"drawn": self._drawn.get_state()}
+        return {"drawn": self._drawn.get_state(), "losses": self.losses}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._drawn.set_state(state["drawn"])
+        self.losses = state["losses"]
 
 
 def data() -> Any:
     if KIND == "stream":
         return ShardedStream([str(i) for i in range(len(LENGTHS))], read, batch_size=4)
     dataset = TensorDataset(INPUTS[:96], INPUTS[:96].sum(dim=1, keepdim=True))
-    if KIND == "loader":
+    if KIND in ("loader", "told"):
         return Drawing(dataset)
     more: dict[str, Any] = {}
     if KIND == "accumulation":
@@ -175,6 +178,9 @@ def train(call: inprocess.CallWrapper) -> str:
                     scaler.scale(loss * (float("inf") if step == 5 else 1.0)).backward()
                 elif KIND != "closure":
                     loss.backward()
+            if KIND == "told":
+                reach(f"backward {step}", call.iteration)
+                loader.losses += loss.item()
             micro += 1
             if not last:
                 continue
@@ -210,6 +216,7 @@ def train(call: inprocess.CallWrapper) -> str:
             scaler.state_dict(),
             scheduler.last_epoch,
             optimizer.param_groups[0]["lr"],
+            getattr(loader, "losses", 0.0),
         ]
     )
 

@@ -285,9 +285,14 @@ class Recorder:
 
     def _begin_step(self) -> None:
         """An optimizer writes next. If this is interrupted, it does not."""
-        step = self.point.record.step + 1
-        if not self._stepped and (self._early is None or self._early[0] != step):
-            self._note_early()
+        step, training = self.point.record.step + 1, self._training
+        if training is not None and not self._stepped:
+            if self._early is None or self._early[0] != step:
+                self._note_early()
+            elif self._is_of_rank and self._early[1] != self._own_state(training):
+                # A loader's state has changed since the backward pass. What a rank that was killed
+                # in between has noted is not what it would have had: see `_usable`.
+                self._after_gradient()
         self._queued.await_gradients()
         self._stepped = True
 
