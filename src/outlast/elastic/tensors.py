@@ -43,8 +43,8 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Of the local tensor's contents; on an accelerator, of their sums, which are all that is copied
-    to the host.
+    """Of the local tensor's contents; on an accelerator, of their sums: these alone are copied to
+    the host.
     """
     found = xxhash.xxh3_64()
     for each in [tensor] if type(tensor) in _PLAIN else [part for _, part in parts(tensor)]:

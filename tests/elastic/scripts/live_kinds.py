@@ -7,8 +7,8 @@ front of its micro-batch M; `computed N`; `stepped N` (between the optimizer's s
 `accumulation`: each step has two micro-batches. `scaler`: a `GradScaler`, which skips step 5.
 `consistent`: `ConsistentDDP`. `stream`: the data come from a `ShardedStream`. `loader`: from a
 loader with a state of each rank. `told`: that has the losses of its rank, which the program adds
-after the point `backward N`, behind the backward pass. `compiled`: the model is compiled. `closure`: LBFGS, with a point
-`evaluation N M` in front of each call of its closure.
+after the point `backward N`, behind the backward pass. `compiled`: the model is compiled.
+`closure`: LBFGS, with a point `evaluation N M` in front of each call of its closure.
 `shrink`: a killed rank is not replaced; with `shrinks`, so with any other kind. All have a learning
 rate scheduler.
 """
