@@ -50,6 +50,8 @@ def test_each_chunk_reaches_each_rank_once_and_each_host_once(
 def test_who_shares() -> None:
     loads = [("a", "x"), ("a", "y"), ("b", "x"), ("b", ""), ("a", "x"), ("c", "z"), ("c", "z")]
     assert sharers(loads) == {"x": [[0, 4], [2]]}
+    assert sharers(loads, only_all=True) == {}
+    assert sharers([("a", "x"), ("b", "x")], only_all=True) == {"x": [[0], [1]]}
     found = sharers(loads, is_cached=False)
     assert found == {"x": [[0, 4], [2]], "z": [[5, 6]]}
 
@@ -82,9 +84,18 @@ def size_of(path: Path, step: int) -> int:
     return sum(each.stat().st_size for each in folder.glob("*.distcp"))
 
 
-@pytest.mark.parametrize("hosts", [pytest.param(HOSTS, marks=pytest.mark.slow), ("a", "b")])
-def test_storage_gives_each_byte_once(ranks: Ranks, path: Path, hosts: tuple[str, ...]) -> None:
-    found, read = outcomes(ranks, "reads", path, hosts)
+@pytest.mark.parametrize(
+    ("scenario", "hosts"),
+    [
+        ("reads", ("a", "b")),
+        pytest.param("reads", HOSTS, marks=pytest.mark.slow),
+        pytest.param("reads_with_broadcasts", HOSTS, marks=pytest.mark.slow),
+    ],
+)
+def test_storage_gives_each_byte_once(
+    ranks: Ranks, path: Path, scenario: str, hosts: tuple[str, ...]
+) -> None:
+    found, read = outcomes(ranks, scenario, path, hosts)
     assert {each["value"] for each in found} == {2}
     whole = size_of(path, 2)
     # A chunk that two batches need is read for each. Values are read by each rank.
@@ -131,10 +142,11 @@ def test_what_arrives_damaged_is_read_from_storage(ranks: Ranks, path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("scenario", ["has_no_memory", "has_no_memory_with_broadcasts"])
 def test_a_rank_with_an_error_of_its_own_passes_on_what_the_others_need(
-    ranks: Ranks, path: Path
+    ranks: Ranks, path: Path, scenario: str
 ) -> None:
-    found, _ = outcomes(ranks, "has_no_memory", path)
+    found, _ = outcomes(ranks, scenario, path)
     assert [each["type"] for each in found] == [
         "MemoryError" if rank == 2 else "CheckpointError" for rank in range(len(HOSTS))
     ]

@@ -75,6 +75,14 @@ def reads(path: str) -> None:
 
 
 @scenario
+def reads_with_broadcasts(path: str) -> None:
+    """As in a group of NCCL."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_read, "broadcasts", lambda _: True)
+        reads(path)
+
+
+@scenario
 def cannot_read(path: str) -> None:
     """Rank 1 alone."""
     join_group()
@@ -128,6 +136,13 @@ def has_no_memory(path: str) -> None:
         if RANK == 2:
             patch.setattr(load._Indirect, "piece", piece)
         restored(path)
+
+
+@scenario
+def has_no_memory_with_broadcasts(path: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_read, "broadcasts", lambda _: True)
+        has_no_memory(path)
 
 
 @scenario

@@ -28,7 +28,13 @@ from outlast.async_checkpoint.restore.fit import (
 from outlast.async_checkpoint.restore.from_copies import CopiesInReach, Fetched, plans
 from outlast.async_checkpoint.restore.from_memory import MemorySnapshot, content_in_memory
 from outlast.async_checkpoint.restore.load import batches, load
-from outlast.async_checkpoint.restore.shared_read import Plan, SharedRead, plan_of, sharers
+from outlast.async_checkpoint.restore.shared_read import (
+    Plan,
+    SharedRead,
+    broadcasts,
+    plan_of,
+    sharers,
+)
 from outlast.async_checkpoint.restore.verified_read import check_sizes, storage_source
 from outlast.async_checkpoint.save.folder_session import FolderSession
 from outlast.async_checkpoint.save.left_saves import LeftSave, compared, left_by
@@ -323,7 +329,11 @@ class Restorer:
                 part,
                 lambda parts: (
                     sorted(set.intersection(*(set(each["unexpected"]) for each in parts))),
-                    sharers((each["loads"] for each in parts), is_cached=is_cached),
+                    sharers(
+                        [each["loads"] for each in parts],
+                        is_cached=is_cached,
+                        only_all=shares and broadcasts(self._group),
+                    ),
                 ),
             )
             hosts = by_digest.get(digest, [])

@@ -10,6 +10,10 @@ it, or that waits for it likewise, up to the one that reads it; a send ends when
 to that chunk, and waits for earlier ones only. A rank with an error of its own goes on passing
 chunks, marks those that it could not read, and raises at the end.
 
+A group that takes no tensors in CPU memory (NCCL) broadcasts each chunk instead, if all its ranks
+load the same: sends between two ranks would make a communicator for each pair, and wait for each
+other in one queue. Else each rank reads all.
+
 What has arrived damaged is read from storage by the rank that has found it: the network decides
 nothing about a checkpoint.
 """
@@ -72,18 +76,28 @@ def plan_of(batches: Iterable[Batch]) -> tuple[Plan, str]:
 
 
 def sharers(
-    loads: Iterable[tuple[str, str]], *, is_cached: bool = True
+    loads: Sequence[tuple[str, str]], *, is_cached: bool = True, only_all: bool = False
 ) -> dict[str, list[list[int]]]:
     """The ranks that share their reads, by host, under the digest of what they load; `loads` are
-    host and digest of each rank. Ranks of one host do not if its page cache has what they read.
+    host and digest of each rank. Ranks of one host do not if its page cache has what they read; if
+    `only_all`, ranks of which others load something else do not.
     """
-    fewest = 2 if is_cached else 1  # hosts
+    fewest_hosts, fewest = 2 if is_cached else 1, len(loads) if only_all else 2
     found: dict[str, dict[str, list[int]]] = {}
     for rank, (host, digest) in enumerate(loads):
         if digest:
             found.setdefault(digest, {}).setdefault(host, []).append(rank)
     by_host = {digest: list(hosts.values()) for digest, hosts in found.items()}
-    return {d: h for d, h in by_host.items() if len(h) >= fewest and sum(map(len, h)) > 1}
+    return {
+        digest: hosts
+        for digest, hosts in by_host.items()
+        if len(hosts) >= fewest_hosts and sum(map(len, hosts)) >= fewest
+    }
+
+
+def broadcasts(group: Any) -> bool:
+    """Whether chunks are passed on by broadcasts of all ranks of this group."""
+    return device_of(group).type != "cpu"
 
 
 class Routes:
@@ -99,11 +113,20 @@ class Routes:
             (host, ranks.index(rank)) for host, ranks in enumerate(hosts) if rank in ranks
         ]
 
+    def _turn(self, number: int) -> tuple[int, int]:
+        return self._readers[number % len(self._readers)]
+
+    def broadcast(self, number: int) -> tuple[int | None, list[int]]:
+        """As `route`, if the rank that reads a chunk sends it to all others at once."""
+        place, host = self._turn(number)
+        reader = self._hosts[host][place]
+        return (None, [reader]) if (host, place) == (self._host, self._place) else (reader, [])
+
     def route(self, number: int) -> tuple[int | None, list[int]]:
         """From whom this rank gets the chunk with this number (`None`: it reads it), and to whom it
         passes it on.
         """
-        hosts, (place, root) = self._hosts, self._readers[number % len(self._readers)]
+        hosts, (place, root) = self._hosts, self._turn(number)
 
         def first_on(node: int) -> int:
             ranks = hosts[(root + node) % len(hosts)]
@@ -118,6 +141,10 @@ class Routes:
         return first_on((node - 1) // 2) if node else None, [*map(first_on, children), *behind]
 
 
+class _Missing(Exception):
+    """Another rank could not read a chunk."""
+
+
 class SharedRead:
     """One rank's part in the reads that it shares with the ranks on these hosts, over `group`. Each
     waits for `timeout_s` at most. `read_bytes` is what it has read from storage itself.
@@ -126,8 +153,9 @@ class SharedRead:
     def __init__(
         self, hosts: Sequence[Sequence[int]], plan: Plan, rank: int, group: Any, timeout_s: float
     ) -> None:
-        self._routes, self._left, self._group = Routes(hosts, rank), deque(plan), group
-        self._device = device_of(group)
+        self._left, self._group, self._device = deque(plan), group, device_of(group)
+        self._broadcasts, routes = broadcasts(group), Routes(hosts, rank)
+        self._route = routes.broadcast if self._broadcasts else routes.route
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._errors: list[Exception] = []
         self._in_batch = False  # other ranks wait for its chunks
@@ -135,36 +163,42 @@ class SharedRead:
 
     def load(self, source: Source, work: Callable[[Read], None]) -> None:
         """Calls `work` with what reads each batch of the plan, as `read_verified` does. If it
-        raises, the other ranks get their chunks even so; but not after an error of the group.
+        raises, the other ranks get their chunks even so; but not after an error of the group. If
+        another rank could not read a chunk, what was read is incomplete: that one raises.
         """
         try:
             work(self._read_batch)
-        except Exception:
+        except Exception as e:
             while self._left and not self._in_batch:
                 for _ in self._arrivals(source, self._left.popleft()):
                     pass
-            raise
+            if not isinstance(e, _Missing):
+                raise
 
     def _read_batch(self, source: Source, wanted: Sequence[Piece]) -> None:
         pieces = pieces_by_chunk(source, wanted)
         for chunk, content in self._arrivals(source, self._left.popleft()):
             begin, size = extent_of(source, chunk)
             distribute(content.data_ptr(), begin, begin + size, pieces[chunk])
+            del pieces[chunk]
         if self._errors:
             raise self._errors.pop(0)
+        if pieces:
+            raise _Missing
 
     def _arrivals(
         self, source: Source, chunks: Sequence[Chunk]
     ) -> Iterator[tuple[Chunk, torch.Tensor]]:
         """All chunks in their order, verified; not those that their rank could not read."""
-        routes = [self._routes.route(number) for number in range(len(chunks))]
+        routes = [self._route(number) for number in range(len(chunks))]
+        ahead = 1 if self._broadcasts else 2  # broadcasts begin in the same order on all ranks
         own = [chunk for chunk, (sender, _) in zip(chunks, routes, strict=True) if sender is None]
         arriving: deque[Callable[[], torch.Tensor]] = deque()
         sending: deque[tuple[Any, torch.Tensor]] = deque()
         self._in_batch = True
         with self._reading(source, own) as read:
             for number, (chunk, (sender, receivers)) in enumerate(zip(chunks, routes, strict=True)):
-                while number + len(arriving) < min(number + 2, len(chunks)):
+                while number + len(arriving) < min(number + ahead, len(chunks)):
                     # The next one arrives while this one is verified.
                     after = number + len(arriving)
                     before, size = routes[after][0], extent_of(source, chunks[after])[1]
@@ -232,7 +266,11 @@ class SharedRead:
 
     def _receive(self, sender: int, size: int) -> Callable[[], torch.Tensor]:
         content = torch.empty(size + 1, dtype=torch.uint8, device=self._device)
-        work: Any = dist.irecv(content, self._global(sender), group=self._group)
+        work: Any = (
+            self._send(content, sender)
+            if self._broadcasts
+            else dist.irecv(content, self._global(sender), group=self._group)
+        )
 
         def received() -> torch.Tensor:
             self._await(work)
@@ -241,6 +279,9 @@ class SharedRead:
         return received
 
     def _send(self, content: torch.Tensor, to: int) -> Any:
+        """Or, in a broadcast, what this rank or another one sends."""
+        if self._broadcasts:
+            return dist.broadcast(content, self._global(to), group=self._group, async_op=True)
         return dist.isend(content, self._global(to), group=self._group)
 
     def _await(self, work: Any) -> None:
