@@ -49,7 +49,7 @@ FRAMEWORKS_STAMP := $(FRAMEWORKS_VENV)/.installed
 BUILT_FROM := pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help venv services demo demo-hosts test test-all test-hosts test-ray test-ports campaign torture gpu cuda-names check format bench docs dist clean
+.PHONY: help venv services demo demo-hosts test test-all test-slow test-hosts test-ray test-ports campaign torture gpu cuda-names check format bench docs dist clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -126,14 +126,17 @@ services:
 	.ci/services
 
 # With AFTER_TEST=1, as in CI: without those that `make test` runs, without `exhaustive` ones, and with
-# some of many cases. The last environment is installed while the tests with hosts run. A
-# cluster of Ray has dozens of processes that import for a minute, so nothing runs beside it.
+# some of many cases. What mostly waits runs at the same time: the first tests and the installation of
+# the last environments, then hosts and ports. A cluster of Ray has dozens of processes that import for
+# a minute, so nothing runs beside it.
 test-all: $(STAMP) services
+	$(MAKE) --jobs 2 --output-sync=target test-slow $(MEGATRON_STAMP)
+	$(MAKE) --jobs 2 --output-sync=target test-hosts test-ports
+	$(MAKE) test-ray
+
+test-slow: $(STAMP) services
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --all --ignore tests/hosts \
 		--ignore tests/ports $(if $(AFTER_TEST),-m 'slow and not exhaustive' --fewer-cases)
-	$(MAKE) --jobs 2 test-hosts $(FRAMEWORKS_STAMP)
-	$(MAKE) test-ports
-	$(MAKE) test-ray
 
 # Each test has several hosts, with several processes each, which renew their leases in time.
 test-hosts: $(STAMP) services

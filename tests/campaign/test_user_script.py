@@ -170,6 +170,7 @@ def test_a_script_through_faults(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_script_that_a_restart_changes_fails(tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     faults = (fail_at(1, kind="exception", step=30),)
@@ -185,6 +186,7 @@ def test_a_script_that_a_restart_changes_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_script_without_a_seed_is_refused_before_any_fault(tmp_path: Path) -> None:
     code, output = invoke(
         *("--faults=1", "--nproc-per-node=2", f"--out={tmp_path}"),

@@ -83,6 +83,7 @@ def stopped(seed: int) -> Result:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_request_to_stop_ends_the_job_after_one_restart() -> None:
     results = [stopped(seed) for seed in range(_CHUNK)]
     ended = [any(isinstance(e, SystemExit) for e in r.raised.values()) for r in results]

@@ -10,6 +10,7 @@ from torture.runner import run_trial
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.exhaustive
 def test_what_was_committed_survives_the_loss_of_the_journal() -> None:
     if why := calls.why_not() or ext4.why_not():
         pytest.skip(why)

@@ -14,6 +14,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("subject", ["save", "save-replaced", "save-recycled", "restore"])
+@pytest.mark.exhaustive
 def test_a_failing_call_is_told_and_loses_nothing(subject: str) -> None:
     report = run_trial(f"fail:{subject}", 0, 60.0, most=16)
     assert not report.violations, "\n".join(report.violations[:5])

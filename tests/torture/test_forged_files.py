@@ -23,6 +23,7 @@ TESTS = Path(__file__).parents[1]
         pytest.param(4000, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
     ],
 )
+@pytest.mark.exhaustive
 def test_no_forged_file_is_believed(most: int) -> None:
     """In a process of its own: a crash, a hang and a limit of its memory are its own too."""
     program = (

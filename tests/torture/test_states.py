@@ -29,6 +29,7 @@ def test_a_difference_is_found(value: object) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.exhaustive
 def test_states_come_back_or_are_refused_by_name() -> None:
     result = run_cases(range(40), math.inf)
     assert not result.violations, "\n".join(result.violations[:5])

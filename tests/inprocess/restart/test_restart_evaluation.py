@@ -26,6 +26,8 @@ slow = pytest.mark.slow
         ("gil", "work", "pings"),
     ],
 )
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_work_that_takes_longer_than_the_soft_timeout_is_no_hang(
     ranks: Ranks, work: str, wait: str, pings: str
 ) -> None:

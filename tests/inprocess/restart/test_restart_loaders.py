@@ -43,6 +43,7 @@ def test_a_worker_that_has_ended_is_not_waited_for() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_worker_that_waits_for_ever_is_a_hang(ranks: Ranks) -> None:
     """A slow one, in the next iteration, is none."""
     with ranks("loaders", "waits_for_a_worker", nprocs=2) as job:

@@ -47,6 +47,7 @@ def test_no_schedule_lets_two_groups_act_or_keeps_the_hosts_apart() -> None:
 @pytest.mark.parametrize(
     "first", [100, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (600, 1100))]
 )
+@pytest.mark.exhaustive
 def test_no_schedule_of_many_lets_two_groups_act(first: int) -> None:
     _vary([simulate_founding(seed) for seed in range(first, first + _CHUNK)])
 
@@ -191,6 +192,7 @@ MUTATIONS: dict[str, tuple[int, str, list[Mutation]]] = {
         for number, name in enumerate(MUTATIONS)
     ],
 )
+@pytest.mark.exhaustive
 def test_the_simulation_of_launchers_finds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     first, found, mutations = MUTATIONS[name]
     for mutation in mutations:

@@ -120,6 +120,7 @@ def test_a_rank_never_comes() -> None:
     ],
     ids=" ".join,
 )
+@pytest.mark.exhaustive
 def test_three_ranks_in_all_orders(kinds: tuple[str, ...]) -> None:
     for steps in ((7, 7, 7), (7, 7, 8), (8, 7, 7), (7, 8, 9)):
         run(*(Call(s, k) for s, k in zip(steps, kinds, strict=True))).explorer.visit_all()
@@ -149,6 +150,7 @@ def drawn(seed: int) -> Run:
     "first",
     [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(_CHUNK, SEEDS, _CHUNK))],
 )
+@pytest.mark.exhaustive
 def test_drawn_orders_of_more_ranks_and_saves(first: int) -> None:
     for seed in range(first, first + (_CHUNK if first else 50)):
         drawn(seed).explorer.follow(seed)
