@@ -28,6 +28,7 @@ user code derives from `BaseException`, so that `except Exception` does not catc
             +-- CheckpointUnsavable      the state to save contains what cannot be saved
             +-- CheckpointReadError      a checkpoint cannot be read now, and may be intact
             +-- CheckpointTimeout        a wait for storage or other ranks exceeded its timeout
+            +-- TornSnapshot             the program has written to what was being copied
             +-- UnevenRanks              the ranks have not made the same steps
             +-- SaveCancelled            a save was dropped for all ranks; a CancelledError too
             +-- FolderInUse              another job saves into the same folder
@@ -82,6 +83,7 @@ __all__ = [
     "SaveCancelled",
     "SkipBatches",
     "StoreError",
+    "TornSnapshot",
     "UnevenRanks",
     "UnrecoverableFault",
 ]
@@ -224,6 +226,12 @@ class CheckpointReadError(CheckpointError):
 class CheckpointTimeout(CheckpointError, TimeoutError):
     """A wait of a save exceeded the checkpointer's `timeout`; names the folder and what was waited
     for, such as a disk that does not respond.
+    """
+
+
+class TornSnapshot(CheckpointError):
+    """A save with `overlap` has failed, because the program has written to tensors, before the
+    optimizer's step, that were being copied; names the first of them. Later saves copy at once.
     """
 
 

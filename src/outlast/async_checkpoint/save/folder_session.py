@@ -43,6 +43,7 @@ _lock = threading.Lock()
 class FolderSession:
     """See the module. One checkpointer, its `owner`, uses it at a time. `linger_s` is how long the
     snapshots outlive this process. Another folder of the same name has a different `identity`.
+    `overlaps`: whether tensors may be copied during training; until that has torn a snapshot.
     `recycles`: whether this process has removed checkpoints: the recycled files are its own then,
     and it deletes them at its end, whichever rank it is by then. `keeper` and `copies` copy the
     snapshots to another host, and hold those of others. `kept` is memory that the writer keeps for
@@ -56,7 +57,7 @@ class FolderSession:
         self.options = (threads, linger_s, replicas)
         self.storage = open_storage(url)
         self.locked = False
-        self.recycles = False
+        self.overlaps, self.recycles = True, False
         self.identity = ""
         self.credentials = Credentials()  # on rank 0
         self.owner: Any = None  # a `Checkpointer`, whose module imports this one

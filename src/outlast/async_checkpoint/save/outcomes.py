@@ -26,7 +26,7 @@ from outlast.async_checkpoint.storage.manifest import Manifest
 from outlast.async_checkpoint.storage.system_errors import NO_ROOM
 from outlast.async_checkpoint.writer.main import Writer
 from outlast.async_checkpoint.writer.write_files import Dropped
-from outlast.errors import CheckpointError, OutlastError, UnevenRanks
+from outlast.errors import CheckpointError, OutlastError, TornSnapshot, UnevenRanks
 from outlast.events.emitter import Emitter
 from outlast.events.types import CheckpointCommitted, CheckpointFailed, CheckpointRemoved
 
@@ -57,14 +57,18 @@ class SaveOutcomes:
         """Makes `raise_unseen` raise the error of this save, unless the handle was read before."""
         self._unseen.append(handle)
 
-    def raise_unseen(self) -> None:
-        """Raises the first error that no caller has seen, unless the policy tolerates it."""
+    def raise_unseen(self, *, saved_again: bool = False) -> None:
+        """Raises the first error that no caller has seen, unless the policy tolerates it. That of a
+        torn snapshot needs no action once a state is `saved_again`.
+        """
         unseen = [handle for handle in self._unseen if handle.unseen_error is not None]
         self._unseen = [handle for handle in self._unseen if not handle.done()]
         for handle in unseen:
             error = handle.unseen_error
             assert error is not None
             handle._seen = True
+            if saved_again and isinstance(error, TornSnapshot):
+                continue
             if (
                 isinstance(error, UnevenRanks)
                 or self._policy is None
@@ -93,6 +97,11 @@ class SaveOutcomes:
             # A restart in place drops the saves in progress, and the store may be gone before this
             # process is told. If training continues, the next call raises the error.
             log.debug("%s", error)
+        elif isinstance(error, TornSnapshot):
+            says = self._session.overlaps and not error.of_another_rank
+            self._session.overlaps = False
+            text = "%s. From now on, a save copies everything at once, as with overlap=False"
+            log.log(logging.WARNING if says else logging.DEBUG, text, error)
         elif self._policy is None or not self._policy.failed(error):
             another = isinstance(error, OutlastError) and error.of_another_rank
             log.log(logging.INFO if another else logging.ERROR, "%s", error)

@@ -32,6 +32,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from outlast.async_checkpoint.snapshot.snapshot import TORN
 from outlast.async_checkpoint.writer.client import ProcessFailed
 from outlast.async_checkpoint.writer.write_files import Dropped
 from outlast.coordination.call_ledger import DIFFERENT_ORDER, CallFailure, CallLedger, Round
@@ -43,6 +44,7 @@ from outlast.errors import (
     OutlastError,
     SaveCancelled,
     StoreError,
+    TornSnapshot,
     UnevenRanks,
 )
 from outlast.events.hung_ranks import EQUAL_STEPS
@@ -227,7 +229,7 @@ class SaveRound:
         if failure.cause == ABORTED:
             return SaveCancelled(f"the {failure.name} was dropped for all ranks by {where}")
         text = f"the {failure.name} failed on {where}: {failure.cause}"
-        kind = CheckpointTimeout if late else CheckpointError
+        kind = TornSnapshot if TORN in text else CheckpointTimeout if late else CheckpointError
         if DIFFERENT_ORDER in text:
             kind = UnevenRanks
             if EQUAL_STEPS not in text:

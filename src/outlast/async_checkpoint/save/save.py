@@ -39,7 +39,13 @@ from outlast.async_checkpoint.writer.main import Writer
 from outlast.async_checkpoint.writer.write_files import Dropped
 from outlast.coordination.call_ledger import CallFailure
 from outlast.coordination.waits import waits
-from outlast.errors import CheckpointError, CheckpointTimeout, OutlastError, StoreError
+from outlast.errors import (
+    CheckpointError,
+    CheckpointTimeout,
+    OutlastError,
+    StoreError,
+    TornSnapshot,
+)
 from outlast.system.error_text import describe, drop_tracebacks
 
 _DROPPED = "dropped for all ranks by rank 0, while it was being committed"
@@ -140,9 +146,13 @@ class Save:
         )
 
     def seal(self) -> None:
-        """Waits for the copy of the snapshot, where no write to the tensors is in progress."""
+        """Waits for the copy of the snapshot, where no write to the tensors is in progress; if it
+        is torn, until the save has failed, and later ones are copied at once.
+        """
         if self.taken is not None:
             self.taken.seal()
+            if isinstance(self.taken.error, TornSnapshot):
+                self.handle._await_end(self._timeout_s)
 
     def refuse(self, error: BaseException) -> None:
         """Fails a save that cannot go on, so that the other ranks do not wait for this one."""

@@ -33,7 +33,7 @@ from outlast.async_checkpoint.writer.main import Writer
 from outlast.coordination.agreement import OF_ALL_RANKS
 from outlast.coordination.call_ledger import DIFFERENT_ORDER, CallLedger
 from outlast.coordination.waits import waits, works
-from outlast.errors import CheckpointError, StoreError
+from outlast.errors import CheckpointError, StoreError, TornSnapshot
 from outlast.events.emitter import Emitter
 from outlast.system.devices import on_this_device
 from outlast.system.error_text import describe
@@ -47,7 +47,8 @@ _CONCLUDE_S = 10.0  # for rank 0, after an abort that came too late to drop a sa
 
 class Saves:
     """One rank's saves. The ids of the saves begin with `job`. `beside` is called for each save, on
-    the training thread.
+    the training thread; `torn` once, on the thread of the saves of all ranks, when the first save
+    has failed because a snapshot was torn. From then on, everything is copied at once.
     """
 
     def __init__(
@@ -63,9 +64,10 @@ class Saves:
     ) -> None:
         self._session, self._ledger, self._job, self._clock = session, ledger, job, emitter.clock
         self._structures = Structures(session.memo, ledger.rank, ledger.world_size)
-        self._snapshotter = Snapshotter(session.writer, optimizers)
+        self._snapshotter = Snapshotter(session.writer, optimizers if session.overlaps else ())
         self._aborted = threading.Event()
         self.beside: Callable[[], Beside] = Beside
+        self.torn: Callable[[], object] = _nothing
         self.outcomes = SaveOutcomes(session, keep, policy, emitter, self._aborted)
         self._count = 0  # of saves so far, including those without a snapshot
         self._queue: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
@@ -109,7 +111,7 @@ class Saves:
                 save.refuse(e)
             raise
         # Last: other ranks may raise it at a later save, and the saves of all ranks stay in step.
-        self.outcomes.raise_unseen()
+        self.outcomes.raise_unseen(saved_again=True)
         return save.handle
 
     def resume_left(
@@ -229,6 +231,8 @@ class Saves:
         with self._lock:
             if error is not None and is_due_to_restart(error) and not self._aborted.is_set():
                 self._cut_off(save)  # another rank was the first to drop it
+            if isinstance(error, TornSnapshot):
+                self._snapshotter.abandon()
             self._pending.remove(save)
             queued = len(self._pending)
         taken, session = save.taken, self._session
@@ -239,6 +243,9 @@ class Saves:
             tell = session.writer.tell
             tell(Writer.committed, buffer=number, save_id=taken.save_id, final=save.final)
         session.pool.give_back(taken.buffer, taken.turn)
+        if isinstance(error, TornSnapshot):
+            torn, self.torn = self.torn, _nothing
+            torn()
         save.handle._end(error, save.step)
         self.outcomes.ended(save, size_bytes, error, queued)
         # Last, so that nothing waits for it.
@@ -305,3 +312,7 @@ class Saves:
                     save.round.conclude({"unknown": "rank 0 did not report it before the restart"})
         except StoreError:
             pass  # the thread of the saves, which waits on the store, gets the same error
+
+
+def _nothing() -> None:
+    """The `torn` of saves that no `Job` makes, or of which it has learned."""

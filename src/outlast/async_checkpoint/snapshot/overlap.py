@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from outlast.errors import CheckpointError
 from outlast.system.devices import on_accelerator
 
 _WORTH_A_CALL = 64 << 10  # below that, a call costs more than the copy
@@ -30,24 +29,25 @@ def _has_bytes(tensor: torch.Tensor) -> bool:
 class Writes:
     """The writes to tensors that torch has counted since this object was created."""
 
-    def __init__(self, sources: Iterable[torch.Tensor]) -> None:
+    def __init__(
+        self, sources: Iterable[torch.Tensor], name_of: Callable[[torch.Tensor], str] = str
+    ) -> None:
+        self._name_of = name_of
         # A tensor made in inference mode has no count, and cannot be written to outside of it.
         self._sources = [source for source in sources if not source.is_inference()]
         self._versions = [source._version for source in self._sources]
 
-    def found(self, hint: str) -> CheckpointError | None:
-        """The error if there were any; `hint` completes its message."""
+    def found(self) -> str:
+        """Which tensors were written to, in words; empty if none was."""
         changed = [
-            tuple(source.shape)
+            source
             for source, version in zip(self._sources, self._versions, strict=True)
             if source._version != version
         ]
         if not changed:
-            return None
-        return CheckpointError(
-            f"{len(changed)} tensors (the first of shape {changed[0]}) were written to while "
-            f"they were copied, {hint}: the snapshot is torn"
-        )
+            return ""
+        others = f" and {len(changed) - 1} more were" if changed[1:] else " was"
+        return f"{self._name_of(changed[0])!r}{others} written to"
 
 
 def can_overlap(tensor: torch.Tensor, owned: set[int]) -> bool:

@@ -45,11 +45,13 @@ from outlast.async_checkpoint.writer.client import WriterClient
 from outlast.async_checkpoint.writer.handover import SnapshotDescription
 from outlast.async_checkpoint.writer.main import Writer
 from outlast.async_checkpoint.writer.write_files import checksums_of
-from outlast.errors import CheckpointError, SaveCancelled
+from outlast.errors import CheckpointError, SaveCancelled, TornSnapshot
 from outlast.system.devices import on_accelerator, on_this_device
 
 # The writer, which writes pieces of this size, is notified whenever this much has been copied.
 _REPORTED_BYTES = 16 << 20
+TORN = "before the optimizer's step, during the copy of a save"
+"""In the message of a `TornSnapshot`, on all ranks."""
 
 
 class Snapshot:
@@ -113,12 +115,13 @@ class Snapshot:
         copies: Sequence[CopyPair],
         chunks: Chunks | DeviceChunks,
         optimizers: Sequence[Optimizer],
+        writes: Writes,
     ) -> None:
         """Copies contiguous tensors in a thread, and makes the optimizers' steps wait for that.
         `chunks` make the copies, in the order of their addresses.
         """
         self._copies, self._chunks, self._optimizers = copies, chunks, optimizers
-        self._writes = Writes(source for source, _ in copies)
+        self._writes = writes
         copy = on_this_device(self._copy)
         self._thread = threading.Thread(target=copy, name="outlast-snapshot", daemon=True)
         self._hook = register_optimizer_step_pre_hook(self._before_step)
@@ -174,10 +177,8 @@ class Snapshot:
             return CheckpointError("the snapshot was never copied")
         if self._copy_error is not None:
             return CheckpointError(f"the copy of a tensor failed: {self._copy_error}")
-        return self._writes.found(
-            "before the optimizer's step (save such tensors eagerly: leave their optimizer out of "
-            "`overlap`)"
-        )
+        written = self._writes.found()
+        return TornSnapshot(f"{written} {TORN}") if written else None
 
     def _await_copy(self) -> None:
         # Not `join`: after an interrupted `join`, a thread that is still copying counts as dead
@@ -235,7 +236,7 @@ class Snapshotter:
         self._private: Last[bool] = Last()
 
     def abandon(self) -> None:
-        """After the last snapshot: releases the optimizers."""
+        """Releases the optimizers: what is left to save is copied at once. On any thread."""
         self._optimizers = ()
 
     def take(
@@ -252,28 +253,36 @@ class Snapshotter:
         snapshot = Snapshot(description, values, buffer, self._writer)
         self._writer.start()
         sources = structure.sources(leaves)
-        later, now = self._split(list(zip(sources, buffer.targets, strict=True)))
+        optimizers = self._optimizers  # another thread may call `abandon`
+        later, now = self._split(list(zip(sources, buffer.targets, strict=True)), optimizers)
         by_chunks = [pair for pair in now if is_contiguous_cpu(pair[0])]
         by_torch = [pair for pair in now if not is_contiguous_cpu(pair[0])]
         files = structure.files
         # The copy hashes only where training does not wait for it (`snapshot/chunk_copy.py`).
         by_device = bool(later) and on_accelerator(later[0][0])
         snapshot.hashed = bool(later) and not by_device and self._are_private(sources)
-        writes = Writes(source for source, _ in now)
+
+        def name_of(tensor: torch.Tensor) -> str:
+            pairs = zip(structure.tensors, sources, strict=True)
+            return next(item.name for item, source in pairs if source is tensor)
+
+        writes = Writes((source for source, _ in now), name_of)
         snapshot.copy_now(DeviceCopy(by_torch))
         eager = self._now.chunks(memory, files, by_chunks, hashed=False)
         snapshot.copy_now(EagerCopy(by_chunks, eager))
-        error = writes.found("by another thread")
-        if error is not None or not later:
+        written = writes.found()
+        if written or not later:
             snapshot.hashed = False
-            snapshot.end(error)
+            error = f"{written} by another thread, during the copy: the snapshot is torn"
+            snapshot.end(CheckpointError(error) if written else None)
             return snapshot
         chunks = (
             DeviceChunks(later)
             if by_device
             else self._later.chunks(memory, files, later, hashed=snapshot.hashed)
         )
-        snapshot.copy_later(later, chunks, self._optimizers)
+        writes = Writes((source for source, _ in later), name_of)
+        snapshot.copy_later(later, chunks, optimizers, writes)
         return snapshot
 
     def _are_private(self, sources: Sequence[torch.Tensor]) -> bool:
@@ -283,10 +292,13 @@ class Snapshotter:
         shared = (source.is_shared() for source in sources if source.device.type == "cpu")
         return self._private.of(addresses, lambda: not any(shared))
 
-    def _split(self, copies: list[CopyPair]) -> tuple[list[CopyPair], list[CopyPair]]:
-        if not self._optimizers:
+    @staticmethod
+    def _split(
+        copies: list[CopyPair], optimizers: Sequence[Optimizer]
+    ) -> tuple[list[CopyPair], list[CopyPair]]:
+        if not optimizers:
             return [], copies
-        owned = addresses_of_optimizers(self._optimizers)
+        owned = addresses_of_optimizers(optimizers)
         later: list[CopyPair] = []
         now: list[CopyPair] = []
         for source, to in copies:

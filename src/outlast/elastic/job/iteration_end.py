@@ -104,7 +104,7 @@ class IterationEnd:
         """The step is noted: runs its functions; ends it, outside of `job.batches`."""
         if self._due:
             self._run(self._due)
-        self._save_is_due |= self._saves.schedule.is_due(self._steps)
+        self._save_is_due |= self._saves.is_due()
         was_pending, self._is_pending = self._is_pending, True
         if was_pending or not self._epochs.in_batches:
             self._end()

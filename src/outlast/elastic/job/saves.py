@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import numbers
+import threading
 import time
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import NamedTuple
 
 from outlast.async_checkpoint import Checkpointer, SaveHandle
+from outlast.coordination.agreement import Agreement
 from outlast.coordination.call_ledger import CallLedger
+from outlast.coordination.waits import waits
 from outlast.elastic.job.training_state import TrainingState
+from outlast.errors import OutlastError, TornSnapshot
 from outlast.system.arguments import as_int, as_timedelta
 
 log = logging.getLogger("outlast.elastic")
@@ -41,6 +46,9 @@ class Saves:
         self._training, self._finite, self._checkpointer = training, finite, checkpointer
         self._ledger = checkpointer.ledger
         self.schedule = SaveSchedule(every, self._ledger)
+        ranks, again = checkpointer.ranks, self._ledger.child("again")
+        self._again = SaveAgain(Agreement(again, ranks.timeout_s, checkpointer.session.url))
+        checkpointer.saves.torn = self._again.ask
         self._beside = partial(training.beside, self._ledger)
         self._handle: SaveHandle | None = None
         self._saved: Progress | None = None
@@ -94,9 +102,16 @@ class Saves:
         if metric is not None:
             self._metric = self.step, metric
 
+    def is_due(self) -> bool:
+        """Whether all ranks save after this step, on schedule or because a snapshot was torn."""
+        self._checkpointer.saves.seal_all()  # each learns of that without a further step
+        return self._again.is_due(self.step) | self.schedule.is_due(self.step)
+
     def save(self) -> SaveHandle:
         if self._handle is not None and self._handle.step == self.step:
-            self._checkpointer.wait()  # `Job.step` has just saved: this save replaces that one
+            # `Job.step` has just saved: this save replaces that one.
+            with contextlib.suppress(TornSnapshot):
+                self._handle.wait()
         self._handle = self.save_to(self._checkpointer)
         self._saved = self._progress
         return self._handle
@@ -172,6 +187,46 @@ class SaveSchedule:
         ahead = min(round(left * done / elapsed), 3 * done)
         key = f"save-due/{self._start_step}/{steps}"
         return int(self._ledger.agree(key, str(steps + ahead)))
+
+
+class SaveAgain:
+    """Agrees on the step after which all ranks save, since one of their snapshots was torn.
+
+    When a rank learns that, in its thread of the saves (`ask`), it reports how many steps it has
+    begun, and stops at a step boundary until all have reported. All ranks reach the greatest of
+    these numbers, and none passes it: see `stop_agreement`.
+    """
+
+    def __init__(self, ranks: Agreement) -> None:
+        self._ranks = ranks
+        self._begun = 0  # steps, including the next one
+        self._after: int | None = None
+        self._is_asked, self._changed = False, threading.Condition()
+
+    def ask(self) -> None:
+        with self._changed:
+            self._is_asked, begun = True, self._begun
+        after = None
+        try:
+            # If a rank does not answer, the next save on schedule fails, or a restart comes first.
+            with contextlib.suppress(OutlastError):
+                after = max(self._ranks.exchange(begun))
+        finally:
+            with self._changed:
+                self._is_asked, self._after = False, after
+                self._changed.notify_all()
+
+    def is_due(self, step: int) -> bool:
+        """Whether all ranks save after this step. Call it after each, before the next begins."""
+        with self._changed:
+            if self._is_asked:
+                with waits():
+                    self._changed.wait_for(lambda: not self._is_asked)
+            is_due = self._after is not None and step >= self._after
+            if is_due:
+                self._after = None
+            self._begun = step + 1
+            return is_due
 
 
 def check_interval(every: object) -> int | datetime.timedelta | None:
