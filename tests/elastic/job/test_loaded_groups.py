@@ -201,7 +201,43 @@ def test_a_group_with_a_parameter_that_is_not_there_is_refused(tmp_path: Path) -
         job.step()
     optimizer = torch.optim.AdamW([model.weight], lr=0.1)
     job = outlast.Job(tmp_path, model=model, optimizer=optimizer, signals=())
-    with pytest.raises(CheckpointMismatch, match="does not have all parameters of group 1"):
+    with pytest.raises(CheckpointMismatch, match=r"group 1 before .* did not have them"):
         job.restore()
     assert len(optimizer.param_groups) == 1
     job.close()
+
+
+def thawing(path: Path, *, end: int, again: bool = False) -> None:
+    """From the second step on, the last layer is trained, too; if `again`, from the beginning."""
+    model, _ = layers("first", "last")
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    model[1].requires_grad_(again)
+    with outlast.Job(path, model=model, optimizer=optimizer, every=1, signals=()) as job:
+        job.restore()
+        while job.steps < end:
+            if job.steps == 1:
+                model[1].requires_grad_()
+                optimizer.add_param_group({"params": model[1].parameters()})
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            job.step()
+
+
+def test_a_group_that_is_added_again_must_be_trained(tmp_path: Path) -> None:
+    """What the program did in a step that is not made again: it would train less in silence."""
+    thawing(tmp_path, end=3)
+    with pytest.raises(CheckpointMismatch, match=r"in step 4: last.weight, last.bias\. .*before"):
+        thawing(tmp_path, end=5)
+    with outlast.Checkpointer(tmp_path) as checkpointer:
+        assert [each.step for each in checkpointer.checkpoints()][-1] == 3
+    thawing(tmp_path, end=5, again=True)
+
+
+def test_a_group_that_lacks_is_named_with_its_parameters(tmp_path: Path) -> None:
+    model, _ = layers("a", "b")
+    groups = [{"params": model[0].parameters()}, {"params": model[1].parameters()}]
+    train(tmp_path, model, torch.optim.SGD(groups, lr=0.1))
+    with pytest.raises(
+        CheckpointMismatch, match=r"2 were saved. Add group 1 before .*: b.weight, b.bias"
+    ):
+        train(tmp_path, model, torch.optim.SGD(model[0].parameters(), lr=0.1))

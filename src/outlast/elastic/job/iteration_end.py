@@ -85,10 +85,11 @@ class IterationEnd:
     # ------------------------------------------------------------------------------- a step
 
     def check_step(self) -> None:
-        """A `ValueError` in a function of `after_steps`."""
+        """Before the step counts. A `ValueError` in a function of `after_steps`."""
         if self.running:
             is_part = "which job.after_steps() runs as a part of a step"
             raise ValueError(f"job.step() in {self.running}, {is_part}")
+        self._training.check_modes(self._rank)
 
     def counted(self, frame: FrameType) -> None:
         """The step is counted; `frame` is that which has called `job.step()`."""
@@ -144,7 +145,6 @@ class IterationEnd:
 
     def _end(self) -> None:
         self._is_pending = False
-        self._training.modes.check(self._rank, self._steps)
         self._stop.completed(self._steps, self.save_for_stop, self._restoring, self._save_for_move)
         self._save_if_due()
 

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from outlast.elastic.job.parts import Part
 from outlast.elastic.tensors import rewrap
 from outlast.elastic.wrapped_modules import load_plain, plain_name, plain_state_dict
+from outlast.errors import CheckpointMismatch
 from outlast.inprocess.running_call import RunningCall
 
 log = logging.getLogger("outlast.elastic")
@@ -69,25 +70,30 @@ class ModelModes(Part):
     def load(self, state: Mapping[str, Any], steps: int) -> None:
         self._expected = state[_NAMES] if steps and state else None
 
-    def check(self, rank: int, steps: int) -> None:
-        """Call it at the end of each step. Warns of a parameter that was trained before a restore,
-        and is not now: the function has unfrozen it in a step that is not made again.
+    def check(self, rank: int, steps: int, added: Iterable[str] = ()) -> None:
+        """Call it before each step is counted. Warns of a parameter that was trained before a
+        restore, and is not now: the function has unfrozen it in a step that is not made again. It
+        may also freeze it on purpose, but not one of those `added` to an optimizer by the restore:
+        that is a `CheckpointMismatch`.
         """
         expected, self._expected = self._expected, None
-        if expected is None or rank != 0:
+        if expected is None:
             return
         known = set(expected[1:])
         names = [n for n in self._names(False) if (n in known) == (expected[0] == "trained")]
-        if names:
-            log.warning(
-                "%d parameters were trained in the state that this job continued from, and are not "
-                "in step %d: %s%s. What unfreezes a parameter once has to run again before the "
-                "model is wrapped",
-                len(names),
-                steps,
-                ", ".join(names[:3]),
-                ", ..." if len(names) > 3 else "",
-            )
+        added_names = {plain_name(name) for name in added}
+        wrong = [name for name in names if name in added_names]
+        found = wrong or names
+        text = (
+            f"{len(found)} parameters were trained in the state that this job continued from, and "
+            f"are not in step {steps}: {', '.join(found[:3])}{', ...' * (len(found) > 3)}. What "
+            f"unfreezes a parameter once{' and adds it to the optimizer' * bool(wrong)} has to run "
+            f"again before {'job.restore()' if wrong else 'the model is wrapped'}"
+        )
+        if wrong:
+            raise CheckpointMismatch(text)
+        if names and rank == 0:
+            log.warning("%s", text)
 
 
 def restore_modes(module: nn.Module, call: RunningCall) -> None:

@@ -52,6 +52,7 @@ class OptimizerPart(Part):
         self._module, self._is_named = module, is_named
         self._first_added = len(getattr(optimizer, "param_groups", ()))
         self._known: dict[torch.Tensor, str] = {}
+        self.added: list[str] = []  # the parameters of the groups that a restore has added again
         self.created = False  # the present moments are those of `create_sharded_moments`
         # What a constructor makes, the first step expects. Of an optimizer that was used, nothing.
         is_new = optimizer not in _USED
@@ -83,7 +84,7 @@ class OptimizerPart(Part):
         state = dict(state)
         has_moments = state.pop(_HAS_MOMENTS, True)
         del self._source.param_groups[max(self._first_added, len(state["param_groups"])) :]
-        _add_groups(self._source, self._module, state["param_groups"])
+        self.added = _add_groups(self._source, self._module, state["param_groups"])
         names = self._names()
         pairs = zip(self._source.param_groups, [*state["param_groups"], {}], strict=False)
         is_torchs = isinstance(self._source, Optimizer)
@@ -187,19 +188,25 @@ class OptimizerPart(Part):
                     moments[name] = strided.copy_(value)
 
 
-def _add_groups(optimizer: Optimizer, module: nn.Module, saved: list[Any]) -> None:
-    """Adds the groups that were added in training; `CheckpointMismatch` if a parameter lacks."""
-    parameters = dict(module.named_parameters())
+def _add_groups(optimizer: Optimizer, module: nn.Module, saved: list[Any]) -> list[str]:
+    """Adds the groups that were added in training, and returns the names of their parameters; a
+    `CheckpointMismatch` if the model lacks one, or the optimizer lacks another group.
+    """
+    parameters, found = dict(module.named_parameters()), list[str]()
     for number, group in [*enumerate(saved)][len(optimizer.param_groups) :]:
         names = group.get(_ADDED, [""])
         if not parameters.keys() >= {*names}:
+            lacking = group.get(_PARAMETERS, "\n".join(names)).split("\n")
             raise CheckpointMismatch(
-                f"the optimizer has {number} parameter groups, {len(saved)} were saved, and the "
-                f"model does not have all parameters of group {number}: {names[:10]}"
+                f"the optimizer has {number} parameter groups, and {len(saved)} were saved. Add "
+                f"group {number} before job.restore(), with its parameters in the model: "
+                f"{', '.join(lacking[:10]) or 'the model did not have them at the save, either'}"
             )
         added = [parameters[name] for name in names]
         named = zip(group[_NAMES], added, strict=True) if _NAMES in group else added
         optimizer.add_param_group({"params": [*named]})
+        found += names
+    return found
 
 
 def _loaded_group(

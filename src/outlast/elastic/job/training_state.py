@@ -130,6 +130,10 @@ class TrainingState:
         if random:
             self.parts["random"] = RandomPart(rank)
 
+    def check_modes(self, rank: int) -> None:
+        added = [name for part in self._optimizer_parts.values() for name in part.added]
+        self.modes.check(rank, self.counters.steps + 1, added)
+
     def stepped(self, samples: int | None) -> None:
         self.epochs.stepped(self.counters.steps + 1)
         self.buckets.note()
