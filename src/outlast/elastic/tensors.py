@@ -31,8 +31,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a local tensor: a view, or a copy if it is not contiguous."""
-    return local(tensor).contiguous().flatten().view(torch.uint8)
+    """The bytes of a local tensor: a view, or a copy if it is not contiguous, or a conjugate."""
+    resolved = local(tensor).resolve_conj().resolve_neg()
+    return resolved.contiguous().flatten().view(torch.uint8)
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

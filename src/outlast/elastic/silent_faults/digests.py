@@ -112,7 +112,7 @@ def _bytes_of(tensor: torch.Tensor, part: Part) -> torch.Tensor:
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's bytes: in memory if its elements lie together, in any order; else a copy's."""
-    tensor = local(tensor)
+    tensor = local(tensor).resolve_conj().resolve_neg()
     if not tensor.is_contiguous():
         order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
         tensor = tensor.permute(order)
