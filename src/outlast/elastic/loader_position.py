@@ -61,10 +61,12 @@ class LoaderPosition:
         epoch = self._present_epoch()
         if self._pass is None or self._epoch != epoch:
             self._pass, self._epoch = Pass(length_of(loader), False), epoch
-        elif self._pass.length != len(loader):
+        self._pass.compare(loader)
+        if self._pass.length != len(loader):
             raise ValueError(
                 f"epoch {epoch} was saved after {self._pass.done} of {self._pass.length} batches, "
-                f"and now the loader has {len(loader)}: the job continues with the same one only"
+                f"and now the loader has {len(loader)}{self._pass.change}. The job continues with "
+                "the same one only"
             )
         yield from self._pass.batches(loader, None, generators.mix64(epoch))
 

@@ -175,8 +175,12 @@ def test_shards_are_read_from_their_offset() -> None:
 def test_a_state_of_other_shards_is_refused_and_nothing_is_changed() -> None:
     each = stream()
     before = each.state_dict()
-    for shards in (["shard 0"], ["shard 1", "shard 0"], ["shard 0", "other"]):
-        with pytest.raises(ValueError, match="the shards differ: 2 here"):
+    for shards, difference in (
+        (["shard 0"], "1 is 'shard 1' here, None saved"),
+        (["shard 1", "shard 0"], "0 is 'shard 0' here, 'shard 1' saved"),
+        (["shard 0", "other"], "1 is 'shard 1' here, 'other' saved"),
+    ):
+        with pytest.raises(ValueError, match=f"the shards differ: 2 here.*; number {difference}"):
             each.load_state_dict({"epoch": 3, "shards": shards, "offsets": [1] * len(shards)})
     assert each.state_dict() == before
 

@@ -97,6 +97,46 @@ def test_another_order_is_an_error(tmp_path: Path, kind: str) -> None:
         run(tmp_path, kind, in_states=False, workers=0)
 
 
+@pytest.mark.parametrize(
+    ("samples", "batch", "shuffle", "error"),
+    [
+        (
+            8,
+            4,
+            True,
+            "after 2 batches of a loader with 4, and now .* has 2 .*: unknown.. The loader",
+        ),
+        (16, 4, True, "another order than before: .* and others skipped. The loader"),
+        (8, 2, False, "another order than before: .* and others skipped. The loader"),
+    ],
+)
+def test_what_has_changed_of_a_loader_is_named(
+    tmp_path: Path, samples: int, batch: int, shuffle: bool, error: str
+) -> None:
+    def train(loader: DataLoader[Any], steps: int) -> None:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with (
+            contextlib.suppress(Killed),
+            outlast.Job(tmp_path, model=model, optimizer=optimizer, every=1, signals=()) as job,
+        ):
+            job.restore()
+            for _ in job.epochs(1):
+                for _ in job.batches(loader):
+                    job.step()
+                    if job.steps == steps:
+                        job.save().wait()
+                        raise Killed
+
+    data: Any = torch.arange(16.0)
+    train(DataLoader(data[:8], 2, shuffle=True), 2)
+    kind = "Random" if shuffle else "Sequential"
+    now = f"batch_size={batch}, drop_last=False, {samples} samples, {kind}Sampler"
+    before = "batch_size=2, drop_last=False, 8 samples, RandomSampler at the save"
+    with pytest.raises(ValueError, match=f"{error} has changed: {now}; {before}"):
+        train(DataLoader(data[:samples], batch, shuffle=shuffle), 4)
+
+
 def test_what_a_worker_has_fetched_ahead_does_not_count(tmp_path: Path) -> None:
     """The digest is that of the batches that are done, not of those that were drawn."""
     whole = run(tmp_path / "whole", "torch", in_states=False, workers=0)

@@ -10,7 +10,7 @@ and `ElasticLoader`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Any
 
 import torch
@@ -142,9 +142,11 @@ class ShardedStream:
             ValueError: if the shards differ.
         """
         if list(state["shards"]) != self.shards:
+            pairs = enumerate(zip_longest(self.shards, state["shards"]))
+            number, now, saved = next((i, *pair) for i, pair in pairs if pair[0] != pair[1])
             raise ValueError(
-                f"the shards differ: {len(self.shards)} here, {len(state['shards'])} saved, "
-                "or their names or order differ"
+                f"the shards differ: {len(self.shards)} here, {len(state['shards'])} saved; "
+                f"number {number} is {now!r} here, {saved!r} saved"
             )
         self.epoch, self.at_end = int(state["epoch"]), False
         self._offsets = torch.tensor(state["offsets"], dtype=torch.int64)

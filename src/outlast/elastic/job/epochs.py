@@ -172,6 +172,7 @@ class Epochs(Part):
                 self._passes[-1].before = self._left_by[number]
         found, batch = self._passes[number], global_batch(loader, self._world_size)
         found.length = length if found.length is None else found.length
+        found.compare(loader)
         if found.is_resized and found.global_batch != batch:
             raise CheckpointMismatch(
                 f"epoch {self.number} was saved by another number of ranks, after {found.done} "
@@ -187,8 +188,8 @@ class Epochs(Part):
             raise ValueError(
                 f"epoch {self.number} was saved after {found.done} batches of a loader with "
                 f"{found.length}, and now loader {number + 1} of the epoch has "
-                f"{length} (-1: unknown). A job that continues must call job.batches() "
-                "with the same loaders in the same order"
+                f"{length} (-1: unknown){found.change}. A job that continues must call "
+                "job.batches() with the same loaders in the same order"
             )
         return self._pass(loader, found, number)
 

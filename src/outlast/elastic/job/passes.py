@@ -46,6 +46,8 @@ class Pass:
 
     length: int | None  # of a whole pass; `None` until this number of ranks begins it
     has_position: bool  # the loader's own state, which the job saves, has the position
+    loader: str = ""  # the loader in words: see `described`
+    change: str = ""  # what it was at the save and is now, in words, if that differs
     done: int = 0  # how many batches it had yielded at the last step that was made in it
     is_over: bool = False  # the loop has come to its end, or has left it
     is_exhausted: bool = False
@@ -70,19 +72,25 @@ class Pass:
 
     @classmethod
     def restored(cls, saved: Any, noted: Noted | None = None) -> Pass:
-        length, has_position, done, is_over, is_exhausted, batch = saved
+        length, has_position, done, is_over, is_exhausted, batch, *texts = saved
         if not done:
-            return cls(length, has_position)
+            return cls(length, has_position, "".join(texts))
         is_exhausted = is_exhausted or done == length
         is_over = is_over or is_exhausted
-        found = cls(length, has_position, done, is_over, is_exhausted, taken=done, _noted=noted)
-        found.global_batch = batch
+        found = cls(length, has_position, "".join(texts), done=done, is_over=is_over, taken=done)
+        found.is_exhausted, found.global_batch, found._noted = is_exhausted, batch, noted
         return found
 
-    def saved(self) -> tuple[int | None, bool, int, bool, bool, int]:
+    def saved(self) -> tuple[int | None, bool, int, bool, bool, int, str]:
         """What is the same on all ranks."""
         position = self.length, self.has_position, self.done, self.is_over, self.is_exhausted
-        return *position, self.global_batch
+        return *position, self.global_batch, self.loader
+
+    def compare(self, loader: Any) -> None:
+        """Compares the loader with that at the save."""
+        before, self.loader = self.loader, described(loader)
+        if before and before != self.loader:
+            self.change = f". The loader has changed: {self.loader}; {before} at the save"
 
     @property
     def noted(self) -> Noted | None:
@@ -260,7 +268,7 @@ class Pass:
         """
         noted = None if self.is_resized else (self._noted or {}).get(ORDER)
         self._order = SampledOrder()
-        followed = self._order.followed(source, noted)
+        followed = self._order.followed(source, noted, self.change)
         dropped, found = self._dropped or 0, self._begin(followed, own)
         if seeds is None:
             yield from found
@@ -307,6 +315,20 @@ def length_of(loader: Any) -> int:
         return len(loader)
     except (TypeError, NotImplementedError):
         return _UNKNOWN
+
+
+def described(loader: Any) -> str:
+    """What determines the batches of a `DataLoader`, in words, for an error; else empty."""
+    base = _base_of(loader)
+    if not isinstance(base, DataLoader):
+        return ""
+    try:
+        samples = f"{len(base.dataset)} samples"  # type: ignore[arg-type]  # it may have none
+    except Exception:  # noqa: BLE001 - of the program: this is only for an error
+        samples = type(base.dataset).__name__
+    outer = base if base.batch_sampler is None else base.batch_sampler
+    size, drop_last = (getattr(outer, name, "unknown") for name in ("batch_size", "drop_last"))
+    return f"batch_size={size}, drop_last={drop_last}, {samples}, {type(base.sampler).__name__}"
 
 
 def global_batch(loader: Any, world_size: int) -> int:

@@ -23,6 +23,13 @@ NOTE = "order"
 """Its name among what is noted of a pass."""
 
 
+_OTHER_ORDER = (
+    ". It may draw from a generator that the job does not know, such as NumPy's, or shuffle a list "
+    "in place. Make its order depend on set_epoch(epoch), or draw it in __iter__ from a "
+    "torch.Generator that is an attribute of the sampler"
+)
+
+
 class SampledOrder:
     """The order of one pass over the indices of a loader. A pass that continues draws them again:
     after as many as were done, their digest must be that which was noted.
@@ -38,9 +45,11 @@ class SampledOrder:
             return b""
         return self._digests[batches - 1].to_bytes(8, "little")
 
-    def followed(self, source: Iterable[Any], noted: tuple[str, bytes] | None) -> Iterator[Any]:
+    def followed(
+        self, source: Iterable[Any], noted: tuple[str, bytes] | None, change: str = ""
+    ) -> Iterator[Any]:
         """The indices of `source`. A `ValueError` if those of the first batches are others than was
-        `noted`: their number, and the digest.
+        `noted`: their number, and the digest. `change` says in what the loader has changed.
         """
         count, digest = (0, b"") if noted is None else (int(noted[0]), noted[1])
         for indices in source:
@@ -49,10 +58,8 @@ class SampledOrder:
             if len(self._digests) == count and self.after(count) != digest:
                 raise ValueError(
                     f"the sampler gives another order than before: its first {count} batches are "
-                    "not those that are done, so samples would be repeated and others skipped. It "
-                    "may draw from a generator that the job does not know, such as NumPy's, or "
-                    "shuffle a list in place. Make its order depend on set_epoch(epoch), or draw "
-                    "it in __iter__ from a torch.Generator that is an attribute of the sampler"
+                    "not those that are done, so samples would be repeated and others skipped"
+                    + (change or _OTHER_ORDER)
                 )
             yield indices
 
