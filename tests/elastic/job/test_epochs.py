@@ -531,3 +531,35 @@ def test_a_checkpoint_of_a_job_without_epochs(
         job.restore()
         job.epoch = 3
         assert list(job.epochs(5)) == [3, 4]
+
+
+def side_by_side(path: Path, seed: int, longer: int = 0, end: int = -1) -> Any:
+    """Trains on pairs of batches, up to the step `end`; the second loader may be longer."""
+    torch.manual_seed(seed)
+    one = DataLoader(Data(), BATCH, shuffle=True)
+    other = DataLoader(torch.arange(SAMPLES + longer * BATCH), BATCH, shuffle=True)
+    seen: list[Any] = []
+    with contextlib.suppress(Killed), job_with(path) as job:
+        job.restore()
+        for epoch in job.epochs(EPOCHS):
+            for first, second in zip(job.batches(one), job.batches(other), strict=False):
+                if job.steps == end:
+                    job.checkpointer.wait()
+                    raise Killed
+                job.step()
+                seen.append((epoch, first.flatten().tolist(), second.flatten().tolist()))
+            seen.append((epoch, torch.rand(1).item()))
+    return seen
+
+
+@pytest.mark.parametrize("longer", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, -1))])
+def test_loops_over_two_loaders_at_once(tmp_path: Path, longer: int) -> None:
+    whole = side_by_side(tmp_path / "whole", 0, longer)
+    per_epoch = STEPS + min(longer, 0)
+    assert len(whole) == EPOCHS * (per_epoch + 1)
+    for end in range(1, EPOCHS * per_epoch):
+        path = tmp_path / str(end)
+        before = side_by_side(path, 0, longer, end=end)
+        after = side_by_side(path, 1, longer)
+        again = end % per_epoch == 0  # the end of the epoch
+        assert before[: len(before) - again] + after == whole, end
