@@ -72,7 +72,7 @@ class Restoring:
         self._training, self._call = training, call
         self._checkpointer, self._restorer, self._group = checkpointer, checkpointer.restorer, group
         self._url, timeout_s = checkpointer.session.url, checkpointer.session.writer.timeout_s
-        self._rank, self._world_size = ledger.rank, ledger.world_size
+        self._ledger, self._rank, self._world_size = ledger, ledger.rank, ledger.world_size
         self._ranks = Agreement(ledger.child("live"), timeout_s, self._url)
         self._resharding = Resharding(checkpointer, self._ranks, group, finite)
         self._found: Choice | str = ""  # the newest state with all parts on the ranks, or why none
@@ -147,15 +147,10 @@ class Restoring:
         of = {"rank": self._rank, "world_size": self._world_size, "phase": phase, "until": phase}
         restored = Record(branch, training.counters.steps, final=True, **of)
         self._recorder, missing = None, ""
+        keep, ledger = self._checkpointer.session.keep, self._ledger.child("meeting")
+        given = self._branch, self._call.check_running, self._mirror, ledger
         try:
-            self._recorder = Recorder(
-                training,
-                self._checkpointer.session.keep,
-                restored,
-                self._branch,
-                self._call.check_running,
-                self._mirror,
-            )
+            self._recorder = Recorder(training, keep, restored, *given)
             self._recorder.iteration = self._call.state.iteration
         except NotSupported as e:
             if self._required:

@@ -33,9 +33,11 @@ from torch.optim.optimizer import (
 )
 
 from outlast.async_checkpoint.subclasses import wraps
+from outlast.coordination.call_ledger import CallLedger
 from outlast.elastic.job.epochs import place_of
 from outlast.elastic.job.live.frozen import Frozen, Point, signature
 from outlast.elastic.job.live.gradients import Gradients
+from outlast.elastic.job.live.meeting import Meeting, must_meet
 from outlast.elastic.job.live.own_state import Buffers, MakeMirror, Record, Slots, read
 from outlast.elastic.job.live.queued import Queued
 from outlast.elastic.job.live.writes import Snapshot, Writes
@@ -53,7 +55,8 @@ log = logging.getLogger("outlast.elastic")
 
 class Recorder:
     """Notes the points of one `Job`, after `restored` and on `branch`. `keep` keeps memory over a
-    kill, `mirror` mirrors it on another host; `check_running` raises if a restart has begun.
+    kill, `mirror` mirrors it on another host; `check_running` raises if a restart has begun;
+    in `ledger` the ranks meet, if they have different parts of the model (`meeting`).
 
     `points` are those of the last completed step, in the order of its phases: the tensors of the
     model and the optimizer are the same in all of them. `equal_states` has what is known of the
@@ -70,6 +73,7 @@ class Recorder:
         branch: str,
         check_running: Callable[[], None],
         mirror: MakeMirror | None = None,
+        ledger: CallLedger | None = None,
     ) -> None:
         entries = plain_state_dict(training.module, keep_vars=True)
         self._training: TrainingState | None = training
@@ -86,6 +90,9 @@ class Recorder:
         self._writes: Writes | None = Writes(self._parameters, optimizers)
         self._signature = signature(entries)
         self._keep, self._branch, self._mirror = keep, branch, mirror
+        self._meeting: Meeting | None = None
+        if ledger is not None and must_meet(entries, training.alike, ledger.world_size):
+            self._meeting = Meeting(ledger, training.all_optimizers)
         self.equal_states = training.equal_states
         self._rank, self._world_size = restored.rank, restored.world_size
         self.why, self.iteration = "", -1
@@ -131,6 +138,8 @@ class Recorder:
         assert self._writes is not None
         self._queued.await_results()
         step = self._training.counters.steps
+        if self._meeting is not None:
+            self._meeting.attend(step)
         own = self._own_state(self._training)
         early, self._early = self._early, None
         settled = early is not None and _without_files(early) == _without_files((step, own))
@@ -265,25 +274,25 @@ class Recorder:
         return replaced or written or self.point.shared.watched.changed
 
     def _before_step(
-        self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Any optimizer counts: the step of a second one belongs to the same step of the job."""
         # torch passes the optimizer itself as the first argument, then those of its `step`.
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
-            self._begin_step()
+            self._begin_step(optimizer)
             return None
 
         def evaluate(*given: Any, **named: Any) -> Any:
             result = closure(*given, **named)
-            self._begin_step()
+            self._begin_step(optimizer)
             return result
 
         if len(args) > 1:
             return (args[0], evaluate, *args[2:]), kwargs
         return args, {**kwargs, "closure": evaluate}
 
-    def _begin_step(self) -> None:
+    def _begin_step(self, optimizer: Optimizer) -> None:
         """An optimizer writes next. If this is interrupted, it does not."""
         step, training = self.point.record.step + 1, self._training
         if training is not None and not self._stepped:
@@ -294,6 +303,8 @@ class Recorder:
                 # in between has noted is not what it would have had: see `_usable`.
                 self._after_gradient()
         self._queued.await_gradients()
+        if self._meeting is not None and self._meeting.is_for(optimizer):
+            self._meeting.attend(step)
         self._stepped = True
 
     def _hook_on_gradient(self, optimizer: Optimizer) -> list[Any]:
