@@ -27,6 +27,8 @@ d: torch.nn.Module
 dataset: Dataset[Any]
 ema: torch.nn.Module
 evaluate: Callable[[], None]
+example_inputs: list[torch.Tensor]
+example_outputs: list[torch.Tensor]
 features: torch.Tensor
 first_step: int
 g: torch.nn.Module
@@ -38,6 +40,7 @@ last_step: int
 loader: DataLoader[Any]
 loss_fn: torch.nn.CrossEntropyLoss
 make_model: Callable[[], torch.nn.Module]
+make_stage: Callable[[int], torch.nn.Module]
 meter: Any
 make_optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer]
 model: torch.nn.Module
