@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,9 +13,9 @@ from procs import Job
 
 Ranks = Callable[..., Job]
 LIVE = dict.fromkeys(range(4), "live")
+pytestmark = pytest.mark.slow
 
 
-@pytest.mark.slow
 def test_no_step_is_made_again_where_a_replica_of_each_part_is_left(
     ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -35,3 +36,14 @@ def test_no_step_is_made_again_where_a_replica_of_each_part_is_left(
         sources = LIVE if lost is None else {**LIVE, lost: "replica"}
         assert each == {rank: (step, source) for rank, source in sources.items()}, faulty.errors
     check_same(faulty, reference)
+
+
+def test_the_last_state_has_the_parts_of_which_a_replica_is_left(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    plan: dict[str, Any] = {"script": "tensor_parallel", "nprocs": 4}
+    faults = later(3, 6, "forward 7", "SIGKILL", nprocs=4)
+    with pytest.raises(AssertionError, match="step 6, the newest one that the ranks had, is saved"):
+        run(ranks, tmp_path / "c", *faults, **plan, **{"await": False}, replace=False)
+    again = run(ranks, tmp_path / "c", **plan)
+    assert again.restored(0) == dict.fromkeys(range(4), (6, "storage")), again.errors

@@ -2,7 +2,7 @@
 
 The plan is JSON; its faults are those of `planned_faults`. The ranks are replicas x 2 parts. The
 points of step N: `forward N`; `computed N` and `exchanged N`, before and after the exchange of the
-gradients between replicas; `done N`.
+gradients between replicas; `done N`. Without `await`, nothing replaces a rank that is lost.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from outlast import inprocess
 from outlast.inprocess import Compose
 from outlast.inprocess.rank_assignment import AwaitReplacements, ShiftRanks
 
-PLAN: dict[str, Any] = {"steps": 12, "faults": []}
+PLAN: dict[str, Any] = {"steps": 12, "faults": [], "await": True}
 PLAN.update(json.loads(sys.argv[1]))
 reach = PlannedFaults(PLAN, {}).reach
 
@@ -37,7 +37,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-@inprocess.Wrapper(rank_assignment=Compose(ShiftRanks(), AwaitReplacements(60)))
+WAITS = [AwaitReplacements(60)] if PLAN["await"] else []
+
+
+@inprocess.Wrapper(rank_assignment=Compose(ShiftRanks(), *WAITS))
 def train(call: inprocess.CallWrapper) -> str:
     dist.init_process_group("gloo")
     shape = (dist.get_world_size() // 2, 2)

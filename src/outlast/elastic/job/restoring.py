@@ -203,15 +203,17 @@ class Restoring:
             known = trusted(self._checkpointer) if step is None else None
             first = step if known is None else known.step
             choice: Choice | str = ""
-            branch, reshard = "", None
+            branch, reshard, signatures = "", None, list[str]()
             found = self._restorer.sort(first, [part["held"] for part in parts])
             if call is not None:
                 offers = [msgspec.convert(part["offer"], Offer) for part in parts]
+                signatures = [offer.signature for offer in offers]
                 choice, branch = choose(offers), next_branch(offers, uuid.uuid4().hex[:8])
                 if isinstance(choice, str) and first is None:
                     reshard = choose_to_reshard(offers, found)
             return {
                 "parameters": digests if len(set(digests)) > 1 else [],
+                "signatures": signatures if len(set(signatures)) > 1 else [],
                 "trusted": None if known is None else dataclasses.asdict(known),
                 "choice": msgspec.to_builtins(choice),
                 "branch": branch,
@@ -231,6 +233,8 @@ class Restoring:
             part["mirror"] = None if call is None else mirrors.offer()
             answer = self._ranks.gather(part, work)
         parameters.compared(answer["parameters"])
+        found = answer["signatures"]
+        self._training.alike = [r for r, each in enumerate(found) if each == found[self._rank]]
         if answer.get("reshard") is not None:
             to_save = msgspec.convert(answer["reshard"], StateToSave)
             own = self._mirrored | self._own

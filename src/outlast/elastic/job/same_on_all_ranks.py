@@ -130,8 +130,6 @@ class SameParameters:
         an optimizer of one name does.
         """
         self._checked, rank = True, self._ranks.rank
-        if digests:
-            self._training.alike = [r for r, each in enumerate(digests) if each == digests[rank]]
         if (name := name_that_differs(digests)) is not None:
             of_name = [json.loads(each).get(name, "") for each in digests]
             # One rank of each kind says what it has.

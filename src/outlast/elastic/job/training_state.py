@@ -79,7 +79,7 @@ class TrainingState:
         max_skips: int | None = None,
     ) -> None:
         self.module, self.optimizers = joined(model), by_name(optimizer)
-        self.alike: Sequence[int] = ()  # the ranks with the same ones, if others have other names
+        self.alike: Sequence[int] = ()  # the ranks with the same parts, if others have others
         more = (each for each in states.values() if isinstance(each, Optimizer))
         self.all_optimizers = [*self.optimizers.values(), *more]
         self.consistent_ddp = None if isinstance(model, Mapping) else consistent_ddp(model)

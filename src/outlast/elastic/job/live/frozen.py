@@ -88,14 +88,13 @@ class Frozen:
         self.skeleton = tree_map_only(torch.Tensor, self._leaf, state)
         self.versions = Versions([*self.leaves, *self._wrapped])
         layout = _hash_of([(t.dtype, tuple(t.shape)) for t in self.leaves])
-        stands_for = _same_shards(self._tensors) or alike
         self.held = Held(
             point.record,
             point.settled,
             point.passes,
             signature,
             layout,
-            stands_for,
+            alike,
             resizable,
             place,
         )
@@ -165,19 +164,6 @@ def signature(entries: dict[str, Any]) -> str:
     """Equal for models of which this rank holds the same parts."""
     tensors = {name: each for name, each in entries.items() if isinstance(each, torch.Tensor)}
     return _hash_of([(n, str(t.dtype), tuple(t.shape), shard_of(t)) for n, t in tensors.items()])
-
-
-def _same_shards(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The ranks that have the same shards of all DTensors as this one."""
-    found: list[set[int]] = []
-    for each in tensors:
-        if isinstance(each, DTensor) and (at := each.device_mesh.get_coordinate()) is not None:
-            place = [
-                slice(None) if placement.is_replicate() else index
-                for placement, index in zip(each.placements, at, strict=True)
-            ]
-            found.append(set(each.device_mesh.mesh[tuple(place)].flatten().tolist()))
-    return sorted(set.intersection(*found)) if found else []
 
 
 def _hash_of(value: Any) -> str:

@@ -31,10 +31,11 @@ _ATTEMPTS = 3  # the first step may compile
 
 def must_meet(entries: Mapping[str, Any], alike: Sequence[int], world_size: int) -> bool:
     """Whether no exchange of gradients is one of all ranks; the same answer on all of them. `alike`
-    are the ranks with the same optimizers, if others have others.
+    are the ranks with the same parts of the model, if others have others.
     """
     meshes = [each.device_mesh for each in entries.values() if isinstance(each, DTensor)]
-    return bool(alike) or any(mesh.ndim > 1 or mesh.size() < world_size for mesh in meshes)
+    exchanged = meshes and all(each.ndim == 1 and each.size() == world_size for each in meshes)
+    return bool(alike) and not exchanged
 
 
 class Meeting:
