@@ -76,6 +76,7 @@ class Restoring:
         self._ranks = Agreement(ledger.child("live"), timeout_s, self._url)
         self._resharding = Resharding(checkpointer, self._ranks, group, finite)
         self._found: Choice | str = ""  # the newest state with all parts on the ranks, or why none
+        self._are_stages = False  # whether ranks have different parameters
         self._newest: int | None = None  # the step of the newest checkpoint
         self._choice: Choice | None = None
         self._branch = ""
@@ -91,7 +92,7 @@ class Restoring:
         """
         if call is not None:
             check_same_folder(call, self._url)
-            kept: Kept | None = call.kept.get(self._url)
+            kept = call.kept.get(self._url)
             before = self._before = "" if kept is None else kept.recorder
             if isinstance(before, Recorder) and before.iteration == call.state.iteration:
                 before.release()  # the program wants the state from before what has gone wrong
@@ -147,7 +148,8 @@ class Restoring:
         of = {"rank": self._rank, "world_size": self._world_size, "phase": phase, "until": phase}
         restored = Record(branch, training.counters.steps, final=True, **of)
         self._recorder, missing = None, ""
-        keep, ledger = self._checkpointer.session.keep, self._ledger.child("meeting")
+        keep = self._checkpointer.session.keep
+        ledger = self._ledger.child("meeting") if self._are_stages else None
         given = self._branch, self._call.check_running, self._mirror, ledger
         try:
             self._recorder = Recorder(training, keep, restored, *given)
@@ -217,9 +219,7 @@ class Restoring:
                 "trusted": None if known is None else dataclasses.asdict(known),
                 "choice": msgspec.to_builtins(choice),
                 "branch": branch,
-                "mirror": None
-                if call is None
-                else mirrors.arranged([part["mirror"] for part in parts]),
+                "mirror": call and mirrors.arranged([part["mirror"] for part in parts]),
                 "reshard": msgspec.to_builtins(reshard),
                 "found": found,
             }
@@ -233,6 +233,7 @@ class Restoring:
             part["mirror"] = None if call is None else mirrors.offer()
             answer = self._ranks.gather(part, work)
         parameters.compared(answer["parameters"])
+        self._are_stages |= bool(answer["parameters"])
         found = answer["signatures"]
         self._training.alike = [r for r, each in enumerate(found) if each == found[self._rank]]
         if answer.get("reshard") is not None:

@@ -1,21 +1,21 @@
-"""Where the ranks have different parts of a model, they meet before each step of the optimizer.
+"""Ranks with the stages of a pipeline meet before each step of the optimizer.
 
-With data parallelism alone, the exchange of the gradients is a meeting: no rank has them before
-every rank has sent its own, so a step that one rank completes can be completed on all. Pipeline
-stages have no such exchange, and with tensor parallelism or HSDP each part has one of its own. The
-last stage has its gradients, and could step, while the first one still computes. After a fault in
-that, one part of the model would be a step ahead of another, on all of its replicas. So no rank
-writes to its parameters before all ranks have their gradients. Pipelines lose little by that: the
-last stage would wait for its next input instead.
+With data parallelism, the exchange of the gradients is a meeting: no rank has them before every
+rank has sent its own, so a step that one rank completes can be completed on all. Stages have no
+such exchange: the last one has its gradients, and could step, while the first one still computes.
+After a fault in that, one part of the model would be a step ahead of another, on all of its
+replicas. So no rank writes to its parameters before all ranks have their gradients. Little is lost
+by that: the last stage would wait for its next input instead.
+
+Tensor parallelism and HSDP have an exchange for each part. Their ranks are a step apart only if one
+is lost between the last collectives of the parts: that is not worth a meeting in each step.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable
 
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from outlast.coordination.call_ledger import CallFailure, CallLedger
@@ -27,15 +27,6 @@ log = logging.getLogger("outlast.elastic")
 _FIRST_S = 10.0  # until a meeting has shown that this program has them
 _TIMEOUT_S = 600.0  # a rank may evaluate meanwhile; what hangs is interrupted by `Wrapper`
 _ATTEMPTS = 3  # the first step may compile
-
-
-def must_meet(entries: Mapping[str, Any], alike: Sequence[int], world_size: int) -> bool:
-    """Whether no exchange of gradients is one of all ranks; the same answer on all of them. `alike`
-    are the ranks with the same parts of the model, if others have others.
-    """
-    meshes = [each.device_mesh for each in entries.values() if isinstance(each, DTensor)]
-    exchanged = meshes and all(each.ndim == 1 and each.size() == world_size for each in meshes)
-    return bool(alike) and not exchanged
 
 
 class Meeting:

@@ -37,7 +37,7 @@ from outlast.coordination.call_ledger import CallLedger
 from outlast.elastic.job.epochs import place_of
 from outlast.elastic.job.live.frozen import Frozen, Point, signature
 from outlast.elastic.job.live.gradients import Gradients
-from outlast.elastic.job.live.meeting import Meeting, must_meet
+from outlast.elastic.job.live.meeting import Meeting
 from outlast.elastic.job.live.own_state import Buffers, MakeMirror, Record, Slots, read
 from outlast.elastic.job.live.queued import Queued
 from outlast.elastic.job.live.writes import Snapshot, Writes
@@ -56,7 +56,7 @@ log = logging.getLogger("outlast.elastic")
 class Recorder:
     """Notes the points of one `Job`, after `restored` and on `branch`. `keep` keeps memory over a
     kill, `mirror` mirrors it on another host; `check_running` raises if a restart has begun;
-    in `ledger` the ranks meet, if they have different parts of the model (`meeting`).
+    in `ledger` the ranks meet before each step (`meeting`).
 
     `points` are those of the last completed step, in the order of its phases: the tensors of the
     model and the optimizer are the same in all of them. `equal_states` has what is known of the
@@ -91,7 +91,7 @@ class Recorder:
         self._signature = signature(entries)
         self._keep, self._branch, self._mirror = keep, branch, mirror
         self._meeting: Meeting | None = None
-        if ledger is not None and must_meet(entries, training.alike, ledger.world_size):
+        if ledger is not None:
             self._meeting = Meeting(ledger, training.all_optimizers)
         self.equal_states = training.equal_states
         self._rank, self._world_size = restored.rank, restored.world_size
