@@ -169,7 +169,7 @@ def test_a_write_before_the_step_is_found(
         except CheckpointError as e:  # pytest's record of it would keep the tensors of the save
             error = str(e)
     assert error is not None
-    assert "were written to while they were copied" in error
+    assert "'net.0.weight' was written to before the optimizer's step" in error
 
 
 def pairs(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
