@@ -136,6 +136,36 @@ def test_gradients_that_a_step_has_used_are_not_needed(training: Training) -> No
     assert training.needed(nothing) == "g.weight"
 
 
+def test_a_program_that_no_longer_discards_its_gradients(training: Training) -> None:
+    """While it discards them, what a step has used is not noted: such gradients may be needed."""
+
+    def step(*, discards: bool) -> str:
+        training.models.zero_grad()
+        training.backward(training.g)
+        training.of_g.step()
+        if discards:
+            training.models.zero_grad()
+        return training.needed(nothing)
+
+    assert [step(discards=each) for each in (True, True)] == ["", ""]
+    assert step(discards=False) == "g.weight"
+    assert [step(discards=each) for each in (False, True, False)] == ["", "", ""]
+    training.backward(training.g)
+    assert training.needed(nothing) == "g.weight"
+
+
+def test_a_parameter_that_an_optimizer_is_given_later_counts(training: Training) -> None:
+    for _ in range(2):
+        training.backward(training.g)
+        training.of_g.step()
+        training.models.zero_grad()
+        assert training.needed(nothing) == ""
+    training.of_g.add_param_group({"params": [*training.other.parameters()]})
+    training.of_g.step()
+    training.backward(training.other)
+    assert training.needed(nothing) == "other.weight"
+
+
 def test_the_step_of_another_optimizer_uses_none(training: Training) -> None:
     training.backward(training.g, training.d)
     training.of_g.step()

@@ -6,6 +6,7 @@ such as `g.layer.weight`, and so have messages.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias, TypeVar
 
@@ -38,8 +39,8 @@ def joined(models: Models) -> nn.Module:
 
 def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     """The parameters in the order of the optimizer; none of a wrapper that does not show them."""
-    for group in getattr(optimizer, "param_groups", ()):
-        yield from group["params"]
+    groups = getattr(optimizer, "param_groups", ())
+    return itertools.chain.from_iterable(group["params"] for group in groups)
 
 
 def check_models(models: Models, optimizers: Optimizers, states: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch.optim import Optimizer
 
 from outlast.elastic.job.models import parameters_of
-from outlast.elastic.tensors import version, versions
+from outlast.elastic.tensors import versions
 
 
 class _Used(NamedTuple):
@@ -47,6 +47,9 @@ class Gradients:
         self._all = {id(parameter): parameter for parameter in parameters.values()}
         self._optimized = {id(p): p for each in optimizers for p in parameters_of(each)}
         self._used: dict[int, _Used] = {}  # by the optimizer; the last step comes last
+        # Of an optimizer whose gradients the program has always discarded before a step was counted
+        # (False), it is not noted what a step uses: if some are left, they count as needed once.
+        self._kept: dict[int, bool] = {}
         self._hooks: dict[int, Any] = {}
         self.left: dict[int, torch.Tensor] = {}
 
@@ -57,7 +60,8 @@ class Gradients:
         before = self._used.pop(id(optimizer), None)
         if before is None or before.keys != keys:
             self._optimized |= {key: self._all[key] for key in keys if key in self._all}
-        found = {k: g for k, p in zip(keys, parameters, strict=True) if (g := p.grad) is not None}
+        noted = parameters if self._kept.get(id(optimizer), True) else []
+        found = {id(p): gradient for p in noted if (gradient := p.grad) is not None}
         gradients = list(found.values())
         references = list(map(weakref.ref, gradients))
         self._used[id(optimizer)] = _Used(keys, list(found), references, versions(gradients))
@@ -68,26 +72,22 @@ class Gradients:
         """
         may = self._optimized if stepped else self._all
         found = {key: gradient for key, p in may.items() if (gradient := p.grad) is not None}
-        used = self._last_used() if found else {}
-        left: dict[int, torch.Tensor] = {}
-        for key, gradient in found.items():
-            reference, count = used.get(key, (None, None))
-            if reference is None or reference() is not gradient or count != version(gradient):
-                left[key] = may[key]
+        for number, each in self._used.items():
+            if not self._kept.get(number):
+                self._kept[number] = bool(found) and not found.keys().isdisjoint(each.keys)
+        counts = dict(zip(found, versions(list(found.values())), strict=True))
+        used = {
+            key
+            for each in self._used.values()
+            for key, gradient, count in zip(*each[1:], strict=True)
+            if counts.get(key) == count and gradient() is found[key]
+        }
+        left = {key: may[key] for key in found if key not in used}
         for key, parameter in left.items():
             if key not in self._hooks and parameter.requires_grad and parameter.is_leaf:
                 self._hooks[key] = self._hook(parameter)
         self.left = left
         return left
-
-    def _last_used(self) -> dict[int, tuple[weakref.ref[torch.Tensor] | None, Any]]:
-        return {
-            key: (reference, count)
-            for used in self._used.values()
-            for key, reference, count in zip(
-                used.with_gradient, used.gradients, used.versions, strict=True
-            )
-        }
 
     def needed(self, left: Mapping[int, torch.Tensor]) -> str:
         """The name of a parameter among these whose gradient is still there; empty if none is."""
