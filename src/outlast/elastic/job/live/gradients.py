@@ -75,19 +75,23 @@ class Gradients:
         for number, each in self._used.items():
             if not self._kept.get(number):
                 self._kept[number] = bool(found) and not found.keys().isdisjoint(each.keys)
-        counts = dict(zip(found, versions(list(found.values())), strict=True))
-        used = {
-            key
-            for each in self._used.values()
-            for key, gradient, count in zip(*each[1:], strict=True)
-            if counts.get(key) == count and gradient() is found[key]
-        }
+        used = self._still_used(found) if found else set()
         left = {key: may[key] for key in found if key not in used}
         for key, parameter in left.items():
             if key not in self._hooks and parameter.requires_grad and parameter.is_leaf:
                 self._hooks[key] = self._hook(parameter)
         self.left = left
         return left
+
+    def _still_used(self, found: Mapping[int, torch.Tensor]) -> set[int]:
+        """Those of the gradients that a step has used, and to which nothing was added since."""
+        counts = dict(zip(found, versions(list(found.values())), strict=True))
+        return {
+            key
+            for each in self._used.values()
+            for key, gradient, count in zip(*each[1:], strict=True)
+            if counts.get(key) == count and gradient() is found[key]
+        }
 
     def needed(self, left: Mapping[int, torch.Tensor]) -> str:
         """The name of a parameter among these whose gradient is still there; empty if none is."""
