@@ -362,6 +362,7 @@ def test_a_phase_within_a_step_is_none(training: Training) -> None:
     training.step()
     training.backward()
     training.optimizer.step()
+    training.optimizer.zero_grad()
     training.recorder.later(2)
     training.completed()
     assert phases(training) == [(0, 1)]
