@@ -110,6 +110,17 @@ def test_trainer(tmp_path: Path, zygote: Zygote) -> None:
     check_same(faulty, undisturbed)
 
 
+def test_trainer_that_is_stopped_when_it_restores(tmp_path: Path, zygote: Zygote) -> None:
+    """What its callbacks and control have to do after the step is in that checkpoint, too."""
+    pytest.importorskip("transformers", reason="make test-ports")
+    faults = waiting(0, "evaluation 24", "SIGTERM, known, raise", for_other="evaluation 24")
+    undisturbed = run(tmp_path / "undisturbed", "own_trainer")
+    faulty = run(tmp_path / "faulty", "own_trainer", faults)
+    assert [step for step, _ in faulty.restored()] == [0, 24], faulty.errors
+    assert faulty.codes == [143, 0]
+    check_same(faulty, undisturbed)
+
+
 @pytest.mark.exhaustive
 def test_accelerate(tmp_path: Path, zygote: Zygote) -> None:
     pytest.importorskip("accelerate", reason="make test-ports")

@@ -34,9 +34,9 @@ class TrainerProgress:
         # Not `asdict`, which copies a long history in Python: it is turned into text at once.
         fields = dataclasses.fields(trainer.state)
         state = {field.name: getattr(trainer.state, field.name) for field in fields}
-        exported: dict[str, Any] = {}
+        exported: dict[str, Any] = dict(self._loaded)  # until they have their states again
         for each in [*trainer.callback_handler.callbacks, trainer.control]:
-            if isinstance(each, ExportableState):
+            if not self._loaded and isinstance(each, ExportableState):
                 exported.setdefault(type(each).__name__, []).append(each.state())
         state["stateful_callbacks"] = exported
         return {"json": json.dumps(state), "end_of_step": json.dumps(self.end_of_step)}
