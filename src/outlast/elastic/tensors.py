@@ -43,14 +43,15 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memory_at(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else memoryview(b"")
 
 
-def digest(tensor: torch.Tensor) -> str:
+def digest(tensor: torch.Tensor, *, as_on_host: bool = False) -> str:
     """Of the local tensor's contents; on an accelerator, of their sums: these alone are copied to
-    the host.
+    the host, unless the digest is to be that of a tensor there.
     """
     found = xxhash.xxh3_64()
     for each in [tensor] if type(tensor) in _PLAIN else [part for _, part in parts(tensor)]:
         content = bytes_of(each)
-        content = content if content.device.type == "cpu" else column_sums(content).cpu()
+        if content.device.type != "cpu":
+            content = (content if as_on_host else column_sums(content)).cpu()
         found.update(memory_of(content))
     return found.hexdigest()
 
@@ -84,7 +85,7 @@ class Digests:
         self._sums: dict[torch.device, torch.Tensor] = {}
         for tensor, device in zip(tensors, self._devices, strict=True):
             if device.type == "cpu":
-                self._hashes.append(digest(tensor))
+                self._hashes.append(digest(tensor, as_on_host=True))
                 continue
             for _, part in parts(tensor):
                 sums, before = column_sums(bytes_of(part)).to(device), self._sums.get(device)

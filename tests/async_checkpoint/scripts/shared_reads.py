@@ -102,13 +102,19 @@ def cannot_read(path: str) -> None:
 
 @scenario
 def arrives_damaged(path: str) -> None:
-    """What rank 0 sends, once a byte of each chunk has changed on the way."""
+    """What rank 0 sends: of one chunk, a byte has changed on the way; of the next, what says that
+    it was read.
+    """
     join_group()
-    real = shared_read.SharedRead._send
+    real, sent = shared_read.SharedRead._send, list[int]()
 
     def send(self: shared_read.SharedRead, content: torch.Tensor, to: int) -> Any:
         damaged = content.clone()
-        damaged[0] += 1
+        sent.append(to)
+        if len(sent) % 2:
+            damaged[0] += 1
+        else:
+            damaged[-1] = 0
         return real(self, damaged, to), damaged
 
     @dataclasses.dataclass

@@ -100,7 +100,8 @@ def contents_are_noted_without_a_wait_and_found_again_wherever_they_are() -> Non
         noted = Digests(list(late))
         LATE.settle()
     assert noted.same_as(list(late))
-    assert noted.same_as([each.detach().cpu() for each in late])
+    for place in ("cpu", "late:0", "late:1"):
+        assert noted.same_as([each.detach().to(place) for each in late]), place
     first, *others = late
     assert not noted.same_as(others)
     assert not noted.same_as([others[1], others[0], first, others[2]])

@@ -35,6 +35,7 @@ _TEMPORARY_BYTES = 256 << 20  # at a time
 Part = tuple[Item, torch.Tensor]  # of this rank, with its view
 Extent = tuple[str, int, int]  # a file, the first byte, and how many
 Read = Callable[[Source, Sequence[Piece]], object]
+Values = list[tuple[Item, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,21 +52,27 @@ def load(
     content: Content,
     state_dict: dict[str, Any],
     items: Sequence[Item],
-    weights_only: bool,
+    values: Values,
     read: Read = read_verified,
 ) -> None:
-    """Fills `items` of `state_dict`, with tensors that `read` reads. A `CheckpointError` at the
-    first byte that differs from what was written, and for a value that cannot be unpickled without
-    running code.
+    """Fills `items` of `state_dict`: with tensors that `read` reads, and then with these values.
+    A `CheckpointError` at the first byte that differs from what was written.
     """
-    values: list[tuple[Item, Any]] = []
-    for source in content.sources:
-        values += _load_values(source, state_dict, items, weights_only)
     for batch in batches(content, state_dict, items):
         read(batch.source, batch.pieces())
         batch.finish()
     for item, value in values:
         put(state_dict, item.path, value)
+
+
+def load_values(
+    content: Content, state_dict: Mapping[str, Any], items: Sequence[Item], weights_only: bool
+) -> Values:
+    """The values, for `load`. Raises as that, and a `CheckpointError` for one that cannot be
+    unpickled without running code.
+    """
+    sources = (_load_values(each, state_dict, items, weights_only) for each in content.sources)
+    return [each for found in sources for each in found]
 
 
 def batches(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from outlast.async_checkpoint.restore.fit import (
 )
 from outlast.async_checkpoint.restore.from_copies import CopiesInReach, Fetched, plans
 from outlast.async_checkpoint.restore.from_memory import MemorySnapshot, content_in_memory
-from outlast.async_checkpoint.restore.load import batches, load
+from outlast.async_checkpoint.restore.load import Values, batches, load, load_values
 from outlast.async_checkpoint.restore.shared_read import (
     Plan,
     SharedRead,
@@ -300,8 +300,7 @@ class Restorer:
         self, candidate: Candidate, snapshots: dict[str, SnapshotDescription], request: _Request
     ) -> CallFailure | None:
         """Loads one candidate. Returns `None`, or the failure of one rank, the same on all."""
-        state_dict = request.state_dict
-        request.fetched = Fetched()
+        state_dict, request.fetched = request.state_dict, Fetched()
         if candidate.fetches:
             fetched = self.ranks.attempt(lambda: self._fetch(candidate, snapshots))
             if isinstance(fetched, CallFailure):
@@ -316,37 +315,51 @@ class Restorer:
             return content
         # Ranks share what they read of storage, unless they have the page cache of one host.
         is_cached = self._session.storage.is_cached
-        shares = candidate.source == "storage" and self.ranks.world_size > 1
-        shares = shares and (may_have_other_hosts() or not is_cached)
+        by_storage = candidate.source == "storage" and self.ranks.world_size > 1
+        shares = by_storage and (may_have_other_hosts() or not is_cached)
         compared = self.ranks.attempt(lambda: self._compare(content, request, shares=shares))
         if isinstance(compared, CallFailure):
             return compared
         items, unexpected, plan, digest = compared
         hosts: list[list[int]] = []
-        if request.strict or shares:
-            part = {"unexpected": unexpected, "loads": (host_name(), digest)}
-            missing, by_digest = self.ranks.gather(
-                part,
-                lambda parts: (
-                    sorted(set.intersection(*(set(each["unexpected"]) for each in parts))),
-                    sharers(
-                        [each["loads"] for each in parts],
-                        is_cached=is_cached,
-                        only_all=shares and broadcasts(self._group),
-                    ),
-                ),
-            )
+        if request.strict or by_storage:
+            part = {"unexpected": unexpected, "loads": (host_name(), digest), "shares": shares}
+
+            def together(parts: list[Any]) -> Any:
+                missing = set.intersection(*(set(each["unexpected"]) for each in parts))
+                if not all(each["shares"] for each in parts):
+                    return sorted(missing), {}
+                loads, only_all = [each["loads"] for each in parts], broadcasts(self._group)
+                return sorted(missing), sharers(loads, is_cached=is_cached, only_all=only_all)
+
+            missing, by_digest = self.ranks.gather(part, together)
             hosts = by_digest.get(digest, [])
             if missing and request.strict:
                 raise left_over(missing, content.where)
         request.overwritten.update(item.name for item in items)
-        work = partial(load, content, state_dict, items, request.weights_only)
+        given = content, state_dict, items
+        values_of = partial(load_values, *given, request.weights_only)
         if not hosts:
-            return self.ranks.attempt(work)
-        shared = SharedRead(hosts, plan, self.ranks.rank, self._group, self.ranks.timeout_s)
-        failed = self.ranks.attempt(lambda: shared.load(content.sources[0], work))
-        log.debug("read %d bytes of storage; other ranks sent the rest", shared.read_bytes)
-        return failed
+            return self.ranks.attempt(lambda: load(*given, values_of()))
+        return self._load_shared(SharedRead(hosts, plan, self.ranks, self._group), given, values_of)
+
+    def _load_shared(
+        self,
+        shared: SharedRead,
+        given: tuple[Content, dict[str, Any], list[Item]],
+        values_of: Callable[[], Values],
+    ) -> CallFailure | None:
+        """Values first, by each rank: if one cannot be loaded, no rank waits for its chunks."""
+        values, content = self.ranks.attempt(values_of), given[0]
+        if isinstance(values, CallFailure):
+            return values
+        work = partial(load, *given, values)
+        is_whole = self.ranks.attempt(lambda: shared.load(content.sources[0], work))
+        if isinstance(is_whole, CallFailure):
+            return is_whole
+        if not self.ranks.gather(is_whole, all):
+            raise CheckpointReadError(f"not all of {content.where} has arrived on each rank")
+        return None
 
     def _fetch(self, candidate: Candidate, snapshots: dict[str, SnapshotDescription]) -> Fetched:
         at = candidate.fetches.get(str(self.ranks.rank))

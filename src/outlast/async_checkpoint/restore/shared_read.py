@@ -8,7 +8,7 @@ has arrived before it verifies it, and reads its own next chunks meanwhile.
 Why no rank waits forever: all take the chunks in the same order. A chunk comes from a rank that has
 it, or that waits for it likewise, up to the one that reads it; a send ends when its receiver comes
 to that chunk, and waits for earlier ones only. A rank with an error of its own goes on passing
-chunks, marks those that it could not read, and raises at the end.
+chunks, marks those that it has not read (all further ones), and raises at the end.
 
 A group that takes no tensors in CPU memory (NCCL) broadcasts each chunk instead, if all its ranks
 load the same: sends between two ranks would make a communicator for each pair, and wait for each
@@ -48,6 +48,7 @@ from outlast.async_checkpoint.restore.verified_read import (
     read_chunk,
 )
 from outlast.async_checkpoint.storage.system_errors import Reopened
+from outlast.coordination.agreement import Agreement
 from outlast.coordination.collectives import device_of
 from outlast.coordination.waits import waits
 from outlast.errors import CheckpointError
@@ -146,34 +147,37 @@ class _Missing(Exception):
 
 
 class SharedRead:
-    """One rank's part in the reads that it shares with the ranks on these hosts, over `group`. Each
-    waits for `timeout_s` at most. `read_bytes` is what it has read from storage itself.
+    """One rank's part in the reads that it shares with the ranks on these hosts, over `group`, as
+    long as `ranks` wait.
     """
 
     def __init__(
-        self, hosts: Sequence[Sequence[int]], plan: Plan, rank: int, group: Any, timeout_s: float
+        self, hosts: Sequence[Sequence[int]], plan: Plan, ranks: Agreement, group: Any
     ) -> None:
         self._left, self._group, self._device = deque(plan), group, device_of(group)
-        self._broadcasts, routes = broadcasts(group), Routes(hosts, rank)
+        self._broadcasts, routes = broadcasts(group), Routes(hosts, ranks.rank)
         self._route = routes.broadcast if self._broadcasts else routes.route
-        self._timeout = datetime.timedelta(seconds=timeout_s)
-        self._errors: list[Exception] = []
+        self._timeout = datetime.timedelta(seconds=ranks.timeout_s)
+        self._error: Exception | None = None  # the first one
+        self._over = False  # the load has failed: nothing more is read
         self._in_batch = False  # other ranks wait for its chunks
-        self.read_bytes = 0
 
-    def load(self, source: Source, work: Callable[[Read], None]) -> None:
+    def load(self, source: Source, work: Callable[[Read], None]) -> bool:
         """Calls `work` with what reads each batch of the plan, as `read_verified` does. If it
-        raises, the other ranks get their chunks even so; but not after an error of the group. If
-        another rank could not read a chunk, what was read is incomplete: that one raises.
+        raises, the other ranks go on with theirs; but not after an error of the group. Returns
+        whether all has arrived: if another rank has not read a chunk, that one raises.
         """
         try:
             work(self._read_batch)
         except Exception as e:
+            self._over = True
             while self._left and not self._in_batch:
                 for _ in self._arrivals(source, self._left.popleft()):
                     pass
             if not isinstance(e, _Missing):
                 raise
+            return False
+        return True
 
     def _read_batch(self, source: Source, wanted: Sequence[Piece]) -> None:
         pieces = pieces_by_chunk(source, wanted)
@@ -181,8 +185,9 @@ class SharedRead:
             begin, size = extent_of(source, chunk)
             distribute(content.data_ptr(), begin, begin + size, pieces[chunk])
             del pieces[chunk]
-        if self._errors:
-            raise self._errors.pop(0)
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
         if pieces:
             raise _Missing
 
@@ -208,21 +213,27 @@ class SharedRead:
                 while len(sending) > _SENDING:
                     self._await(sending.popleft()[0])
                 content = content.cpu()
-                if content[-1] and (sender is None or self._holds(source, chunk, content)):
+                if self._is_right(source, chunk, content, is_read=sender is None):
                     yield chunk, content
             for work, _ in sending:
                 self._await(work)
         self._in_batch = False
 
-    def _holds(self, source: Source, chunk: Chunk, content: torch.Tensor) -> bool:
-        """Whether what has arrived is the chunk; if not, reads it."""
+    def _is_right(
+        self, source: Source, chunk: Chunk, content: torch.Tensor, *, is_read: bool
+    ) -> bool:
+        """Whether this is the chunk. One that was damaged on the way is read."""
         arrived = memory_at(content.data_ptr(), content.numel() - 1)
-        if is_intact(source, chunk, xxhash.xxh3_128(arrived).hexdigest()):
-            return True
-        log.warning("a part of %s/%s arrived damaged: it is read again", source.where, chunk[0])
-        with self._reading(source, [chunk]) as read:
-            content.copy_(read())
-        return bool(content[-1])
+        if is_read or is_intact(source, chunk, xxhash.xxh3_128(arrived).hexdigest()):
+            return not is_read or bool(content[-1])
+        if content[-1] and not self._over:
+            where = source.where, chunk[0]
+            log.warning("a part of %s/%s arrived damaged: it is read again", *where)
+            with self._reading(source, [chunk]) as read:
+                content.copy_(read())
+            return bool(content[-1])
+        self._over = True
+        return False
 
     @contextlib.contextmanager
     def _reading(
@@ -237,13 +248,13 @@ class SharedRead:
             size = extent_of(source, chunk)[1]
             content = torch.zeros(size + 1, dtype=torch.uint8)
             try:
-                if chunk[0] in readers:
+                if chunk[0] in readers and not self._over:
                     read_chunk(
                         source, readers[chunk[0]], chunk, memory_at(content.data_ptr(), size)
                     )
                     content[-1] = 1
             except (CheckpointError, OSError) as e:
-                self._errors.append(e)
+                self._fail(e)
             return content
 
         with contextlib.ExitStack() as stack:
@@ -251,7 +262,7 @@ class SharedRead:
                 try:
                     readers[name] = stack.enter_context(opened(source, name))
                 except (CheckpointError, OSError) as e:
-                    self._errors.append(e)
+                    self._fail(e)
             pool = stack.enter_context(ThreadPoolExecutor(threads, "outlast-read"))
             stack.callback(pool.shutdown, wait=False, cancel_futures=True)
             ahead = deque(pool.submit(work, each) for each in itertools.islice(left, threads))
@@ -259,10 +270,12 @@ class SharedRead:
             def read() -> torch.Tensor:
                 content = ahead.popleft().result()
                 ahead.extend(pool.submit(work, each) for each in itertools.islice(left, 1))
-                self.read_bytes += content.numel() - 1
                 return content.to(self._device)
 
             yield read
+
+    def _fail(self, error: Exception) -> None:
+        self._error, self._over = self._error or error, True
 
     def _receive(self, sender: int, size: int) -> Callable[[], torch.Tensor]:
         content = torch.empty(size + 1, dtype=torch.uint8, device=self._device)

@@ -296,12 +296,16 @@ class Recorder:
         """An optimizer writes next. If this is interrupted, it does not."""
         step, training = self.point.record.step + 1, self._training
         if training is not None and not self._stepped:
-            if self._early is None or self._early[0] != step:
+            early = self._early
+            if early is None or early[0] != step:
                 self._note_early()
-            elif self._is_of_rank and self._early[1] != self._own_state(training):
+            elif self._is_of_rank and (
+                _without_files(early) != _without_files((step, self._own_state(training)))
+            ):
                 # A loader's state has changed since the backward pass. What a rank that was killed
                 # in between has noted is not what it would have had: see `_usable`.
-                self._after_gradient()
+                self._passes += 1
+                self._note_early()
         self._queued.await_gradients()
         if self._meeting is not None and self._meeting.is_for(optimizer):
             self._meeting.attend(step)
@@ -320,7 +324,7 @@ class Recorder:
         return []
 
     def _after_gradient(self, _: torch.Tensor | None = None) -> None:
-        self._passes += 1
+        self._passes += 2  # an odd number: noted again after that
         self._note_early()
 
     def _note_early(self) -> None:
