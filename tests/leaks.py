@@ -196,9 +196,13 @@ def _descendants() -> Iterator[int]:
     parents = [os.getpid()]
     while parents:
         parent = parents.pop()
-        for children in Path(f"/proc/{parent}/task").glob("*/children"):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-                found = [int(pid) for pid in children.read_text().split()]
+        threads = list[str]()
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            threads = os.listdir(f"/proc/{parent}/task")
+        for thread in threads:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                children = Path(f"/proc/{parent}/task/{thread}/children").read_text()
+                found = [int(pid) for pid in children.split()]
                 yield from found
                 parents += found
 

@@ -9,6 +9,7 @@ the main thread does that loads by itself; its CPU time counts (`CpuTime`).
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -57,9 +58,13 @@ def activity(pid: int) -> int:
     the process has ended.
     """
     count = 0
-    for status in Path(f"/proc/{pid}/task").glob("*/status"):
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return 0
+    for thread in threads:
         try:
-            lines = status.read_text().splitlines()
+            lines = Path(f"/proc/{pid}/task/{thread}/status").read_text().splitlines()
         except OSError:
             continue  # the thread has ended
         if any(line.startswith("State:\tZ") for line in lines):
