@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import socket
+import struct
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -133,6 +134,29 @@ def tls(certificates: Callable[[str], str]) -> Iterator[Cluster]:
     security = Security(cacert=certificates("ca.pem"))
     with Cluster(options=options) as cluster, contextlib.closing(cluster.client(security)):
         yield cluster
+
+
+def test_a_server_without_tls_may_reset_the_connection_before_its_answer_is_read() -> None:
+    def serve(listener: socket.socket) -> None:
+        for _ in range(2):
+            connection, _ = listener.accept()
+            with connection:
+                if connection.recv(1) == b"\x16":  # the begin of TLS
+                    connection.setsockopt(
+                        socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                    )
+                    continue
+                text = b'{"etcdserver": "3.5.13"}'
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(text))
+                connection.sendall(text)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, args=(listener,))
+        thread.start()
+        endpoint = Endpoint("127.0.0.1", listener.getsockname()[1])
+        said = diagnose(endpoint, Security(tls=True), NET_S)
+        thread.join()
+    assert said.startswith(f"{endpoint} does not use TLS: remove cacert"), said
 
 
 @pytest.mark.slow

@@ -262,10 +262,15 @@ def diagnose(endpoint: Endpoint, security: Security, limit: float) -> str:
             return f"{endpoint} asks for a client's certificate: name it by cert=FILE,key=FILE"
         if _speaks_tls(endpoint, limit):
             return f"{endpoint} refuses the TLS connection: {e.reason or e}"
-        return f"{endpoint} does not use TLS: remove cacert, cert, key and protocol=https"
+        return _uses_no_tls(endpoint)
     except (OSError, http.client.HTTPException) as e:
         if not security.uses_tls and _speaks_tls(endpoint, limit):
             return _needs_tls(endpoint)
+        if security.uses_tls and isinstance(e, ConnectionError):
+            # The connection may end before the answer of a server without TLS is read.
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                if isinstance(_version(endpoint, Security(), limit), dict):
+                    return _uses_no_tls(endpoint)
         if security.uses_tls and security.cert == "" and isinstance(e, ConnectionError):
             return f"{endpoint} closes TLS connections ({_reason(e)}): it may need cert=,key="
         if isinstance(e, http.client.HTTPException):
@@ -352,6 +357,10 @@ def _needs_tls(endpoint: Endpoint) -> str:
         f"{endpoint} uses TLS: name the file of the certificates that sign its certificate by "
         "cacert=FILE, or use those of the system by protocol=https"
     )
+
+
+def _uses_no_tls(endpoint: Endpoint) -> str:
+    return f"{endpoint} does not use TLS: remove cacert, cert, key and protocol=https"
 
 
 def _reason(error: Exception) -> str:
