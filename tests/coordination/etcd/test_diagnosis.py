@@ -138,8 +138,11 @@ def tls(certificates: Callable[[str], str]) -> Iterator[Cluster]:
 
 def test_a_server_without_tls_may_reset_the_connection_before_its_answer_is_read() -> None:
     def serve(listener: socket.socket) -> None:
-        for _ in range(2):
-            connection, _ = listener.accept()
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return  # it is shut down
             with connection:
                 if connection.recv(1) == b"\x16":  # the begin of TLS
                     connection.setsockopt(
@@ -155,6 +158,7 @@ def test_a_server_without_tls_may_reset_the_connection_before_its_answer_is_read
         thread.start()
         endpoint = Endpoint("127.0.0.1", listener.getsockname()[1])
         said = diagnose(endpoint, Security(tls=True), NET_S)
+        listener.shutdown(socket.SHUT_RDWR)
         thread.join()
     assert said.startswith(f"{endpoint} does not use TLS: remove cacert"), said
 
