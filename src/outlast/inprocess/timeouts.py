@@ -28,7 +28,7 @@ class Adaptive:
     Attributes:
         initial: the soft timeout until enough gaps are known, and in a declared long phase
             that has no limit.
-        floor: the lower bound of the limit.
+        floor: the lower bound of the limit. A limit below a second counts while no rank works.
         factor: the limit is at least this many times the longest recent gap.
         deviations: the limit is this many mean deviations above the mean gap.
         warmup: the number of gaps to observe first. The first steps of a job are its slowest.

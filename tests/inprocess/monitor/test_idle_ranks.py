@@ -17,8 +17,9 @@ from outlast.clock import MonotonicClock
 from outlast.coordination.membership import MembershipProtocol
 from outlast.coordination.ops import Link, drive, perform_on
 from outlast.coordination.stores.store import MemoryStore
-from outlast.inprocess.monitor import timeouts
-from outlast.inprocess.monitor.timeouts import CpuTime, IdleRanks
+from outlast.inprocess.monitor import cpu_time
+from outlast.inprocess.monitor.cpu_time import CpuTime
+from outlast.inprocess.monitor.timeouts import IdleRanks
 
 SIZE = 3
 CONFIRM_S, AGAIN_S = 3.0, 60.0
@@ -96,7 +97,7 @@ def test_each_iteration_counts_anew() -> None:
 
 @pytest.fixture
 def cpu(monkeypatch: pytest.MonkeyPatch) -> CpuTime:
-    monkeypatch.setattr(timeouts, "_SAMPLE_S", 0.05)
+    monkeypatch.setattr(cpu_time, "_SAMPLE_S", 0.05)
     return CpuTime(os.getpid(), MonotonicClock())
 
 
@@ -126,3 +127,23 @@ def test_who_sleeps_is_not_seen(cpu: CpuTime) -> None:
             threading.Event().wait(0.02)
         child.kill()
     assert not cpu.progress
+
+
+def test_who_waits_for_a_core_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_time, "_SAMPLE_S", 0.05)
+    core = min(os.sched_getaffinity(0))
+    loop = f"import os; os.sched_setaffinity(0, [{core}]); os.sched_setscheduler(0, {{}}, "
+    loop += "os.sched_param(0))\nwhile True: pass"
+    first, last = (
+        subprocess.Popen([sys.executable, "-c", loop.format(f"os.{policy}")])
+        for policy in ("SCHED_OTHER", "SCHED_IDLE")
+    )
+    with first, last:
+        try:
+            cpu = CpuTime(last.pid, MonotonicClock())
+            while not cpu.progress:
+                cpu.sample(0, own=False, children=False, queued=True)
+                threading.Event().wait(0.02)
+        finally:
+            first.kill()
+            last.kill()

@@ -50,7 +50,7 @@ class Timeouts(ProgressTimeouts):
         self.page.reported_soft = self.page.iteration
         self.sent.append(f"soft: no {what} {idle:g}")
 
-    def _wait(self) -> bool:
+    def _wait(self, confirm: float | None = None) -> bool:
         self.waiting = True
         return self.all_idle
 
@@ -58,7 +58,7 @@ class Timeouts(ProgressTimeouts):
         self.waiting = False
         self.went_on += 1
 
-    def _sample(self, thread: int, *, own: bool, children: bool) -> None:
+    def _sample(self, thread: int, **what: object) -> None:
         if self.computes:
             self.cpu.progress = self.clock.now()
 
@@ -256,6 +256,46 @@ def test_a_learned_limit_is_one_between_pings(page: SharedPage, clock: FakeClock
     page.pings, page.pinged, page.soft_limit = 1, clock.now(), 3.0
     assert passes(timeouts, 2, python=True) == []
     assert passes(timeouts, 1, python=True) == ["soft: no progress 3"]
+
+
+def _short(page: SharedPage, clock: FakeClock) -> Timeouts:
+    """A rank in its function that has pinged just now, with a learned limit of 0.1 s."""
+    found = in_function(page, clock, Blocked.UNKNOWN)
+    page.pings, page.pinged, page.soft_limit = 1, clock.now(), 0.1
+    return found
+
+
+def test_with_a_short_learned_limit_a_rank_at_work_has_a_second(
+    page: SharedPage, clock: FakeClock
+) -> None:
+    timeouts = _short(page, clock)
+    timeouts.computes = True  # it collects garbage
+    assert timeouts.after(*[0.05] * 19) == []
+    assert not timeouts.waiting
+    assert timeouts.after(0.06) == ["soft: no progress 1.01"]
+
+
+def test_with_a_short_learned_limit_all_ranks_are_late_or_none_is(
+    page: SharedPage, clock: FakeClock
+) -> None:
+    timeouts = _short(page, clock)
+    timeouts.all_idle = False  # the one that this rank waits for is at work
+    assert timeouts.after(*[0.05] * 4) == []
+    assert timeouts.waiting
+    page.pinged = clock.now()
+    assert timeouts.after(0.05) == []
+    assert not timeouts.waiting
+    timeouts.all_idle = True
+    assert timeouts.after(0.04, 0.02) == ["soft: no progress 0.11"]
+
+
+def test_a_short_learned_limit_is_looked_at_in_time(page: SharedPage, clock: FakeClock) -> None:
+    timeouts = _short(page, clock)
+    assert timeouts.next_check() - clock.now() == pytest.approx(0.05)
+    clock.advance(0.06)
+    assert timeouts.next_check() - clock.now() == pytest.approx(0.025)
+    page.long_limit = 60.0  # a declared phase
+    assert timeouts.next_check() - clock.now() > 1
 
 
 @pytest.mark.parametrize("blocked", [Blocked.UNKNOWN, Blocked.ELSEWHERE])

@@ -21,11 +21,12 @@ from outlast.coordination.barrier import done_key
 from outlast.coordination.membership import decision_key
 from outlast.errors import StoreError
 from outlast.events.emitter import Emitter, JsonlSink, NullSink, Sink
+from outlast.inprocess.monitor.cpu_time import CpuTime
 from outlast.inprocess.monitor.heartbeat_ring import HeartbeatRing
 from outlast.inprocess.monitor.native_frames import NativeFrames
 from outlast.inprocess.monitor.reports import FaultReports, MonitorPlan, StoreAccess, write_line
 from outlast.inprocess.monitor.shared_page import Activity
-from outlast.inprocess.monitor.timeouts import CpuTime, FrozenNotice, IdleRanks, ProgressTimeouts
+from outlast.inprocess.monitor.timeouts import FrozenNotice, IdleRanks, ProgressTimeouts
 from outlast.inprocess.store import TCPStore
 from outlast.system.processes import is_dying, open_parent, open_thread, readable
 

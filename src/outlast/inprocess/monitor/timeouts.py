@@ -20,18 +20,16 @@ ranks would wait for it at a barrier until they fail.
 from __future__ import annotations
 
 import math
-import os
 import signal
 from typing import NamedTuple
 
-import psutil
-
 from outlast.clock import Clock
+from outlast.inprocess.monitor.cpu_time import CpuTime
 from outlast.inprocess.monitor.native_frames import NativeFrames
 from outlast.inprocess.monitor.reports import FaultReports, MonitorPlan, StoreAccess, write_for
 from outlast.inprocess.monitor.shared_page import NOTICE_AFTER_S, Activity, Blocked, SharedPage
 from outlast.inprocess.timeouts import Durations
-from outlast.system.processes import is_stopped, send_signal, status_fields
+from outlast.system.processes import is_stopped, send_signal
 
 # The hard timeout under an adaptive soft timeout: this many soft timeouts, and at least this long.
 _HARD_PER_SOFT = 10.0
@@ -41,9 +39,10 @@ _HARD_AT_LEAST_S = 5.0
 _SILENT_AT_LEAST_S = 5.0
 
 _TIMED = (Activity.FUNCTION, Activity.USER, Activity.LEAVING)
-_SHARE = 0.1  # of one core; processes that only wait use far less, even if they poll
-_SAMPLE_S = 0.5  # the kernel counts in units of 10 ms
-_TICKS_S = os.sysconf("SC_CLK_TCK")
+_LOOKS = 4  # at the CPU time, within a learned limit below a second
+
+# A learned limit below this is one for the time without work: see `_works`.
+_CERTAIN_S = 1.0
 
 
 class Limits(NamedTuple):
@@ -82,7 +81,8 @@ class IdleRanks:
     nothing: so each rank that waits reads the number again once in every soft timeout. A rank that
     goes on is known to do so only a little later, by its heartbeat thread, then by its monitor
     process: so the number is read a second time before it is believed.
-    A number that is complete is read again after `confirm` seconds, another one after `again`.
+    A number that is complete is read again after `confirm` seconds, unless `wait` is given others,
+    and another one after `again`.
     """
 
     def __init__(
@@ -94,14 +94,15 @@ class IdleRanks:
         self._complete_at: float | None = None  # when this rank has found the number complete
         self._look_at = 0.0
 
-    def wait(self) -> bool:
+    def wait(self, confirm: float | None = None) -> bool:
         """Counts this rank; returns whether it is to report that all wait. Call it regularly."""
         iteration, now = self._page.iteration, self._clock.now()
+        confirm = self._confirm if confirm is None else confirm
         is_new = self._counted_in != iteration
         if is_new or (self._complete_at is None and now >= self._look_at):
             self._counted_in, self._look_at = iteration, now + self._again
             self._complete_at = now if self._change(iteration, int(is_new)) else None
-        if self._complete_at is None or now - self._complete_at < self._confirm:
+        if self._complete_at is None or now - self._complete_at < confirm:
             return False
         self._complete_at = None
         return self._change(iteration, 0)
@@ -115,58 +116,6 @@ class IdleRanks:
         membership, members = self._store.membership, self._page.world_size
         # Without the store, no other rank can know better.
         return self._store.perform(membership.count_idle(iteration, amount, members)) is not False
-
-
-class CpuTime:
-    """CPU time as a sign of progress, for a rank that runs no Python code: it may compile, or
-    compute in one call into C. A rank that is blocked or stopped uses none. Measures the main
-    process `main`: one of its threads, and the processes that it has started, except this one.
-    """
-
-    def __init__(self, main: int, clock: Clock) -> None:
-        self._main, self._clock = main, clock
-        self._what: tuple[int, bool, bool] = (0, False, False)
-        self._used, self._at = 0.0, 0.0
-        self.progress = 0.0  # when CPU time was last seen to be used
-
-    def sample(self, thread: int, *, own: bool, children: bool) -> None:
-        """Call it regularly while no Python code runs. `thread`: the function's thread, or 0 for
-        all. `own` and `children`: whether its time, and that of other processes, counts.
-        """
-        now, what = self._clock.now(), (thread, own, children)
-        if what == self._what and now - self._at < _SAMPLE_S:
-            return
-        used = (self._of_thread(thread) if own else 0.0) + (self._of_children() if children else 0)
-        # A pause between two samples is not one in which nothing was used.
-        comparable = what == self._what and now - self._at < 10 * max(_SAMPLE_S, 1.0)
-        if comparable and used - self._used >= _SHARE * (now - self._at):
-            self.progress = now
-        self._what, self._used, self._at = what, used, now
-
-    def _of_thread(self, thread: int) -> float:
-        place = f"/task/{thread}" if thread else ""
-        try:
-            return sum(map(int, status_fields(self._main, place)[11:13])) / _TICKS_S
-        except OSError:
-            return 0.0  # it has ended
-
-    def _of_children(self) -> float:
-        """Also of those that have ended, as far as their parents have waited for them."""
-        used = 0.0
-        try:
-            process = psutil.Process(self._main)
-            times = process.cpu_times()
-            used += times.children_user + times.children_system
-            children = process.children(recursive=True)
-        except psutil.Error:
-            return used  # it has ended
-        for child in children:
-            try:
-                if child.pid != os.getpid():
-                    used += sum(child.cpu_times()[:4])
-            except psutil.Error:
-                continue  # it has ended meanwhile
-        return used
 
 
 class ProgressTimeouts:
@@ -210,6 +159,9 @@ class ProgressTimeouts:
         if activity == Activity.FUNCTION and page.pings:
             due = min(due, max(page.pinged, self._continued) + ping)
         now = self._clock.now()
+        if limit := self._short_limit():
+            half = max(page.pinged, self._continued) + limit / 2
+            return half if half > now else now + limit / _LOOKS
         # What is due already is not a hang so far.
         return due if due > now else now + self._durations.monitor_interval
 
@@ -241,6 +193,8 @@ class ProgressTimeouts:
         if stopped:
             self._hung(stopped, self._durations.soft, self._durations.hard)
             return
+        if in_function and self._works(now):
+            return
         if activity == Activity.LEAVING:
             idle = now - max(page.progress, self._continued)
             if idle >= hard:
@@ -265,6 +219,29 @@ class ProgressTimeouts:
             self._hung(idle, soft, math.inf)  # it waits, and no rank makes progress
         elif waited >= self._durations.soft and self._idle_ranks.wait():
             self._hung(waited, self._durations.soft, math.inf)  # as the last one
+
+    def _short_limit(self) -> float:
+        """A learned limit that is in force and below a second; else 0."""
+        page = self._page
+        is_learned = page.activity == Activity.FUNCTION and not page.long_limit
+        return page.soft_limit if is_learned and page.soft_limit < _CERTAIN_S else 0.0
+
+    def _works(self, now: float) -> bool:
+        """Of a rank whose learned limit is below a second: whether it, or a rank that it may wait
+        for, works. A collection of garbage takes that long, or a scheduler with more threads than
+        cores. So a rank is late if its process has used no CPU time for the limit, nor waited for
+        a core; and all are, since the one that works is among those for which the others wait.
+        What keeps a core busy, as an endless loop does, is late after a second.
+        """
+        limit, page = self._short_limit(), self._page
+        unpinged = now - max(page.pinged, self._continued)
+        if not limit or unpinged >= _CERTAIN_S:
+            return False
+        self._cpu.sample(0, own=True, children=False, queued=True, every=limit / _LOOKS)
+        if min(unpinged, now - self._cpu.progress) >= limit:
+            return not self._idle_ranks.wait(0.0)
+        self._idle_ranks.go_on()
+        return True
 
     def _waited(self, now: float) -> float:
         """For how long the rank has only waited for others, in a long phase."""
