@@ -37,11 +37,16 @@ def main() -> None:
     parser.add_argument(
         "--large", action="store_true", help="slowdown: a state of 1.1 GB instead of 192 MiB"
     )
+    parser.add_argument(
+        "--beside", type=Path, help="limits: measure the code of this other checkout too"
+    )
     parser.add_argument("--write-docs", action="store_true", help="update benchmarks/RESULTS.md")
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks.json"))
     options = parser.parse_args()
     if options.large and options.name != ["slowdown"]:
         parser.error("--large is for the benchmark slowdown only")
+    if options.beside and options.name != ["limits"]:
+        parser.error("--beside is for the benchmark limits only")
     names = options.name or ([] if options.write_docs else list(MODULES))
     # torch resolves the name of every host that it connects to. If the resolver drops the query,
     # each connection takes five seconds, with outlast and with the peer.
@@ -52,7 +57,8 @@ def main() -> None:
     for name in names:
         module = load(name)
         kept = json.loads(options.out.read_text())[name]["data"] if options.keep_peer else None
-        more = {"large": True} if options.large else {}
+        more: dict[str, Any] = {"large": True} if options.large else {}
+        more |= {"beside": options.beside.resolve()} if options.beside else {}
         data = module.run(options.quick, *[kept] if kept else [], **more)
         _store(options.out, name, {"quick": options.quick, "machine": describe(), "data": data})
         for sheet in module.sheets(data):

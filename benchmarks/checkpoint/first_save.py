@@ -36,12 +36,14 @@ NAMES = (
 )
 
 
-def measure(size: Size, rounds: int, *, quick: bool = False) -> dict[str, Timed]:
-    """Seconds of each way's first save, and of opening it before."""
+def measure(
+    size: Size, rounds: int, *, quick: bool = False, peers: bool = True
+) -> dict[str, Timed]:
+    """Seconds of each way's first save, and of opening it before. `peers`: also of others' ways."""
     print(f"checkpoint: the first save, {rounds} rounds", flush=True)
     found: dict[str, Timed] = {}
     for _ in range(rounds):
-        for name in NAMES[:3] if quick else chosen(NAMES, quick):
+        for name in NAMES[:3] if quick else chosen(NAMES if peers else NAMES[:4], quick):
             work = functools.partial(_first, name, size)
             for what, value in in_ranks("checkpoint-first", 1, work)[0].items():
                 found.setdefault(name, {}).setdefault(what, []).append(value)

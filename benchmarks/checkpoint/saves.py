@@ -42,10 +42,12 @@ PATIENCE_S = 1800.0
 Timed = dict[str, list[float]]
 
 
-def measure(size: Size, ranks: int, rounds: int, *, quick: bool = False) -> dict[str, Any]:
-    """Seconds of each way in each round, on the slowest rank."""
+def measure(
+    size: Size, ranks: int, rounds: int, *, quick: bool = False, peers: bool = True
+) -> dict[str, Any]:
+    """Seconds of each way in each round, on the slowest rank. `peers`: also those of others."""
     print(f"checkpoint: saves and restores, {ranks} ranks, {rounds} rounds", flush=True)
-    parts = in_ranks("checkpoint-saves", ranks, lambda _: _rank(size, ranks, rounds, quick))
+    parts = in_ranks("checkpoint-saves", ranks, lambda _: _rank(size, ranks, rounds, quick, peers))
     seconds: dict[str, Timed] = {}
     for name, timed in parts[0]["seconds"].items():
         seconds[name] = {
@@ -107,7 +109,7 @@ def _rank_0() -> bool:
     return dist.get_rank() == 0
 
 
-def _rank(size: Size, ranks: int, rounds: int, quick: bool) -> dict[str, Any]:
+def _rank(size: Size, ranks: int, rounds: int, quick: bool, peers: bool) -> dict[str, Any]:
     mesh = None
     if ranks > 1:
         from torch.distributed.device_mesh import init_device_mesh
@@ -124,7 +126,7 @@ def _rank(size: Size, ranks: int, rounds: int, quick: bool) -> dict[str, Any]:
         writing = Writing(folder, job.size_bytes, threads)
         ways = {
             name: make(name, folder, job)
-            for name in chosen((*OURS, *PEERS), quick)
+            for name in chosen((*OURS, *(PEERS if peers else ())), quick)
             if "2 in flight" not in name
         }
         turns: dict[str, Callable[[int], dict[str, float]]] = {

@@ -24,7 +24,7 @@ from benchmarks.lib.sheets import Sheet, median, ms, quantile
 from benchmarks.lib.timestamp_board import TimestampBoard
 from outlast import inprocess
 
-__all__ = ["run", "sheets"]
+__all__ = ["measure", "run", "sheets"]
 
 STEP_S = 0.005
 STEPS = 100
@@ -38,12 +38,12 @@ def run(quick: bool) -> dict[str, Any]:
     """Measures with several floors of the adaptive timeout; the first one is the default."""
     floors = FLOORS_MS[-1:] if quick else FLOORS_MS
     hangs = 2 if quick else 20
-    found = {str(floor): _measure(floor, hangs) for floor in floors}
+    found = {str(floor): measure(floor, hangs) for floor in floors}
     steps = 2000 if quick else ALARM_STEPS
     return {"floors": found, "undisturbed": false_alarms.false_alarms(ALARM_FLOOR_MS, steps)}
 
 
-def _measure(floor_ms: int, hangs: int) -> dict[str, Any]:
+def measure(floor_ms: int, hangs: int) -> dict[str, Any]:
     print(f"hang: floor {floor_ms} ms, {hangs} hangs", flush=True)
     board = TimestampBoard(RANKS, hangs * 3 + 16)
     with RankProcesses(f"hang-{floor_ms}", RANKS) as processes:

@@ -23,6 +23,11 @@ class Benchmark(NamedTuple):
 
 
 MODULES = {
+    "limits": Benchmark(
+        "limits.run",
+        "At the limit",
+        "Each cost of a fault, a step and a save beside what the hardware takes in the same run.",
+    ),
     "restart": Benchmark(
         "inprocess.restart",
         "Restart latency",

@@ -21,7 +21,7 @@ from benchmarks.lib.rank_processes import FOLDER
 from benchmarks.lib.sheets import Sheet, ms
 from benchmarks.rollback.limits import limits
 
-__all__ = ["run", "sheets"]
+__all__ = ["PARTS", "measure", "run", "sheets"]
 
 PARTS = ("re-entry", "group", "model", "`Job()`", "restore", "DDP", "first step")
 _SCRIPT = Path(__file__).with_name("useful_script.py")
@@ -48,12 +48,12 @@ def run(quick: bool) -> dict[str, Any]:
         found["limits"][str(mib)] = limits(mib << 20, 1 if quick else 5)
         for kind in _KINDS:
             print(f"useful-step: {mib} MiB, {ranks} ranks, {kind}, kept: {kept}", flush=True)
-            each = _measure(mib, ranks, kept, kind, faults)
+            each = measure(mib, ranks, kept, kind, faults)
             rows.append({"mib": mib, "ranks": ranks, "kept": kept, "kind": kind, "faults": each})
     return found
 
 
-def _measure(mib: int, ranks: int, kept: bool, kind: str, faults: int) -> list[dict[str, Any]]:
+def measure(mib: int, ranks: int, kept: bool, kind: str, faults: int) -> list[dict[str, Any]]:
     root = FOLDER.absolute()
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root, prefix="useful-") as name:

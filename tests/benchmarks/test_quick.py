@@ -246,3 +246,14 @@ def test_the_page_is_updated_between_its_markers(tmp_path: Path) -> None:
     assert "old" not in text
     assert "\n## Hangs\n\n### Kept\n\n- as it was\n\n## Scale\n" in text
     assert "| barrier | 4 | 1.0 |" in text
+
+
+def test_limits_measure_two_checkouts(tmp_path: Path) -> None:
+    out = tmp_path / "results.json"
+    command = [sys.executable, "-m", "benchmarks", "limits", "--quick", "--beside", str(ROOT)]
+    command += ["--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, timeout=170, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())["limits"]["data"]["found"]
+    assert found["now"].keys() == found["before"].keys()
+    assert "overlapped save, 1 rank: blocked, by a copy" in done.stdout

@@ -1,0 +1,136 @@
+"""`python -m benchmarks.limits.measure NAME [--quick]`: one measurement, in the process of its own
+that `benchmarks.limits.run` starts with the code that is to be measured. Prints its figures.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.checkpoint import first_save, saves, shared_reads
+from benchmarks.checkpoint.training_state import FULL, QUICK, SHARE
+from benchmarks.inprocess import hang, many_ranks
+from benchmarks.inprocess.false_alarms import false_alarms
+from benchmarks.rollback import useful_step
+from benchmarks.rollback.limits import limits
+from benchmarks.rollback.step_cost import step_cost
+
+__all__ = ["MEASUREMENTS", "measure"]
+
+Figures = dict[str, float]
+
+_FLOOR_MS = 100  # of `Adaptive`
+
+
+def _useful(mib: int, ranks: int, kept: bool, kind: str, faults: int) -> Callable[[bool], Figures]:
+    def measure(quick: bool) -> Figures:
+        each = useful_step.measure(mib, ranks, kept, kind, 2 if quick else faults)
+        parts = {
+            name: statistics.median(fault["parts"][name] for fault in each)
+            for name in useful_step.PARTS
+        }
+        whole = {
+            name: statistics.median(fault[name] for fault in each) for name in ("total", "step")
+        }
+        return {**parts, **whole, "socket": limits(mib << 20, 3)["socket"]}
+
+    return measure
+
+
+def _step(name: str, seconds: float) -> Callable[[bool], Figures]:
+    """The time that live state adds to a step; and its processor time, of each rank."""
+
+    def measure(quick: bool) -> Figures:
+        found = step_cost(name, 1.0 if quick else seconds)
+        pairs = list(zip(found["plain"], found["live"], strict=True))
+        return {
+            "plain": statistics.median(plain[0] for plain, _ in pairs),
+            "time": statistics.median(live[0] - plain[0] for plain, live in pairs),
+            "processor": statistics.median((live[1] - plain[1]) / 2 for plain, live in pairs),
+        }
+
+    return measure
+
+
+def _saves(ranks: int) -> Callable[[bool], Figures]:
+    def measure(quick: bool) -> Figures:
+        size = QUICK if quick else FULL if ranks == 1 else SHARE
+        found = saves.measure(size, ranks, 1 if quick else 7, quick=quick, peers=False)
+        return _medians(found["seconds"])
+
+    return measure
+
+
+def _first(quick: bool) -> Figures:
+    size, rounds = (QUICK, 1) if quick else (FULL, 5)
+    return _medians(first_save.measure(size, rounds, quick=quick, peers=False))
+
+
+def _medians(seconds: dict[str, saves.Timed]) -> Figures:
+    return {
+        f"{name}: {what}": statistics.median(times)
+        for name, timed in seconds.items()
+        for what, times in timed.items()
+    }
+
+
+def _restart(ranks: int) -> Callable[[bool], Figures]:
+    def measure(quick: bool) -> Figures:
+        found = many_ranks.restarts(ranks, 1 if quick else 5)
+        seconds = statistics.median(found["seconds"])
+        return {"seconds": seconds, "model": found["predicted"]}
+
+    return measure
+
+
+def _hang(quick: bool) -> Figures:
+    found = hang.measure(_FLOOR_MS, 2 if quick else 20)
+    return {name: statistics.median(found[name]) for name in ("detection", "recovery")}
+
+
+def _alarms(quick: bool) -> Figures:
+    steps = 1000 if quick else 100_000
+    return {"alarms": float(len(false_alarms(_FLOOR_MS, steps)["alarms"]))}
+
+
+def _shared(quick: bool) -> Figures:
+    rows = shared_reads.run(quick=True)["rows"] if quick else shared_reads.run(quick=False)["rows"]
+    return {
+        f"{row['ranks']} replicas": row["read"] / row["size"] for row in rows if row["hosts"] > 1
+    }
+
+
+MEASUREMENTS: dict[str, Callable[[bool], Figures]] = {
+    "exception, 1 MiB": _useful(1, 2, False, "exception", 20),
+    "exception, 1 MiB, kept": _useful(1, 2, True, "exception", 20),
+    "exception, 1 MiB, 4 ranks": _useful(1, 4, False, "exception", 20),
+    "SIGKILL, 1 MiB": _useful(1, 2, False, "sigkill", 12),
+    "SIGKILL, 256 MiB, kept": _useful(256, 2, True, "sigkill", 8),
+    "SIGKILL, 1 GiB, kept": _useful(1024, 2, True, "sigkill", 4),
+    "step, 10 tensors": _step("10 tensors", 12),
+    "step, 1,000 tensors": _step("1,000 tensors", 20),
+    "step, 10,000 tensors": _step("10,000 tensors", 40),
+    "saves, 1 rank": _saves(1),
+    "saves, 4 ranks": _saves(4),
+    "first save": _first,
+    "restart, 4 ranks": _restart(4),
+    "restart, 64 ranks": _restart(64),
+    "restart, 128 ranks": _restart(128),
+    "hang": _hang,
+    "shared reads": _shared,
+    "false alarms": _alarms,
+}
+"""Each gives figures by name: seconds, but for ratios and numbers."""
+
+
+def measure(name: str, quick: bool) -> Figures:
+    """The figures of one measurement."""
+    return MEASUREMENTS[name](quick)
+
+
+if __name__ == "__main__":
+    found: Any = measure(sys.argv[1], "--quick" in sys.argv[2:])
+    print(json.dumps(found), flush=True)
