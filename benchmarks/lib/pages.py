@@ -129,7 +129,8 @@ MODULES = {
     "steps-under-failures": Benchmark(
         "recovery.steps",
         "Time to a number of steps under failures",
-        "Whole systems make the same steps, with the exceptions, SIGKILLs and hangs of one seed.",
+        "Whole systems make the same steps, with the exceptions, SIGKILLs, hangs and orders to "
+        "leave of one seed.",
     ),
     "ettr": Benchmark(
         "recovery.ettr",

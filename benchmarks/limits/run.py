@@ -90,7 +90,7 @@ def _ratio(
 
 def _fastest(figures: dict[str, float], name: str) -> float:
     """A limit that was measured in several ways counts as the fastest of them."""
-    ways = (name, name.replace("checksums", "checksums, O_DIRECT"))
+    ways: tuple[str, ...] = (name, name.replace("checksums", "checksums, O_DIRECT"))
     ways += (name.replace("write", "write, O_DIRECT"),)
     return min(figures[way] for way in ways if way in figures)
 

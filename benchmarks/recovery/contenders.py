@@ -59,7 +59,8 @@ def _elastic(launcher: str, ranks: int = RANKS) -> list[str]:
 
 def _outlast() -> list[Command]:
     run = [str(_BIN / "outlast"), "run", f"--nproc-per-node={RANKS}", "--max-restarts=1000"]
-    return [([*run, str(_SCRIPTS / "with_outlast.py")], {})]
+    leave = {"LEAVE": f"{_BIN / 'outlast'} drain --rank"}
+    return [([*run, str(_SCRIPTS / "with_outlast.py")], leave)]
 
 
 def _nvrx() -> list[Command]:

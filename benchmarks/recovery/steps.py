@@ -1,9 +1,10 @@
 """Time to a number of steps under failures: what a whole training costs, with each system.
 
 Every system trains the same model on the same data, with two ranks, saves every 50 steps, and gets
-the faults of the same seeds: exceptions, SIGKILLs and hangs at random times after the first step,
-on random ranks. One that is due while its rank is down is missed. A job ends when both ranks have
-made the last step. The limit is the time of so many steps without faults and saves.
+the faults of the same seeds: exceptions, SIGKILLs, hangs and orders to leave (`outlast drain`, or a
+SIGTERM) at random times after the first step, on random ranks. One that is due while its rank is
+down is missed. A job ends when both ranks have made the last step. The limit is the time of so many
+steps without faults and saves.
 
 A hang is found by the time limit of a collective or, with outlast, of a rank without progress: the
 same for all, as nobody waits for gloo's default of 30 minutes.
@@ -30,7 +31,7 @@ __all__ = ["run", "sheets"]
 _STEPS, _MEAN_S, _SEEDS = 1500, 15.0, (1,)
 """How many steps; seconds between faults; of which seeds."""
 _QUICK = 60, 8.0, (1,)
-_KINDS = ("exception", "sigkill", "hang")
+_KINDS = ("exception", "sigkill", "hang", "leave")
 _FOUND_S = 10.0
 """After which a hang is found."""
 _PLAIN_STEPS = 400

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,20 @@ class Run:
                 os.kill(os.getpid(), signal.SIGKILL)
             if fault["kind"] == "hang":
                 time.sleep(10**6)
+            if fault["kind"] == "leave":
+                self._leave()
+                continue
             raise RuntimeError(f"planned fault {number}")
+
+    def _leave(self) -> None:
+        """This rank's place is needed: the system is told to move it, or, if it has no such order,
+        its process gets the signal that a scheduler sends.
+        """
+        order = os.environ.get("LEAVE")
+        if order is None:
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            subprocess.Popen([*order.split(), str(self.rank)], stdout=subprocess.DEVNULL)
 
     def _claim(self, number: int) -> bool:
         """Whether this is the first time that this fault is looked at when it is due."""
