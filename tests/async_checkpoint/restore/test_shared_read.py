@@ -65,8 +65,10 @@ def path(tmp_path: Path, ranks: Ranks) -> Path:
     return tmp_path / "c"
 
 
-def outcomes(ranks: Ranks, scenario: str, path: Any, hosts: Any = HOSTS) -> list[Any]:
-    """What each rank said; the bytes that all have read of storage."""
+def outcomes(
+    ranks: Ranks, scenario: str, path: Any, hosts: Any = HOSTS, also: str = ""
+) -> list[Any]:
+    """What each rank said; the bytes that all have read of storage; events of the kind `also`."""
     with ranks("shared_reads", scenario, str(path), nprocs=len(hosts)) as job:
         for rank, host in enumerate(hosts):
             job.start(rank, {"OUTLAST_HOST": host, "LOCAL_WORLD_SIZE": str(hosts.count(host))})
@@ -75,7 +77,9 @@ def outcomes(ranks: Ranks, scenario: str, path: Any, hosts: Any = HOSTS) -> list
         found = [
             next(e for e in job.lines(r) if e["event"] in ("returned", "raised")) for r in ended
         ]
-        return [found, sum(e["bytes"] for r in ended for e in job.lines(r) if e["event"] == "read")]
+        lines = [line for rank in ended for line in job.lines(rank)]
+        read = sum(line["bytes"] for line in lines if line["event"] == "read")
+        return [found, read, *([[e for e in lines if e["event"] == also]] if also else [])]
 
 
 def size_of(path: Path, step: int) -> int:
@@ -128,8 +132,9 @@ def test_a_damaged_byte_is_found_once_and_all_take_the_checkpoint_before(
 def test_a_rank_that_cannot_read_its_share_is_named_and_no_older_checkpoint_is_taken(
     ranks: Ranks, path: Path
 ) -> None:
-    found, _ = outcomes(ranks, "cannot_read", path)
+    found, _, tried = outcomes(ranks, "cannot_read", path, also="tried")
     assert {each["type"] for each in found} == {"CheckpointReadError"}, found
+    assert max(each["chunks"] for each in tried) == 1  # nothing after the first error
     assert all("rank 1 on " in each["message"] for each in found)
     assert "Input/output error" in json.dumps(found)
 

@@ -84,12 +84,13 @@ def reads_with_broadcasts(path: str) -> None:
 
 @scenario
 def cannot_read(path: str) -> None:
-    """Rank 1 alone."""
+    """Rank 1 alone. It says which chunks it has tried to read."""
     join_group()
-    real = verified_read.read_hashed
+    real, tried = verified_read.read_hashed, set[int]()
 
     def read_hashed(reader: Any, offset: int, buffer: memoryview) -> tuple[int, str]:
         if offset:
+            tried.add(offset)
             raise OSError(errno.EIO, "Input/output error")
         return real(reader, offset, buffer)
 
@@ -97,7 +98,10 @@ def cannot_read(path: str) -> None:
         patch.setattr(system_errors, "_pause", lambda _: None)
         if RANK == 1:
             patch.setattr(verified_read, "read_hashed", read_hashed)
+            # One chunk after the other: what was read ahead is tried too.
+            patch.setattr(shared_read, "default_threads", lambda: 1)
         restored(path)
+        say("tried", chunks=len(tried))
 
 
 @scenario
