@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -158,18 +159,19 @@ class Versions:
 
 def versions(tensors: Sequence[torch.Tensor]) -> list[Any]:
     """`version` of each tensor: of thousands, after each step."""
-    if _PLAIN.issuperset(map(type, tensors)):
-        try:
+    if are_plain(tensors):
+        with contextlib.suppress(RuntimeError):  # one was made in inference mode
             return list(map(_count, tensors))
-        except RuntimeError:  # one was made in inference mode
-            pass
     return [version(tensor) for tensor in tensors]
+
+
+def are_plain(values: Iterable[Any]) -> bool:
+    """Whether all are tensors of no subclass."""
+    return _PLAIN.issuperset(map(type, values))
 
 
 def version(tensor: torch.Tensor) -> Any:
     """How many writes to the tensor torch has counted."""
-    if type(tensor) in _PLAIN:
-        return 0 if tensor.is_inference() else tensor._version
     if isinstance(tensor, DTensor):  # torch counts on the one or on the other
         return tensor._version, tensor._local_tensor._version
     if wraps(tensor):  # likewise

@@ -39,9 +39,13 @@ class Training:
             x = model(x)
         x.square().sum().backward(create_graph=create_graph)
 
+    def note(self, *, stepped: bool) -> dict[int, torch.Tensor]:
+        present = [each for each in self.models.parameters() if each.grad is not None]
+        return self.gradients.note(stepped, present)
+
     def needed(self, later: Callable[[Training], None], *, stepped: bool = True) -> str:
         """Which gradient of a step is needed after what comes `later`."""
-        left = self.gradients.note(stepped)
+        left = self.note(stepped=stepped)
         later(self)
         return self.gradients.needed(left)
 
@@ -184,6 +188,17 @@ def test_a_layer_that_no_optimizer_has_counts_in_a_step_without_one(training: Tr
     assert training.needed(nothing) == "other.weight"
 
 
+def test_a_parameter_outside_of_the_model_that_an_optimizer_has_counts(training: Training) -> None:
+    """Of an optimizer in `states`: such a parameter is not among those that are given."""
+    named = dict(training.g.named_parameters())
+    found = Gradients(named, [training.of_g, training.of_d])
+    training.backward(training.d)
+    assert {*found.note(True, [])} == {*map(id, training.d.parameters())}
+    training.d.zero_grad()
+    assert not found.note(True, [])
+    found.close()
+
+
 def test_a_frozen_parameter_needs_no_hook(training: Training) -> None:
     training.backward(training.d)
     training.d.requires_grad_(False)
@@ -194,7 +209,7 @@ def test_a_frozen_parameter_needs_no_hook(training: Training) -> None:
 def test_parameters_hold_nothing_after_an_interrupted_end(training: Training) -> None:
     found = Gradients(dict(training.d.named_parameters()), [training.of_d])
     training.backward(training.d)
-    assert found.note(stepped=True)
+    assert found.note(True, training.d.parameters())
     gone = weakref.ref(found)
     del found
     gc.collect()

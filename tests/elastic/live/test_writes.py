@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from outlast.elastic.job.live import writes as module
 from outlast.elastic.job.live.writes import Writes
 
 KINDS = [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.complex128]
@@ -50,5 +51,109 @@ def test_an_optimizers_tensor_that_is_replaced_by_an_equal_one_is_found(key: str
         other.add_(0)
     assert not writes.counted_since(marks)
     state[key] = other
+    assert writes.counted_since(marks)
+    assert writes.since(marks)
+
+
+def trained() -> tuple[list[nn.Parameter], torch.optim.Optimizer, Writes]:
+    """Large enough for elements that are not compared; noted as after two steps."""
+    torch.manual_seed(0)
+    model = [nn.Parameter(torch.randn(64)) for _ in range(3)]
+    optimizer = torch.optim.Adam(model)
+    writes = Writes(model, [optimizer])
+    for _ in range(2):
+        sum(each.square().sum() for each in model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        writes.marks()
+    return model, optimizer, writes
+
+
+@pytest.mark.parametrize("key", ["parameter", "exp_avg", "exp_avg_sq", "step"])
+@pytest.mark.parametrize("number", range(3))
+def test_a_write_to_one_element_of_any_tensor_is_found(key: str, number: int) -> None:
+    model, optimizer, writes = trained()
+    marks = writes.marks()
+    assert not writes.since(marks)
+    state = {**optimizer.state[model[number]], "parameter": model[number].data}
+    if key == "parameter":
+        with torch.no_grad():
+            model[number][3:4].add_(1)  # not one of the elements that are compared
+    else:
+        state[key].view(-1)[-1:].add_(1)
+    assert writes.counted_since(marks)
+    assert writes.since(marks)
+
+
+def test_parameters_in_other_memory_with_the_same_values_are_found() -> None:
+    """Whose writes torch does not count: also if the first memory is there again afterwards."""
+    model, _, writes = trained()
+    for each in model:
+        before, marks = each.data, writes.marks()
+        each.data = before.clone()
+        assert writes.since(marks)
+        swapped = writes.marks()
+        assert not writes.since(swapped)
+        each.data = before
+        assert writes.since(swapped)
+        assert not writes.since(marks)
+
+
+@pytest.mark.parametrize("value", [1, 2.0, None, "inference"])
+def test_an_optimizers_tensor_that_is_replaced_by_another_value_is_found(value: object) -> None:
+    """And later writes to the other ones, which are then read in another way."""
+    model, optimizer, writes = trained()
+    marks = writes.marks()
+    if value == "inference":
+        with torch.inference_mode():
+            value = torch.ones(())
+    optimizer.state[model[1]]["step"] = value
+    assert writes.counted_since(marks)
+    assert writes.since(marks)
+    for key, number in (("exp_avg", 0), ("exp_avg_sq", 2)):
+        marks = writes.marks()
+        assert not writes.since(marks)
+        optimizer.state[model[number]][key].add_(1)
+        assert writes.since(marks)
+    marks = writes.marks()
+    del optimizer.state[model[2]]["step"]
+    assert writes.since(marks)
+
+
+def test_a_write_is_found_beside_a_parameter_whose_writes_torch_does_not_count() -> None:
+    model, _, _ = trained()
+    with torch.inference_mode():
+        model.insert(1, nn.Parameter(torch.randn(4), requires_grad=False))
+    writes = Writes(model, [])
+    for number in (0, 2, 3):
+        marks = writes.marks()
+        assert not writes.since(marks)
+        with torch.no_grad():
+            model[number][3:4].add_(1)
+        assert writes.counted_since(marks)
+        assert writes.since(marks)
+    model[3].grad = torch.ones(64)
+    writes.marks()
+    assert writes.with_gradient == [model[3]]
+
+
+def test_a_replaced_tensor_is_found_after_a_restart_has_interrupted_a_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, optimizer, writes = trained()
+    marks = writes.marks()
+    state = optimizer.state[model[1]]
+    other = state["exp_avg"].clone()
+    while other._version < state["exp_avg"]._version:
+        other.add_(0)
+    state["exp_avg"] = other
+
+    def interrupted(_: object) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "are_plain", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            writes.marks()
     assert writes.counted_since(marks)
     assert writes.since(marks)

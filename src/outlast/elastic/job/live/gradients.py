@@ -46,6 +46,7 @@ class Gradients:
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._all = {id(parameter): parameter for parameter in parameters.values()}
         self._optimized = {id(p): p for each in optimizers for p in parameters_of(each)}
+        self._others = [p for key, p in self._optimized.items() if key not in self._all]
         self._used: dict[int, _Used] = {}  # by the optimizer; the last step comes last
         # Of an optimizer whose gradients the program has always discarded before a step was counted
         # (False), it is not noted what a step uses: if some are left, they count as needed once.
@@ -66,12 +67,14 @@ class Gradients:
         references = list(map(weakref.ref, gradients))
         self._used[id(optimizer)] = _Used(keys, list(found), references, versions(gradients))
 
-    def note(self, stepped: bool) -> dict[int, torch.Tensor]:
+    def note(self, stepped: bool, present: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
         """The parameters whose gradients may be needed after this step of the job, in which an
         optimizer has `stepped`. Those that are seen to be discarded are removed from it later.
+        `present` are those of the given parameters that have a gradient.
         """
         may = self._optimized if stepped else self._all
-        found = {key: gradient for key, p in may.items() if (gradient := p.grad) is not None}
+        there = ((id(p), p.grad) for p in (*present, *self._others))
+        found = {key: each for key, each in there if each is not None and key in may}
         for number, each in self._used.items():
             if not self._kept.get(number):
                 self._kept[number] = bool(found) and not found.keys().isdisjoint(each.keys)
@@ -104,6 +107,7 @@ class Gradients:
         for hook in self._hooks.values():
             hook.remove()
         self._hooks, self._used, self._all, self._optimized, self.left = {}, {}, {}, {}, {}
+        self._others = []
 
     def _hook(self, parameter: torch.Tensor) -> Any:
         """Called before a gradient is accumulated."""

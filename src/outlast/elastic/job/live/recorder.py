@@ -142,14 +142,15 @@ class Recorder:
             self._meeting.attend(step)
         own = self._own_state(self._training)
         early, self._early = self._early, None
-        settled = early is not None and _without_files(early) == _without_files((step, own))
+        settled = _is_same(early, (step, own))
         rows = own["parts"].get("files")
         self._training.files.completed(early and early[1]["parts"].get("files"), rows)
         until = self._training.iteration.phase
         record = Record(self._branch, step, True, self._rank, self._world_size, until=until)
         shared, values = self._shared_state(self._training)
         self._write(record, {**own, "states": values})
-        marks, gradients = self._writes.marks(), self._gradients.note(self._stepped)
+        marks = self._writes.marks()
+        gradients = self._gradients.note(self._stepped, self._writes.with_gradient)
         self.points = (Point(record, settled, self._passes, shared, own, marks, gradients),)
         self._passes, self._stepped = 0, False
 
@@ -299,9 +300,7 @@ class Recorder:
             early = self._early
             if early is None or early[0] != step:
                 self._note_early()
-            elif self._is_of_rank and (
-                _without_files(early) != _without_files((step, self._own_state(training)))
-            ):
+            elif self._is_of_rank and not _is_same(early, (step, self._own_state(training))):
                 # A loader's state has changed since the backward pass. What a rank that was killed
                 # in between has noted is not what it would have had: see `_usable`.
                 self._passes += 1
@@ -356,10 +355,12 @@ class Recorder:
         self._slots = larger
 
 
-def _without_files(noted: tuple[int, dict[str, Any]]) -> tuple[int, dict[str, Any]]:
-    """Without the rows of text files: a rank that writes some late says so in its own note."""
-    step, own = noted
-    return step, own | {"parts": {n: part for n, part in own["parts"].items() if n != "files"}}
+def _is_same(early: tuple[int, dict[str, Any]] | None, now: tuple[int, dict[str, Any]]) -> bool:
+    """But for the rows of text files: a rank that writes some late says so in its own note."""
+    if early is None or early == now:
+        return early is not None
+    both = [own | {"parts": {**own["parts"], "files": None}} for _, own in (early, now)]
+    return early[0] == now[0] and both[0] == both[1]
 
 
 class NotSupported(Exception):

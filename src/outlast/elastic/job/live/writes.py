@@ -8,6 +8,7 @@ each parameter are compared: a swap changes nearly all of them.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import io
@@ -23,7 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from outlast.async_checkpoint.subclasses import parts, wraps
-from outlast.elastic.tensors import Digests, Versions, versions
+from outlast.elastic.tensors import Digests, Versions, are_plain, versions
 from outlast.system.shared_memory import memory_at
 
 _ELEMENTS = 16  # of each parameter
@@ -56,24 +57,18 @@ class Writes:
     ) -> None:
         self._parameters, self._optimizers = parameters, optimizers
         self._sampled = [each for each in parameters if each.layout == torch.strided]
-        self._sharded = any(isinstance(each, DTensor) for each in parameters)
         self._wrapped = any(map(wraps, parameters))
+        self._is_plain = are_plain(parameters) and len(self._sampled) == len(parameters)
         self._places: list[int] = []
         self._samples: list[_Sample] = []
         self._on_devices: list[list[torch.Tensor]] = []
-        self._values: list[Any] = []  # of the optimizers' states
-        self._moments: list[torch.Tensor] = []  # the tensors among them
-        self._ids: list[int] = []
+        self._moments = _Moments([])
+        self.with_gradient: Sequence[nn.Parameter] = ()  # at the last `marks`
 
     def marks(self) -> Marks:
-        tensors: Sequence[torch.Tensor] = self._sampled
-        if self._sharded:
-            tensors = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
-        if self._wrapped:
-            tensors = [part for each in tensors for _, part in parts(each)]
-        places = list(map(torch.Tensor.data_ptr, tensors))
+        counts, places, self.with_gradient = self._present()
         if places != self._places:
-            views = [view for each in tensors for view in _view_of_some(each.detach())]
+            views = [view for t in self._to_sample() for view in _view_of_some(t.detach())]
             self._samples = _samples([view for view in views if view.device.type == "cpu"])
             alike: dict[Any, list[torch.Tensor]] = {}  # those that one `cat` can copy
             for view in views:
@@ -81,12 +76,11 @@ class Writes:
                     alike.setdefault((view.device, view.shape[1]), []).append(view)
             self._on_devices = list(alike.values())
             self._places = places
-        moments = self._present_moments()
         return Marks(
-            versions(self._parameters),
+            counts,
             places,
             [sample.bytes() for sample in self._samples],
-            (self._ids, versions(moments)),
+            self._present_moments(),
             queued=tuple(torch.cat(views) for views in self._on_devices),
         )
 
@@ -96,8 +90,7 @@ class Writes:
 
     def counted_since(self, marks: Marks) -> bool:
         """Whether torch has counted a write to a parameter, or to an optimizer's tensor."""
-        moments = self._present_moments()
-        now = versions(self._parameters), (self._ids, versions(moments))
+        now = versions(self._parameters), self._present_moments()
         return now != (marks.versions, marks.moments)
 
     def since(self, marks: Marks) -> bool:
@@ -106,17 +99,61 @@ class Writes:
             return False
         return marks.digests is None or not marks.digests.same_as(self._tensors())
 
-    def _present_moments(self) -> list[torch.Tensor]:
-        states = itertools.chain.from_iterable(each.state.values() for each in self._optimizers)
+    def _present(self) -> tuple[list[Any], list[int], list[nn.Parameter]]:
+        """Of the parameters: the writes to each, where they are, and those with a gradient."""
+        counts, places, found = list[Any](), list[int](), list[nn.Parameter]()
+        if self._is_plain:
+            # All at once: of thousands, the caches have lost the first ones at the end of a pass.
+            with contextlib.suppress(RuntimeError):  # one was made in inference mode
+                for each in self._parameters:
+                    counts.append(each._version)
+                    places.append(each.data_ptr())
+                    if each.grad is not None:
+                        found.append(each)
+                return counts, places, found
+        places = list(map(torch.Tensor.data_ptr, self._to_sample()))
+        found = [each for each in self._parameters if each.grad is not None]
+        return versions(self._parameters), places, found
+
+    def _to_sample(self) -> list[torch.Tensor]:
+        found = [t._local_tensor if isinstance(t, DTensor) else t for t in self._sampled]
+        return [part for each in found for _, part in parts(each)] if self._wrapped else found
+
+    def _present_moments(self) -> tuple[list[int], list[Any]]:
+        """The identities of the optimizers' tensors, and how often they were written to."""
+        states = [state for each in self._optimizers for state in each.state.values()]
+        known, values, counts = self._moments, list[Any](), list[Any]()
+        if known.are_plain:
+            with contextlib.suppress(AttributeError, RuntimeError):  # some no longer are
+                for state in states:
+                    for value in state.values():
+                        values.append(value)
+                        counts.append(value._version)
+                if known.has(values):
+                    return known.ids, counts
         values = list(itertools.chain.from_iterable(map(_values, states)))
-        if len(values) != len(self._values) or not all(map(operator.is_, values, self._values)):
-            self._values = values
-            self._moments = [value for value in values if isinstance(value, torch.Tensor)]
-            self._ids = list(map(id, self._moments))
-        return self._moments
+        if not known.has(values):
+            self._moments = known = _Moments(values)
+        return known.ids, versions(known.tensors)
 
     def _tensors(self) -> list[torch.Tensor]:
-        return [*self._parameters, *self._present_moments()]
+        self._present_moments()
+        return [*self._parameters, *self._moments.tensors]
+
+
+class _Moments:
+    """The `values` of the states of optimizers, and the tensors among them."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self._values = values
+        self.tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        self.ids = list(map(id, self.tensors))
+        self.are_plain = are_plain(values)
+
+    def has(self, values: list[Any]) -> bool:
+        """Whether these are the same objects."""
+        known = self._values
+        return len(values) == len(known) and all(map(operator.is_, values, known))
 
 
 def _view_of_some(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
