@@ -134,7 +134,18 @@ def test_a_write_is_found_beside_a_parameter_whose_writes_torch_does_not_count()
         assert writes.since(marks)
     model[3].grad = torch.ones(64)
     writes.marks()
-    assert writes.with_gradient == [model[3]]
+    assert [*map(id, writes.with_gradient)] == [id(model[3])]
+
+
+def test_the_parameters_with_a_gradient_are_those_of_the_last_look() -> None:
+    model, _, writes = trained()
+    for number in (0, 2):
+        model[number].grad = torch.ones(64)
+    writes.marks()
+    assert [*map(id, writes.with_gradient)] == [id(model[0]), id(model[2])]
+    model[0].grad = None
+    writes.marks()
+    assert [*map(id, writes.with_gradient)] == [id(model[2])]
 
 
 def test_a_replaced_tensor_is_found_after_a_restart_has_interrupted_a_look(

@@ -142,7 +142,7 @@ class Recorder:
             self._meeting.attend(step)
         own = self._own_state(self._training)
         early, self._early = self._early, None
-        settled = _is_same(early, (step, own))
+        settled = early is not None and _without_files(early) == _without_files((step, own))
         rows = own["parts"].get("files")
         self._training.files.completed(early and early[1]["parts"].get("files"), rows)
         until = self._training.iteration.phase
@@ -300,7 +300,9 @@ class Recorder:
             early = self._early
             if early is None or early[0] != step:
                 self._note_early()
-            elif self._is_of_rank and not _is_same(early, (step, self._own_state(training))):
+            elif self._is_of_rank and (
+                _without_files(early) != _without_files((step, self._own_state(training)))
+            ):
                 # A loader's state has changed since the backward pass. What a rank that was killed
                 # in between has noted is not what it would have had: see `_usable`.
                 self._passes += 1
@@ -355,12 +357,10 @@ class Recorder:
         self._slots = larger
 
 
-def _is_same(early: tuple[int, dict[str, Any]] | None, now: tuple[int, dict[str, Any]]) -> bool:
-    """But for the rows of text files: a rank that writes some late says so in its own note."""
-    if early is None or early == now:
-        return early is not None
-    both = [own | {"parts": {**own["parts"], "files": None}} for _, own in (early, now)]
-    return early[0] == now[0] and both[0] == both[1]
+def _without_files(noted: tuple[int, dict[str, Any]]) -> tuple[int, dict[str, Any]]:
+    """Without the rows of text files: a rank that writes some late says so in its own note."""
+    step, own = noted
+    return step, own | {"parts": {n: part for n, part in own["parts"].items() if n != "files"}}
 
 
 class NotSupported(Exception):

@@ -12,7 +12,6 @@ import contextlib
 import copy
 import dataclasses
 import io
-import itertools
 import operator
 import pickle
 from collections.abc import Iterable, Sequence
@@ -28,7 +27,6 @@ from outlast.elastic.tensors import Digests, Versions, are_plain, versions
 from outlast.system.shared_memory import memory_at
 
 _ELEMENTS = 16  # of each parameter
-_values = operator.methodcaller("values")
 # A larger tensor outside the model and the optimizer, for example in an average of the weights, is
 # not copied after every step: instead, its writes are counted.
 _COPIED_BYTES = 64 << 10
@@ -131,7 +129,7 @@ class Writes:
                         counts.append(value._version)
                 if known.has(values):
                     return known.ids, counts
-        values = list(itertools.chain.from_iterable(map(_values, states)))
+        values = [value for state in states for value in state.values()]
         if not known.has(values):
             self._moments = known = _Moments(values)
         return known.ids, versions(known.tensors)
@@ -152,8 +150,7 @@ class _Moments:
 
     def has(self, values: list[Any]) -> bool:
         """Whether these are the same objects."""
-        known = self._values
-        return len(values) == len(known) and all(map(operator.is_, values, known))
+        return len(values) == len(self._values) and all(map(operator.is_, values, self._values))
 
 
 def _view_of_some(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
