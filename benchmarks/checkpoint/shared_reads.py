@@ -76,12 +76,12 @@ def _limit(lock: Path) -> list[int]:
     module, read = vars(verified_read), list[int]()
     real = module["read_hashed"]
 
-    def read_hashed(reader: Any, offset: int, buffer: memoryview) -> tuple[int, str]:
+    def read_hashed(reader: Any, offset: int, sections: Any) -> tuple[int, str]:
+        found: tuple[int, str] = real(reader, offset, sections)
         with lock.open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            time.sleep(len(buffer) / _BYTES_PER_S)
-        read.append(len(buffer))
-        found: tuple[int, str] = real(reader, offset, buffer)
+            time.sleep(found[0] / _BYTES_PER_S)
+        read.append(found[0])
         return found
 
     module["read_hashed"] = read_hashed

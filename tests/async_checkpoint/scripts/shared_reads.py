@@ -38,8 +38,8 @@ def counted(read: list[int]) -> Iterator[None]:
     """Counts the bytes that this rank reads of files."""
     real = verified_read.read_hashed
 
-    def read_hashed(reader: Any, offset: int, buffer: memoryview) -> tuple[int, str]:
-        got = real(reader, offset, buffer)
+    def read_hashed(reader: Any, offset: int, sections: Any) -> tuple[int, str]:
+        got = real(reader, offset, sections)
         read.append(got[0])
         return got
 
@@ -88,11 +88,11 @@ def cannot_read(path: str) -> None:
     join_group()
     real, tried = verified_read.read_hashed, set[int]()
 
-    def read_hashed(reader: Any, offset: int, buffer: memoryview) -> tuple[int, str]:
+    def read_hashed(reader: Any, offset: int, sections: Any) -> tuple[int, str]:
         if offset:
             tried.add(offset)
             raise OSError(errno.EIO, "Input/output error")
-        return real(reader, offset, buffer)
+        return real(reader, offset, sections)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(system_errors, "_pause", lambda _: None)

@@ -27,6 +27,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -47,6 +48,7 @@ from outlast.async_checkpoint.restore.verified_read import (
     pieces_by_chunk,
     read_chunk,
 )
+from outlast.async_checkpoint.storage.manifest import sections_of
 from outlast.async_checkpoint.storage.system_errors import Reopened
 from outlast.coordination.agreement import Agreement
 from outlast.coordination.collectives import device_of
@@ -249,9 +251,8 @@ class SharedRead:
             content = torch.zeros(size + 1, dtype=torch.uint8)
             try:
                 if chunk[0] in readers and not self._over:
-                    read_chunk(
-                        source, readers[chunk[0]], chunk, memory_at(content.data_ptr(), size)
-                    )
+                    into = partial(sections_of, memory_at(content.data_ptr(), size))
+                    read_chunk(source, readers[chunk[0]], chunk, into)
                     content[-1] = 1
             except (CheckpointError, OSError) as e:
                 self._fail(e)

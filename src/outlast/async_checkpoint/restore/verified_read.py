@@ -1,8 +1,9 @@
 """Reads parts of a checkpoint into memory, and verifies every chunk that it reads.
 
-A chunk is the unit that has a checksum. If one destination takes all of it, it is read there and
-hashed in place; otherwise it goes through a buffer. From memory, a chunk is copied, and hashed at
-its source while it is in the cache. Several threads do this at once.
+A chunk is the unit that has a checksum. It is read in sections that fit in the cache, and hashed
+where they arrive: in the destination if one takes all of the section, else in a buffer. So every
+byte comes from memory once, also where many destinations share a chunk. From memory, a chunk is
+copied, and hashed at its source while it is in the cache. Several threads do this at once.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import ctypes
 import dataclasses
 import functools
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -20,7 +22,7 @@ import xxhash
 
 from outlast.async_checkpoint.environment import local_ranks
 from outlast.async_checkpoint.storage.entries import Contents
-from outlast.async_checkpoint.storage.manifest import CHUNK_BYTES, Manifest, read_hashed
+from outlast.async_checkpoint.storage.manifest import CHUNK_BYTES, Manifest, Sections, read_hashed
 from outlast.async_checkpoint.storage.protocol import FileReader, Storage
 from outlast.async_checkpoint.storage.system_errors import Reopened
 from outlast.errors import CheckpointError
@@ -29,7 +31,9 @@ from outlast.system.parallel import in_threads
 from outlast.system.shared_memory import MemoryName, memory_at, move
 
 # Fits into a core's own cache: what was copied is still there when it is hashed.
-_CACHED_BYTES = 384 << 10
+_CACHED_BYTES = 768 << 10
+# A run of this part of a section, or more, is read into its destination; less, with what follows.
+_DIRECT_PART = 8
 
 Chunk = tuple[str, int]  # a file, and the number of the chunk in it
 
@@ -125,9 +129,16 @@ def read_verified(source: Source, wanted: Sequence[Piece], threads: int | None =
     readers: dict[str, Reopened] = {}
 
     def work(chunks: Iterator[tuple[Chunk, list[Piece]]]) -> None:
-        scratch = functools.cache(lambda: memoryview(bytearray(source.chunk_bytes)))
+        scratch = functools.cache(lambda size_bytes: memoryview(bytearray(size_bytes)))
         for chunk, pieces in chunks:
-            _read_chunk(source, readers[chunk[0]], chunk, pieces, scratch)
+            begin, size = extent_of(source, chunk)
+            reader = readers[chunk[0]]
+            if isinstance(reader.newest, _MemoryReader):
+                content = reader.newest.view[begin : begin + size]
+                _copy_chunk(source, chunk, content, begin, pieces)
+                continue
+            sections = partial(_sections, begin, begin + size, pieces, scratch)
+            read_chunk(source, reader, chunk, sections)
 
     with contextlib.ExitStack() as stack:
         for name in {name for name, _ in by_chunk}:
@@ -186,29 +197,10 @@ def opened(source: Source, name: str) -> Reopened:
     return reader
 
 
-def _read_chunk(
-    source: Source,
-    reader: Reopened,
-    chunk: Chunk,
-    pieces: Sequence[Piece],
-    scratch: Callable[[], memoryview],
-) -> None:
+def read_chunk(source: Source, reader: Reopened, chunk: Chunk, sections: Sections) -> None:
+    """Reads a chunk into the `sections`, and verifies it. Raises as `read_verified`."""
     begin, size = extent_of(source, chunk)
-    if isinstance(reader.newest, _MemoryReader):
-        _copy_chunk(source, chunk, reader.newest.view[begin : begin + size], begin, pieces)
-        return
-    only = pieces[0]
-    direct = len(pieces) == 1 and only.at <= begin and begin + size <= only.at + only.size_bytes
-    content = memory_at(only.address + begin - only.at, size) if direct else scratch()[:size]
-    read_chunk(source, reader, chunk, content)
-    if not direct:
-        distribute(address_of(content), begin, begin + size, pieces)
-
-
-def read_chunk(source: Source, reader: Reopened, chunk: Chunk, into: memoryview) -> None:
-    """Reads a chunk, and verifies it. Raises as `read_verified`."""
-    begin, size = extent_of(source, chunk)
-    got, found = reader.read(lambda file: read_hashed(file, begin, into))
+    got, found = reader.read(lambda file: read_hashed(file, begin, sections))
     if got != size:
         of = source.contents.files[chunk[0]].size_bytes
         where = f"{source.where}/{chunk[0]}"
@@ -233,6 +225,40 @@ def _copy_chunk(
         digest.update(stretch)
     if not is_intact(source, chunk, digest.hexdigest()):
         raise _damaged(source, chunk)
+
+
+def _sections(
+    begin: int,
+    end: int,
+    pieces: Sequence[Piece],
+    scratch: Callable[[int], memoryview],
+    at_once: int,
+) -> Iterator[memoryview]:
+    """The memory for the bytes from `begin` to `end` of a file, section by section: that of the
+    only piece which takes it, or `scratch`, which is distributed once the next one is asked for.
+    """
+    few = max(1, at_once // _DIRECT_PART)
+    waiting, live = deque(sorted(pieces, key=lambda piece: piece.at)), list[Piece]()
+    at = begin
+    while at < end:
+        live = [piece for piece in live if piece.at + piece.size_bytes > at]
+        while waiting and waiting[0].at <= at:
+            live.append(waiting.popleft())
+        if len(live) == 1:
+            only = live[0]
+            after = waiting[0].at if waiting else end
+            edge = min(at + at_once, end, only.at + only.size_bytes, after)
+            if edge == end or edge - at >= few:
+                yield memory_at(only.address + at - only.at, edge - at)
+                at = edge
+                continue
+        edge = min(at + few, end)
+        while waiting and waiting[0].at < edge:
+            live.append(waiting.popleft())
+        section = scratch(min(few, end - begin))[: edge - at]
+        yield section
+        distribute(address_of(section), at, edge, live)
+        at = edge
 
 
 def distribute(address: int, begin: int, end: int, pieces: Sequence[Piece]) -> None:

@@ -20,6 +20,7 @@ from outlast.async_checkpoint.storage.manifest import (
     decode_head,
     pieces,
     read_hashed,
+    sections_of,
 )
 from outlast.async_checkpoint.storage.protocol import (
     REMOVED,
@@ -274,7 +275,8 @@ def verify_folder(
         chunks = pieces(file.size_bytes, manifest.chunk_bytes)
         with Reopened(where, lambda: storage.open(folder, file.name)) as reader:
             for (at, size), expected in zip(chunks, file.checksums, strict=True):
-                read = partial(read_hashed, offset=at, buffer=buffer[:size])
+                into = partial(sections_of, buffer[:size])
+                read = partial(read_hashed, offset=at, sections=into)
                 if reader.read(read) != (size, expected):
                     return f"{file.name}: damaged between bytes {at} and {at + size}"
                 progress(size)

@@ -13,7 +13,7 @@ manifest says before anything is allocated or read for it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Annotated, Any
 
@@ -46,18 +46,27 @@ def checksum(data: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def read_hashed(reader: FileReader, offset: int, buffer: memoryview) -> tuple[int, str]:
-    """Fills `buffer` from `offset`; returns how many bytes there were, and their checksum."""
+Sections = Callable[[int], Iterable[memoryview]]
+"""The memory for what is read, in sections of at most so many bytes, each filled before the next.
+"""
+
+
+def read_hashed(reader: FileReader, offset: int, sections: Sections) -> tuple[int, str]:
+    """Fills the sections from `offset`; returns how many bytes there were, and their checksum."""
     digest = xxhash.xxh3_128()
     got = 0
-    while got < len(buffer):
-        stretch = buffer[got : got + reader.at_once]
-        count = reader.read_into(offset + got, stretch)
-        digest.update(stretch[:count])
+    for section in sections(reader.at_once):
+        count = reader.read_into(offset + got, section)
         got += count
-        if count < len(stretch):
-            break
+        if count < len(section):
+            break  # the file is truncated
+        digest.update(section)
     return got, digest.hexdigest()
+
+
+def sections_of(buffer: memoryview, at_once: int) -> Iterator[memoryview]:
+    """A buffer, as `Sections`."""
+    return (buffer[at : at + at_once] for at in range(0, len(buffer), at_once))
 
 
 def pieces(size_bytes: int, piece_bytes: int = CHUNK_BYTES) -> Sequence[tuple[int, int]]:
