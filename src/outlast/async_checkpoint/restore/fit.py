@@ -26,7 +26,7 @@ from outlast.system.units import listed
 
 _SHOWN = 10  # of each kind of difference
 _SUBCLASS = f".{SUBCLASS}"
-_EXTRA = "_extra_state"  # torch's suffix of the names of extra states
+EXTRA = "_extra_state"  # torch's suffix of the names of extra states
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,17 +100,17 @@ def blank_extra_states(state_dict: dict[str, Any], contents: Contents) -> None:
     """Makes each extra state one into which the saved one fits: the size, the keys and the type of
     what `get_extra_state` returns may change in training.
     """
-    if not [name for name in (*contents.containers, *contents.entries) if _EXTRA in name]:
+    if not [name for name in (*contents.containers, *contents.entries) if EXTRA in name]:
         return
     saved = [
         (path, each)
         for path, each in contents.in_order
-        if any(isinstance(key, str) and key.endswith(_EXTRA) for key in path)
+        if any(isinstance(key, str) and key.endswith(EXTRA) for key in path)
     ]
     for path, value in list(nodes(state_dict)):
         names = list(value) if isinstance(value, dict) else []
         for key in names:
-            if not isinstance(key, str) or not key.endswith(_EXTRA) or wraps(value[key]):
+            if not isinstance(key, str) or not key.endswith(EXTRA) or wraps(value[key]):
                 continue
             at = (*path, key)
             found = {whole[len(at) :]: each for whole, each in saved if whole[: len(at)] == at}

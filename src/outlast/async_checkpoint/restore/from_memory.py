@@ -22,7 +22,13 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from outlast.async_checkpoint.restore.fit import Content, blank_extra_states, empty_in, fill_empty
+from outlast.async_checkpoint.restore.fit import (
+    EXTRA,
+    Content,
+    blank_extra_states,
+    empty_in,
+    fill_empty,
+)
 from outlast.async_checkpoint.restore.verified_read import (
     Piece,
     Source,
@@ -82,15 +88,35 @@ class MemorySnapshot:
             views[self._snapshot["values"]] = memoryview(bytearray(self._values))
         return memory_source(self._where, _contents_of(self.description), views)
 
-    def is_sufficient(self, state_dict: dict[str, Any], items_of: ItemsOf) -> bool:
-        """Whether this part is exactly what the state dict holds: then no other is needed."""
+    def lacks(self, state_dict: dict[str, Any], items_of: ItemsOf) -> list[str] | None:
+        """The names in the state dict of what this part lacks; `None` if all parts must be known
+        whole: to fill empty dicts or extra states, or to say what the state dict lacks.
+        """
         own = self.source.contents  # also checks it, before other ranks wait for this one
         blank_extra_states(state_dict, own)
-        if empty_in(state_dict):
-            return False
         items = items_of(state_dict)
         names = {item.name for item in items}
-        return names == {*own.tensors, *own.values} and not _lacking(items, own, names)
+        if empty_in(state_dict) or not names >= {*own.tensors, *own.values}:
+            return None
+        lacking = _lacking(items, own, names)
+        return None if lacking and any(EXTRA in name for name in names) else lacking
+
+    def told(self, wanted: Collection[str] | None) -> dict[str, Any]:
+        """The description, or as much of it as tells of these names."""
+        whole, index = self.description, self.description["index"]
+        if wanted is None:
+            return whole
+        chosen = set(wanted)
+        tensors = _only(index["tensors"], chosen)
+        places = zip(index["values"], whole["places"], strict=True)
+        values = [each for each in places if each[0][0] in chosen]
+        used = {shard["file"] for each in tensors.values() for shard in each["shards"]}
+        return {
+            **whole,
+            "files": _only(whole["files"], {*used, whole["values"]}),
+            "index": {"tensors": tensors, "values": [each for each, _ in values], "containers": {}},
+            "places": [place for _, place in values],
+        }
 
     def index_for(
         self,
@@ -99,12 +125,14 @@ class MemorySnapshot:
         descriptions: Sequence[Mapping[str, Any]],
         rank: int,
     ) -> tuple[Contents, list[str], list[Contents]]:
-        """The contents of all ranks' parts together, the names that this rank loads but its part
-        lacks, and the contents of each rank's part. Fills empty dicts.
+        """The contents of this part and of what all ranks have `told`, the names that this rank
+        loads but its part lacks, and what each rank has told. Fills empty dicts.
         """
         own = self.source.contents
-        parts = [own if i == rank else _contents_of(each) for i, each in enumerate(descriptions)]
-        whole = _merged(parts) if len(parts) > 1 else own
+        parts = [_contents_of(each) for each in descriptions]
+        told = _merged(parts) if len(parts) > 1 else own
+        tensors, values = {**own.tensors, **told.tensors}, {**own.values, **told.values}
+        whole = Contents({}, tensors, values, told.containers)
         fill_empty(state_dict, whole)
         return whole, _lacking(items_of(state_dict), own, {*whole.tensors, *whole.values}), parts
 
@@ -202,13 +230,18 @@ def content_in_memory(
     Steps that may fail on one rank alone are attempted by all together before the next exchange, so
     that a rank out of memory, or with a damaged byte, does not leave the others waiting.
     """
-    sufficient = ranks.attempt(lambda: memory.is_sufficient(state_dict, items_of))
-    if isinstance(sufficient, CallFailure):
-        return sufficient
-    if ranks.gather(sufficient, all):
+    lacks = ranks.attempt(lambda: memory.lacks(state_dict, items_of))
+    if isinstance(lacks, CallFailure):
+        return lacks
+
+    def all_lack(parts: list[Any]) -> Any:
+        return None if None in parts else sorted({name for part in parts for name in part})
+
+    told = ranks.gather(lacks, all_lack)
+    if told == []:
         return Content(memory.source.contents, [memory.source])
 
-    described = ranks.exchange(memory.description)
+    described = ranks.exchange(memory.told(told))
     found = ranks.attempt(lambda: memory.index_for(state_dict, items_of, described, ranks.rank))
     if isinstance(found, CallFailure):
         return found

@@ -79,11 +79,9 @@ def batches(
     content: Content, state_dict: Mapping[str, Any], items: Sequence[Item]
 ) -> Iterator[Batch]:
     """The reads of tensors, in the order in which they are made."""
-    parts = [
-        (item, local_view(look_up(state_dict, item.path), item))
-        for item in items
-        if item.kind == "tensor"
-    ]
+    tensors = [item for item in items if item.kind == "tensor"]
+    with torch.no_grad():  # else the view of each DTensor is noted for its gradient
+        parts = [(item, local_view(look_up(state_dict, item.path), item)) for item in tensors]
     check_not_freed(parts)
     shared = _sharing(parts)
     later = {id(second[1]) for _, second in shared}
