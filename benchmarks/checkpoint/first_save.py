@@ -83,11 +83,12 @@ def _after_restore(folder: Path, job: Training) -> dict[str, float]:
     with Checkpointer(path) as checkpointer:
         checkpointer.save(1, job.state_dict())
     settle()
+    state: dict[str, Any] = job.state_dict()
     began = time.perf_counter()
     checkpointer = Checkpointer(path)
-    state: dict[str, Any] = job.state_dict()
-    checkpointer.restore(state)
     opened = time.perf_counter() - began
+    checkpointer.restore(state)
+    restored = time.perf_counter() - began - opened
     settle()
     dist.barrier()
     began = time.perf_counter()
@@ -96,4 +97,4 @@ def _after_restore(folder: Path, job: Training) -> dict[str, float]:
     handle.wait()
     durable = time.perf_counter() - began
     checkpointer.close()
-    return {"open": opened, "blocked": blocked, "durable": durable}
+    return {"open": opened, "restore": restored, "blocked": blocked, "durable": durable}

@@ -84,7 +84,10 @@ class MemoryName:
 class SharedMemory:
     """Shared memory of a fixed size, in whole pages: new memory, or that of a descriptor from
     another process. It lives as long as any copy of its descriptor. `address` is where it is here.
+    `is_populated`: its pages were allocated, by `populate` or by all that was written.
     """
+
+    is_populated = False
 
     def __init__(self, size_bytes: int, descriptor: int | None = None) -> None:
         self.size_bytes = page_up(max(size_bytes, 1))
@@ -125,16 +128,24 @@ class SharedMemory:
 
 def populate(memory: SharedMemory, threads: int = 2) -> None:
     """Allocates all pages of `memory` now, in parallel, so that the first copy into it is as
-    fast as later ones. A kernel that does not support this allocates them at the first access.
+    fast as later ones.
     """
     step = page_up(-(-memory.size_bytes // threads))
     workers = []
     for at in range(0, memory.size_bytes, step):
-        part = memory.address + at, min(step, memory.size_bytes - at), _MADV_POPULATE_WRITE
-        workers.append(threading.Thread(target=_libc.madvise, args=part))
+        part = memory.address + at, min(step, memory.size_bytes - at)
+        workers.append(threading.Thread(target=allocate, args=part))
         workers[-1].start()
     for worker in workers:
         worker.join()
+    memory.is_populated = True
+
+
+def allocate(address: int, size_bytes: int) -> None:
+    """Allocates the pages there, which are whole ones, at once: each alone costs more. A kernel
+    that does not support this allocates them at the first access.
+    """
+    _libc.madvise(address, size_bytes, _MADV_POPULATE_WRITE)
 
 
 def memory_at(address: int, size_bytes: int) -> memoryview:

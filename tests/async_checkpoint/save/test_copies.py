@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from outlast.async_checkpoint.snapshot.chunk_copy import ChunkCache, Chunks, Eag
 from outlast.async_checkpoint.storage.manifest import CHUNK_BYTES
 from outlast.async_checkpoint.writer.write_files import checksums_of
 from outlast.errors import CheckpointError
-from outlast.system.shared_memory import SharedMemory, move
+from outlast.system.shared_memory import PAGE_BYTES, SharedMemory, move
 
 LARGE = 3 << 20  # elements: several chunks
 
@@ -267,3 +268,36 @@ def test_the_writer_hashes_what_the_copy_does_not(
         found = {"w": torch.zeros_like(state["w"])}
         assert checkpointer.restore(found) == 2
         assert same(found, state)
+
+
+def test_the_first_copy_allocates_the_memory_chunk_by_chunk() -> None:
+    """Only what it is about to fill, whose bytes are then in the cache; later ones, nothing."""
+    memory = SharedMemory(2 * CHUNK_BYTES)
+
+    def allocated() -> int:
+        return os.fstat(memory.descriptor).st_blocks * 512
+
+    whole = torch.frombuffer(memory.view, dtype=torch.uint8)
+    copies = [(torch.ones(5, dtype=torch.uint8), whole[10:15])]
+    copies.append((torch.ones(5, dtype=torch.uint8), whole[CHUNK_BYTES + 7 : CHUNK_BYTES + 12]))
+    cache, files = ChunkCache(), [("one", 0, 2 * CHUNK_BYTES)]
+    filled = cache.chunks(memory, files, copies, hashed=False)
+    assert allocated() == 0
+    filled.fill(0)
+    assert allocated() == CHUNK_BYTES
+    memory.is_populated = True
+    cache.chunks(memory, files, copies, hashed=False).fill(1)
+    assert allocated() == CHUNK_BYTES + PAGE_BYTES
+    del whole, copies
+    memory.close()
+
+
+def test_a_buffer_is_allocated_by_its_first_save(tmp_path: Path) -> None:
+    state = {"large": torch.randn(LARGE)}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state).wait(NET)
+        (buffer,) = checkpointer.session.pool.buffers
+        assert buffer.memory is not None
+        assert buffer.memory.is_populated
+        allocated = os.fstat(buffer.memory.descriptor).st_blocks * 512
+        assert allocated == buffer.memory.size_bytes

@@ -191,6 +191,8 @@ class BufferPool:
             for buffer in fresh:
                 try:
                     self._lay_out(buffer, structure, device)
+                    if buffer.memory is not None:
+                        populate(buffer.memory)
                 finally:
                     self.give_back(buffer)
 
@@ -262,8 +264,8 @@ class BufferPool:
             memory = None
         if memory is None:
             buffer.memory = memory = SharedMemory(needed)
-            populate(memory)
             if device is not None:
+                populate(memory)
                 lock = devices.of(device.type).page_lock
                 buffer.unlock = lock(memory.address, memory.size_bytes, device.index)
         index = structure.index

@@ -30,7 +30,7 @@ import xxhash
 from outlast.async_checkpoint.snapshot.device_copy import CopyPair
 from outlast.async_checkpoint.state_dict import Last
 from outlast.async_checkpoint.storage.manifest import pieces
-from outlast.system.shared_memory import SharedMemory, memory_at, move
+from outlast.system.shared_memory import SharedMemory, allocate, memory_at, move
 
 # Fits a core's own cache: after the copy, it is still there to be hashed.
 _CACHED_BYTES = 768 << 10
@@ -98,6 +98,7 @@ class Chunks:
     ) -> None:
         self.hashed = hashed is not None
         self._memory = memory.address
+        self._allocates = not memory.is_populated
         self._chunks, self._sources = chunks, sources
         self._sizes = hashed or {}
         self._checksums = {name: [""] * len(pieces(size)) for name, size in self._sizes.items()}
@@ -110,6 +111,8 @@ class Chunks:
         chunk = self._chunks[number]
         digest = xxhash.xxh3_128() if self.hashed else None
         at = chunk.begin
+        if self._allocates:  # by each thread for itself, just before its bytes are in the cache
+            allocate(self._memory + chunk.begin, chunk.end - chunk.begin)
         for which, offset, low, size in chunk.parts:
             if digest is not None and at < low:
                 digest.update(memory_at(self._memory + at, low - at))

@@ -155,6 +155,8 @@ class Snapshot:
                 values = [(description["values"], memoryview(self.values))] if self.values else []
                 description["files"] = {**self._chunks.checksums(), **checksums_of(values)}
             self.buffer.snapshot, self.buffer.values = description, self.values
+            if self.buffer.memory is not None:
+                self.buffer.memory.is_populated = True
             self._writer.tell(Writer.sealed, buffer=number, snapshot=description, blob=self.values)
         else:
             self._writer.tell(Writer.torn, buffer=number, save_id=self.save_id)

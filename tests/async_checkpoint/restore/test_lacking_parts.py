@@ -1,0 +1,68 @@
+"""What a rank tells the others of its snapshot in memory: only what they lack."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outlast.async_checkpoint import Checkpointer
+from outlast.async_checkpoint.restore.from_memory import MemorySnapshot
+
+STATE = {
+    "weight": torch.arange(5000.0),
+    "moments": {"a": torch.ones(3), "b": torch.ones(2)},
+    "groups": OrderedDict(lr=0.1, step=7),
+}
+
+
+def _lacks(path: Path, state: dict[str, Any]) -> list[str] | None:
+    with Checkpointer(path) as checkpointer:
+        checkpointer.save(1, STATE).wait()
+        restorer = checkpointer.restorer
+        (snapshot,) = restorer.snapshots(-1).values()
+        return restorer._memory_of(snapshot).lacks(state, restorer._items)
+
+
+@pytest.mark.parametrize(
+    ("changed", "lacking"),
+    [
+        ({}, []),
+        ({"more": torch.ones(1)}, ["more"]),
+        ({"more": {"x": 1}, "other": 2}, ["more.x", "other"]),
+        ({"moments": {"a": torch.ones(3)}}, None),  # this rank cannot say whether another has it
+        ({"moments": {}}, None),
+        ({"more": {}}, None),
+        ({"more": torch.ones(1), "m._extra_state": 1}, None),
+    ],
+)
+def test_what_a_part_lacks(tmp_path: Path, changed: dict[str, Any], lacking: Any) -> None:
+    assert _lacks(tmp_path, {**STATE, **changed}) == lacking
+
+
+def test_another_part_of_a_tensor_is_lacking(tmp_path: Path) -> None:
+    assert _lacks(tmp_path, {**STATE, "weight": torch.ones(4000)}) == ["weight"]
+
+
+def test_only_what_is_wanted_is_told(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, STATE).wait()
+        restorer = checkpointer.restorer
+        (snapshot,) = restorer.snapshots(-1).values()
+        memory = restorer._memory_of(snapshot)
+        assert memory.told(None) == memory.description
+        told = memory.told(["groups.step", "moments.b", "of another rank"])
+        assert list(told["index"]["tensors"]) == ["moments.b"]
+        assert [value[0] for value in told["index"]["values"]] == ["groups.step"]
+        place = [each[0] for each in memory.description["index"]["values"]].index("groups.step")
+        assert told["places"] == [memory.description["places"][place]]
+        restored = {"moments": {"b": torch.zeros(2)}}
+        whole, lacking, parts = memory.index_for(restored, restorer._items, [told], 0)
+        assert lacking == []
+        assert set(whole.tensors) == {"weight", "moments.a", "moments.b"}
+        assert set(whole.values) == {"groups.lr", "groups.step"}
+        assert set(parts[0].tensors) == {"moments.b"}
+        assert isinstance(memory, MemorySnapshot)
