@@ -254,7 +254,8 @@ class Snapshotter:
         assert memory is not None
         snapshot = Snapshot(description, values, buffer, self._writer)
         self._writer.start()
-        sources = structure.sources(leaves)
+        with torch.no_grad():  # as in a restore: the views of DTensors
+            sources = structure.sources(leaves)
         optimizers = self._optimizers  # another thread may call `abandon`
         later, now = self._split(list(zip(sources, buffer.targets, strict=True)), optimizers)
         by_chunks = [pair for pair in now if is_contiguous_cpu(pair[0])]
