@@ -14,7 +14,13 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from benchmarks.checkpoint.libraries import LmResiliency, TorchCheckpointing, installed
-from benchmarks.checkpoint.limits import Reading, copy_time, drop_cache, settle
+from benchmarks.checkpoint.limits import (
+    Reading,
+    copy_time,
+    drop_cache,
+    hashed_copy_time,
+    settle,
+)
 from benchmarks.checkpoint.training_state import Training
 from outlast.async_checkpoint import Checkpointer
 from outlast.events.event import Event
@@ -96,6 +102,8 @@ def restores(
     checkpointer.save(1, job.state_dict()).wait()
     for number in range(rounds + 1):
         turn("memcpy back", functools.partial(copy_time, buffers, tensors), number > 0)
+        hashed = functools.partial(hashed_copy_time, buffers, tensors)
+        turn("memcpy back with checksums", hashed, number > 0)
         checkpointer.abort()
         dist.barrier()
         checkpointer = Checkpointer(path, events=sources)

@@ -134,14 +134,14 @@ def _first(first: dict[str, Any]) -> Sheet:
         "The first save of a process",
         ("way", "opening, ms", "blocked, ms", "x memcpy into new memory", "durable, ms"),
         rows,
-        "Each in a new process. Opening happens once, before the save: `Checkpointer(...)`, and "
-        "the restore in the row with one.",
+        "Each in a new process. Opening, `Checkpointer(...)`, happens once, before the save; the "
+        "restore of the row with one is not in it.",
     )
 
 
 def _restores(each: _Figures) -> Sheet:
     rows = []
-    for name in ("memcpy back", *(n for n in each.seconds if n.startswith("raw read"))):
+    for name in (n for n in each.seconds if n.startswith(("memcpy back", "raw read"))):
         rows.append((name, ms(each.of(name)), _speed(each, name), "-"))
     for name, kind in _RESTORES.items():
         if name not in each.seconds:  # not installed

@@ -12,10 +12,12 @@ import ctypes
 import dataclasses
 import mmap
 import os
-import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+
+from outlast.system.parallel import in_threads
 
 PAGE_BYTES = mmap.PAGESIZE
 
@@ -131,20 +133,17 @@ def populate(memory: SharedMemory, threads: int = 2) -> None:
     fast as later ones.
     """
     step = page_up(-(-memory.size_bytes // threads))
-    workers = []
-    for at in range(0, memory.size_bytes, step):
-        part = memory.address + at, min(step, memory.size_bytes - at)
-        workers.append(threading.Thread(target=allocate, args=part))
-        workers[-1].start()
-    for worker in workers:
-        worker.join()
+
+    def work(parts: Iterator[int]) -> None:
+        for at in parts:
+            allocate(memory.address + at, min(step, memory.size_bytes - at))
+
+    in_threads(work, range(0, memory.size_bytes, step), threads, "outlast-allocate")
     memory.is_populated = True
 
 
 def allocate(address: int, size_bytes: int) -> None:
-    """Allocates the pages there, which are whole ones, at once: each alone costs more. A kernel
-    that does not support this allocates them at the first access.
-    """
+    """Allocates these pages together; a kernel without that does so at the first access to each."""
     _libc.madvise(address, size_bytes, _MADV_POPULATE_WRITE)
 
 

@@ -6,11 +6,12 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from outlast.async_checkpoint import Checkpointer
-from outlast.async_checkpoint.restore.from_memory import MemorySnapshot
+from outlast.errors import CheckpointError
 
 STATE = {
     "weight": torch.arange(5000.0),
@@ -53,16 +54,28 @@ def test_only_what_is_wanted_is_told(tmp_path: Path) -> None:
         restorer = checkpointer.restorer
         (snapshot,) = restorer.snapshots(-1).values()
         memory = restorer._memory_of(snapshot)
-        assert memory.told(None) == memory.description
+        own = memory.source.contents
+        everything = memory.told(None)["contents"]
+        assert everything == msgspec.to_builtins(own)
         told = memory.told(["groups.step", "moments.b", "of another rank"])
-        assert list(told["index"]["tensors"]) == ["moments.b"]
-        assert [value[0] for value in told["index"]["values"]] == ["groups.step"]
-        place = [each[0] for each in memory.description["index"]["values"]].index("groups.step")
-        assert told["places"] == [memory.description["places"][place]]
-        restored = {"moments": {"b": torch.zeros(2)}}
-        whole, lacking, parts = memory.index_for(restored, restorer._items, [told], 0)
-        assert lacking == []
-        assert set(whole.tensors) == {"weight", "moments.a", "moments.b"}
+        assert list(told["contents"]["tensors"]) == ["moments.b"]
+        assert list(told["contents"]["values"]) == ["groups.step"]
+        assert set(told["contents"]["files"]) == set(own.files)
+        few = memory.told(["moments.b"])["contents"]["files"]
+        assert list(few) == [own.tensors["moments.b"].shards[0].file]
+        other = {**told, "contents": _renamed(told["contents"])}
+        restored = {"moments": {"b": torch.zeros(2), "c": torch.zeros(2)}}
+        whole, lacking, parts = memory.index_for(restored, restorer._items, [told, other], 0)
+        assert lacking == ["moments.c"]
+        assert set(whole.tensors) == {"weight", "moments.a", "moments.b", "moments.c"}
         assert set(whole.values) == {"groups.lr", "groups.step"}
-        assert set(parts[0].tensors) == {"moments.b"}
-        assert isinstance(memory, MemorySnapshot)
+        assert [set(part.tensors) for part in parts] == [{"moments.b"}, {"moments.c"}]
+        told["contents"]["tensors"]["moments.b"]["path"] = ["moments", "a"]
+        with pytest.raises(CheckpointError, match="is not described correctly"):
+            memory.index_for(restored, restorer._items, [told, other], 0)
+
+
+def _renamed(contents: dict[str, Any]) -> dict[str, Any]:
+    """As if another rank held a tensor of another name."""
+    entry = {**contents["tensors"]["moments.b"], "path": ["moments", "c"]}
+    return {**contents, "tensors": {"moments.c": entry}, "values": {}}

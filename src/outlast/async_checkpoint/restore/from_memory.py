@@ -16,6 +16,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -70,23 +71,12 @@ class MemorySnapshot:
         self._snapshot, self._memory, self._values = snapshot, memory, values
 
     @functools.cached_property
-    def description(self) -> dict[str, Any]:
-        """What the other ranks need to know about this rank's part."""
-        parts = {name: self._snapshot[name] for name in ("places", "layout", "files", "values")}
-        with contextlib.suppress(OSError):  # without its name, it is sent
-            parts["memory"] = dataclasses.astuple(self._memory.name)
-        try:
-            return {**parts, "index": json.loads(self._snapshot["index"])}
-        except (ValueError, TypeError, RecursionError) as e:
-            raise CheckpointError(f"{self._where} is not described correctly: {e!r}") from e
-
-    @functools.cached_property
     def source(self) -> Source:
         view = self._memory.view
         views = {name: view[at : at + size] for name, at, size in self._snapshot["layout"]}
         if self._snapshot["values"]:
             views[self._snapshot["values"]] = memoryview(bytearray(self._values))
-        return memory_source(self._where, _contents_of(self.description), views)
+        return memory_source(self._where, _checked(lambda: _entries_of(self._snapshot)), views)
 
     def lacks(self, state_dict: dict[str, Any], items_of: ItemsOf) -> list[str] | None:
         """The names in the state dict of what this part lacks; `None` if all parts must be known
@@ -102,21 +92,16 @@ class MemorySnapshot:
         return None if lacking and any(EXTRA in name for name in names) else lacking
 
     def told(self, wanted: Collection[str] | None) -> dict[str, Any]:
-        """The description, or as much of it as tells of these names."""
-        whole, index = self.description, self.description["index"]
-        if wanted is None:
-            return whole
-        chosen = set(wanted)
-        tensors = _only(index["tensors"], chosen)
-        places = zip(index["values"], whole["places"], strict=True)
-        values = [each for each in places if each[0][0] in chosen]
-        used = {shard["file"] for each in tensors.values() for shard in each["shards"]}
-        return {
-            **whole,
-            "files": _only(whole["files"], {*used, whole["values"]}),
-            "index": {"tensors": tensors, "values": [each for each, _ in values], "containers": {}},
-            "places": [place for _, place in values],
-        }
+        """What the others need to know of this part: all, or of what they want."""
+        own, told = self.source.contents, dict[str, Any]()
+        if wanted is not None:
+            tensors, values = (_only(each, set(wanted)) for each in (own.tensors, own.values))
+            used = {each.file for tensor in tensors.values() for each in tensor.shards}
+            used.update(value.file for value in values.values())
+            own = Contents(_only(own.files, used), tensors, values)
+        with contextlib.suppress(OSError):  # without its name, it is sent
+            told["memory"] = dataclasses.astuple(self._memory.name)
+        return {**told, "layout": self._snapshot["layout"], "contents": msgspec.to_builtins(own)}
 
     def index_for(
         self,
@@ -129,7 +114,7 @@ class MemorySnapshot:
         loads but its part lacks, and what each rank has told. Fills empty dicts.
         """
         own = self.source.contents
-        parts = [_contents_of(each) for each in descriptions]
+        parts = [_checked(partial(each.__getitem__, "contents")) for each in descriptions]
         told = _merged(parts) if len(parts) > 1 else own
         tensors, values = {**own.tensors, **told.tensors}, {**own.values, **told.values}
         whole = Contents({}, tensors, values, told.containers)
@@ -305,20 +290,24 @@ def _lacking(items: Sequence[Item], own: Contents, among: Collection[str]) -> li
     )
 
 
-def _contents_of(description: Mapping[str, Any]) -> Contents:
+def _entries_of(snapshot: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of what a snapshot holds, in JSON."""
+    index, file = json.loads(snapshot["index"]), snapshot["values"]
+    places = zip(index["values"], snapshot["places"], strict=True)
+    values = {
+        name: {"path": path, "file": file, "at": at, "size_bytes": size, "order": order}
+        for (name, path, order), (at, size) in places
+    }
+    files = {name: {"name": name, **each} for name, each in snapshot["files"].items()}
+    return {**index, "files": files, "values": values}
+
+
+def _checked(entries: Callable[[], Any]) -> Contents:
     """The contents of a rank's part, or a `CheckpointError` if what a process told is false."""
     try:
-        index, file = description["index"], description["values"]
-        places = zip(index["values"], description["places"], strict=True)
-        values = {
-            name: {"path": path, "file": file, "at": at, "size_bytes": size, "order": order}
-            for (name, path, order), (at, size) in places
-        }
-        files = {name: {"name": name, **each} for name, each in description["files"].items()}
-        parts = {"files": files, "values": values}
-        contents = msgspec.convert({**index, **parts}, Contents)
+        contents = msgspec.convert(entries(), Contents)
         contents.check(CHUNK_BYTES, complete=False)
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise CheckpointError(f"a snapshot in memory is not described correctly: {e!r}") from e
     return contents
 

@@ -32,8 +32,6 @@ from outlast.system.shared_memory import MemoryName, memory_at, move
 
 # Fits into a core's own cache: what was copied is still there when it is hashed.
 _CACHED_BYTES = 768 << 10
-# A run of this part of a section, or more, is read into its destination; less, with what follows.
-_DIRECT_PART = 8
 
 Chunk = tuple[str, int]  # a file, and the number of the chunk in it
 
@@ -237,27 +235,24 @@ def _sections(
     """The memory for the bytes from `begin` to `end` of a file, section by section: that of the
     only piece which takes it, or `scratch`, which is distributed once the next one is asked for.
     """
-    few = max(1, at_once // _DIRECT_PART)
+    few = max(1, at_once // 8)  # less than that is not worth a read of its own
     waiting, live = deque(sorted(pieces, key=lambda piece: piece.at)), list[Piece]()
     at = begin
     while at < end:
         live = [piece for piece in live if piece.at + piece.size_bytes > at]
         while waiting and waiting[0].at <= at:
             live.append(waiting.popleft())
-        if len(live) == 1:
-            only = live[0]
-            after = waiting[0].at if waiting else end
-            edge = min(at + at_once, end, only.at + only.size_bytes, after)
-            if edge == end or edge - at >= few:
-                yield memory_at(only.address + at - only.at, edge - at)
-                at = edge
-                continue
-        edge = min(at + few, end)
-        while waiting and waiting[0].at < edge:
-            live.append(waiting.popleft())
-        section = scratch(min(few, end - begin))[: edge - at]
-        yield section
-        distribute(address_of(section), at, edge, live)
+        edges = [end, at + at_once, *(each.at + each.size_bytes for each in live)]
+        edge = min(*edges, waiting[0].at if waiting else end)
+        if len(live) == 1 and (edge == end or edge - at >= few):
+            yield memory_at(live[0].address + at - live[0].at, edge - at)
+        else:
+            edge = min(at + few, end)
+            while waiting and waiting[0].at < edge:
+                live.append(waiting.popleft())
+            section = scratch(min(few, end - begin))[: edge - at]
+            yield section
+            distribute(address_of(section), at, edge, live)
         at = edge
 
 

@@ -46,9 +46,7 @@ def checksum(data: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-Sections = Callable[[int], Iterable[memoryview]]
-"""The memory for what is read, in sections of at most so many bytes, each filled before the next.
-"""
+Sections = Callable[[int], Iterable[memoryview]]  # of at most so many bytes, filled in turn
 
 
 def read_hashed(reader: FileReader, offset: int, sections: Sections) -> tuple[int, str]:
