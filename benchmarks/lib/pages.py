@@ -103,6 +103,12 @@ MODULES = {
         " do in the same run (a copy into warm memory, the faster of a buffered and an "
         "`O_DIRECT` write with fsync, the fastest raw read with checksums).",
     ),
+    "many-tensors": Benchmark(
+        "checkpoint.many_tensors",
+        "Many small tensors",
+        "Two ranks with DDP, gloo and Adam; all layers in one `Sequential`, whose own "
+        "`load_state_dict` takes a time that grows with their square.",
+    ),
     "slowdown": Benchmark(
         "checkpoint.slowdown",
         "Slowdown by the interval between checkpoints",
