@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -95,7 +96,7 @@ def _kind(entry: TensorEntry | ValueEntry) -> str:
 
 def _stored(source: Source, entry: TensorEntry | ValueEntry) -> Any:
     """The parts, with the checksums and the place in their chunks: if equal, so is the data."""
-    parts: list[tuple[Shard | ValueEntry, list[int], list[int], int]]
+    parts: list[tuple[Shard | ValueEntry, Sequence[int], Sequence[int], int]]
     if isinstance(entry, TensorEntry):
         parts = [
             (each, each.offsets, each.sizes, math.prod(each.sizes) * ITEM_BYTES[entry.dtype])

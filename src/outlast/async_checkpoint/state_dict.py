@@ -53,7 +53,7 @@ def nodes(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     if is_leaf(value):
         return
     is_list = isinstance(value, list)
-    for key, each in _inner(value):
+    for key, each in inner_of(value):
         at = (*path, (key,) if is_list else key)
         if type(each) in PLAIN:
             yield at, each
@@ -109,7 +109,7 @@ def signature_and_leaves(state: Any) -> tuple[list[Any], list[Any]]:
 
 def too_deep(state: Any) -> CheckpointUnsavable:
     """The error for a state that is too deep to be walked; names the cycle if there is one."""
-    at: list[tuple[str, Any, Iterator[tuple[Any, Any]]]] = [("", state, _inner(state))]
+    at: list[tuple[str, Any, Iterator[tuple[Any, Any]]]] = [("", state, inner_of(state))]
     while at:
         for key, value in at[-1][2]:
             path = ".".join([*(each[0] for each in at[1:]), str(key)])
@@ -122,14 +122,15 @@ def too_deep(state: Any) -> CheckpointUnsavable:
             if not is_leaf(value):
                 if len(at) > _DEEP:
                     return CheckpointUnsavable(f"{path!r} cannot be saved: it is nested too deeply")
-                at.append((str(key), value, _inner(value)))
+                at.append((str(key), value, inner_of(value)))
                 break
         else:
             at.pop()
     return CheckpointUnsavable("the state dict cannot be saved: it is nested too deeply")
 
 
-def _inner(value: Any) -> Iterator[tuple[Any, Any]]:
+def inner_of(value: Any) -> Iterator[tuple[Any, Any]]:
+    """The keys or indexes, and the values, of a dict, a list, or a tensor that wraps others."""
     found = inner(value) if isinstance(value, torch.Tensor) else value
     return iter(list(enumerate(found) if isinstance(found, list) else found.items()))
 
@@ -180,12 +181,3 @@ def _why_unsavable(tensor: torch.Tensor) -> str:
     kind = "oneDNN" if tensor.is_mkldnn else "nested" if tensor.is_nested else ""
     is_value = tensor.layout == torch.jagged  # it is pickled
     return f"a {kind} tensor, which cannot be saved" if kind and not is_value else ""
-
-
-def unwrapped(value: Any) -> Any:
-    """The same state with dicts in place of tensors that wrap others."""
-    if is_leaf(value):
-        return value
-    if isinstance(value, list):
-        return [unwrapped(each) for each in value]
-    return {key: unwrapped(each) for key, each in _inner(value)}

@@ -52,7 +52,7 @@ def test_keys_whose_text_is_not_their_value(
             checkpointer.save(1, bad)
         checkpointer.save(2, state()).result()
     # Whatever else a reader would refuse: its own check is made before the commit.
-    mutate(monkeypatch, plan._paths, "str(key) != plain", "False")
+    mutate(monkeypatch, plan._check_keys, "str(key) != plain", "False")
     with Checkpointer(tmp_path / "unchecked") as checkpointer:
         handle = checkpointer.save(1, bad)
         with pytest.raises(CheckpointError, match=r"could not commit it: .*'x.* of another name"):

@@ -7,14 +7,23 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from outlast.async_checkpoint.save import structures as structures_module
 from outlast.async_checkpoint.save.structures import (
     METADATA,
     Catalog,
     StructureMemo,
     Structures,
 )
-from outlast.async_checkpoint.snapshot.plan import decode_items, describe, encode_items
+from outlast.async_checkpoint.snapshot.plan import (
+    Item,
+    decode_items,
+    describe,
+    encode_items,
+    share_out,
+)
 from outlast.async_checkpoint.snapshot.structure import Structure
 from outlast.errors import CheckpointError
 
@@ -64,3 +73,65 @@ def test_a_rank_keeps_its_share_when_another_one_changes() -> None:
     assert set(structures.divide([b"", more])) == {"1"}
     assert structures.catalog.structures[0].digest == shares[0]
     assert structures.catalog.structures[1].digest != shares[1]
+
+
+class _Text(str):
+    pass
+
+
+@pytest.mark.parametrize("key", [_Text("own"), "é\x7f\u2028", "half \ud800", "\x1e\x00", 1 << 70])
+def test_any_key_gives_the_same_digest_on_every_rank(key: Any) -> None:
+    items = describe({"a": {key: torch.ones(2), "value": 1}})
+    sent = encode_items(items)
+    assert b"\x1e" not in sent  # the ledger's mark between two ranks
+    there, keys = decode_items(sent), [item.key for item in items]
+    assert there == items
+    assert Structure(items, keys, 0).digest == Structure(there, keys, 0).digest
+    assert json.loads(Structure(items, keys, 0).index)["values"][0][1] == ["a", "value"]
+
+
+def test_the_plan_of_replicas_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[bytes] = []
+
+    def counted(content: bytes) -> Any:
+        decoded.append(content)
+        return decode_items(content)
+
+    monkeypatch.setattr(structures_module, "decode_items", counted)
+    memo, mine = StructureMemo(), describe({"a": torch.ones(2)})
+    own, other = encode_items(mine), encode_items(describe({"b": torch.ones(2)}))
+    memo.sent = own, mine
+    plans = memo.plans([own, other, b"", other, own])
+    assert decoded == [other]
+    assert plans[0] is plans[4] is mine
+    assert plans[1] is plans[3]
+    assert 2 not in plans
+
+
+_SIZES = st.lists(st.sampled_from([1, 1 << 15, 1 << 16]), max_size=6)
+
+
+@given(
+    st.lists(_SIZES, min_size=1, max_size=3), st.lists(st.integers(0, 2), min_size=1, max_size=6)
+)
+def test_replicas_get_the_shares_of_ranks_with_equal_plans(
+    sizes: list[list[int]], ranks: list[int]
+) -> None:
+    kinds = [describe({f"{n}.{s}": torch.empty(s) for n, s in enumerate(each)}) for each in sizes]
+    plans = {rank: kinds[kind % len(kinds)] for rank, kind in enumerate(ranks)}
+    shares = share_out(plans)
+    assert shares == share_out({rank: list(items) for rank, items in plans.items()})
+    keys = [key for each in shares.values() for key in each]
+    assert sorted(keys) == sorted({item.key for items in plans.values() for item in items})
+
+
+def test_parts_of_one_tensor_on_several_ranks_are_one_entry() -> None:
+    shape = (4,)
+    items = [Item("a", ("a",), "tensor", (2 * r,), (2,), shape, "float32") for r in range(2)]
+    structures = {r: Structure([item], [item.key], r) for r, item in enumerate(items)}
+    for _ in range(2):  # the structures' own entries stay as they are
+        (entry,) = Catalog(structures).tensors.values()
+        assert [(s.offsets, s.file) for s in entry.shards] == [
+            ((0,), "__0_0.distcp"),
+            ((2,), "__1_0.distcp"),
+        ]

@@ -144,9 +144,9 @@ def _batches(source: Source, parts: Sequence[Part]) -> Iterator[Batch]:
             continue
         is_plain = part.is_contiguous() and not part.is_conj() and not part.is_neg()
         for shard in entry.shards:
-            if not _overlaps(shard, item):
-                continue
             same = tuple(shard.offsets) == item.offsets and tuple(shard.sizes) == item.sizes
+            if not (same and part.nbytes) and not _overlaps(shard, item):
+                continue
             has_bytes = is_plain and (part.data_ptr() != 0 or not part.nbytes)
             if same and part.device.type == "cpu" and has_bytes:
                 direct.append(Piece(shard.file, shard.at, part.nbytes, part.data_ptr(), part))

@@ -41,7 +41,6 @@ from outlast.async_checkpoint.state_dict import Last, signature_and_leaves, torc
 from outlast.async_checkpoint.storage.entries import (
     Container,
     FileEntry,
-    Shard,
     TensorEntry,
     ValueEntry,
 )
@@ -59,18 +58,17 @@ class Catalog:
         self.is_readable = False  # a reader's check has accepted a manifest of it
         self.tensors: dict[str, TensorEntry] = {}
         self._containers: dict[str, Container] = {}
-        # By rank; where they are in its file differs from save to save.
-        self._values: dict[int, list[tuple[str, ValueEntry]]] = {}
         self._metadata: Last[bytes] = Last()
-        for rank, structure in self.structures.items():
-            self._add(rank, structure)
-        saved = {name for each in self._values.values() for name, _ in each}.union(self.tensors)
         for structure in self.structures.values():
-            for item in structure.containers:
-                if item.name not in saved:  # of another rank, where it is no dict
-                    place = structure.order[item.key]
-                    entry = Container(_listed(item.path), item.dtype, place)  # type: ignore[arg-type]
-                    self._containers.setdefault(item.name, entry)
+            for name, entry in structure.entries.items():
+                if (known := self.tensors.setdefault(name, entry)) is not entry:
+                    shards = [*known.shards, *entry.shards]
+                    self.tensors[name] = msgspec.structs.replace(known, shards=shards)
+        saved = {n for s in self.structures.values() for n, _ in s.value_entries}
+        for structure in self.structures.values():
+            for name, each in structure.containers.items():
+                if name not in saved and name not in self.tensors:  # of another rank: no dict
+                    self._containers.setdefault(name, each)
 
     def manifest(
         self, records: Sequence[bytes], step: int, save_id: str, metric: float | None
@@ -91,7 +89,7 @@ class Catalog:
             sizes.pop(values_file(rank), None)
             if sizes != {name: size for name, _, size in structure.files}:
                 raise CheckpointError(f"rank {rank} has written other files than agreed: {sizes}")
-            placed = zip(self._values[rank], record["places"], strict=True)
+            placed = zip(structure.value_entries, record["places"], strict=True)
             for (name, entry), (at, size) in placed:
                 values[name] = msgspec.structs.replace(entry, at=at, size_bytes=size)
             if "non_finite" in record:
@@ -131,34 +129,21 @@ class Catalog:
         """What torch wants to know of the tensors, where they are, and the paths of all."""
         described: dict[str, Any] = {}
         stored, paths = {}, {}
+        # One object for all that are equal: it is pickled once.
+        size, chunk_of = functools.cache(torch.Size), functools.cache(ChunkStorageMetadata)
+        properties_of = functools.cache(lambda name: TensorProperties(dtype=getattr(torch, name)))
         for structure in self.structures.values():
             for item in (*structure.tensors, *structure.values):
                 paths[item.name] = torch_path(item.path)
             for item, extent in zip(structure.tensors, structure.extents, strict=True):
-                properties = TensorProperties(dtype=getattr(torch, item.dtype))
-                new = TensorStorageMetadata(properties, torch.Size(item.shape), [])
-                chunks = described.setdefault(item.name, new).chunks
-                index = MetadataIndex(item.name, item.offsets, len(chunks))
-                offsets, sizes = torch.Size(item.offsets), torch.Size(item.sizes)
-                chunks.append(ChunkStorageMetadata(offsets, sizes))
+                if (whole := described.get(item.name)) is None:
+                    properties = properties_of(item.dtype)
+                    whole = TensorStorageMetadata(properties, size(item.shape), [])
+                    described[item.name] = whole
+                index = MetadataIndex(item.name, item.offsets, len(whole.chunks))
+                whole.chunks.append(chunk_of(size(item.offsets), size(item.sizes)))
                 stored[index] = _StorageInfo(extent.file, extent.stream_at, extent.stream_bytes)
         return described, stored, paths
-
-    def _add(self, rank: int, structure: Structure) -> None:
-        file, order = values_file(rank), structure.order
-        self._values[rank] = [
-            (item.name, ValueEntry(_listed(item.path), file, 0, 0, order[item.key]))
-            for item in structure.values
-        ]
-        for item, extent in zip(structure.tensors, structure.extents, strict=True):
-            path, place = _listed(item.path), structure.order[item.key]
-            entry = TensorEntry(path, item.dtype, list(item.shape), [], place)
-            shard = Shard(list(item.offsets), list(item.sizes), extent.file, extent.data_at)
-            self.tensors.setdefault(item.name, entry).shards.append(shard)
-
-
-def _listed(path: tuple[Any, ...]) -> list[Any]:
-    return [list(key) if isinstance(key, tuple) else key for key in path]
 
 
 class StructureMemo:
@@ -173,6 +158,7 @@ class StructureMemo:
 
     def __init__(self) -> None:
         self.ranks: tuple[int, ...] = ()
+        self.sent: tuple[bytes, list[Item]] = b"", []  # this rank's own plan
         self.goes_on = False  # the ranks go on with what they have agreed on: see `all_go_on`
         self._agreed: tuple[tuple[int, ...], Structures] | None = None
         self.structure: Last[Structure] = Last()
@@ -188,11 +174,14 @@ class StructureMemo:
         return list(self._items.of(key, lambda: describe(state_dict)))
 
     def plans(self, parts: Sequence[bytes]) -> dict[int, list[Item]]:
-        """The decoded plans of the ranks that have sent one."""
-        return self._plans.of(
-            list(parts),
-            lambda: {rank: decode_items(part) for rank, part in enumerate(parts) if part},
-        )
+        """The decoded plans of the ranks that have sent one: one object for all that are equal."""
+
+        def make() -> dict[int, list[Item]]:
+            found = {part: decode_items(part) for part in {*parts} - {b"", self.sent[0]}}
+            found |= dict([self.sent])
+            return {rank: found[part] for rank, part in enumerate(parts) if part}
+
+        return self._plans.of(list(parts), make)
 
     def share(self, plans: Mapping[int, Sequence[Item]]) -> tuple[dict[int, list[Key]], Catalog]:
         """Divides plans among ranks that have had no share before. See `share_out`."""
@@ -273,13 +262,17 @@ class Structures:
         else:
             # If this is interrupted, rank 0 may know of the new structure: then they agree again.
             self.present = None
-            answer = ranks.agree(encode_items(items))
+            self._memo.sent = encode_items(items), items
+            answer = ranks.agree(self._memo.sent[0])
             sign, numbers = answer[str(self._rank)]
             chosen = set(numbers)
             keys = [item.key for i, item in enumerate(items) if (i in chosen) == (sign == "+")]
-            structure = self._memo.structure.of(
-                (items, keys, self._rank), lambda: Structure(items, keys, self._rank)
-            )
+            divided = self.catalog.structures.get(self._rank)  # on rank 0: it is the same
+
+            def make() -> Structure:
+                return divided or Structure(items, keys, self._rank)
+
+            structure = self._memo.structure.of((items, keys, self._rank), make)
         structure.number(state_dict)
         self._signature, self.present = signature, structure
         self._memo.agreed(self)
@@ -308,6 +301,8 @@ class Structures:
 def _encode_share(items: Sequence[Item], keys: Sequence[Key]) -> tuple[str, list[int]]:
     """The indexes of the items that a rank saves (+) or does not save (-): the shorter list."""
     mine = set(keys)
-    taken = [i for i, item in enumerate(items) if item.key in mine]
-    left = [i for i, item in enumerate(items) if item.key not in mine]
+    parts: tuple[list[int], list[int]] = [], []
+    for i, item in enumerate(items):
+        parts[item.key in mine].append(i)
+    left, taken = parts
     return ("+", taken) if len(taken) <= len(left) else ("-", left)

@@ -25,12 +25,12 @@ from outlast.async_checkpoint.state_dict import (
     PLAIN,
     Path,
     check_savable,
-    nodes,
+    inner_of,
+    is_leaf,
     too_deep,
     torch_path,
-    unwrapped,
 )
-from outlast.async_checkpoint.storage.entries import ITEM_BYTES, is_covered, tree_path
+from outlast.async_checkpoint.storage.entries import ITEM_BYTES, is_covered, to_json, tree_path
 from outlast.async_checkpoint.subclasses import wraps
 from outlast.errors import CheckpointError, CheckpointUnsavable
 
@@ -42,6 +42,7 @@ _CLASSES: dict[Any, str] = {OrderedDict: "OrderedDict", Counter: "Counter"}
 # some of them differ: the statistics of a batch norm, of which DDP continues with those of rank 0.
 _SMALL_BYTES = 64 * 1024
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
+_DTYPES = {getattr(torch, name): name for name in ITEM_BYTES if hasattr(torch, name)}
 
 
 class Item(NamedTuple):
@@ -74,7 +75,7 @@ class Item(NamedTuple):
     def size_bytes(self) -> int:
         if self.kind != "tensor":
             return 0
-        return int(math.prod(self.sizes) * getattr(torch, self.dtype).itemsize)
+        return math.prod(self.sizes) * ITEM_BYTES[self.dtype]
 
 
 def describe(state_dict: Mapping[str, Any]) -> list[Item]:
@@ -82,39 +83,80 @@ def describe(state_dict: Mapping[str, Any]) -> list[Item]:
     keys that are neither text nor numbers, duplicate names, meta tensors, and other tensors that
     cannot be saved.
     """
-    planner = DefaultSavePlanner()
+    items: list[Item] = []
+    rest: dict[str, Any] = {}  # what torch's planner describes, by its name
     try:
-        paths, containers = _paths(state_dict)
-        planner.set_up_planner(unwrapped(state_dict), is_coordinator=True)
+        _add(state_dict, (), "", items, rest)
     except RecursionError:
         raise too_deep(state_dict) from None
-    except ValueError as e:
-        raise _two_entries(str(e).removeprefix("duplicated flatten key ")) from None
-    items, rest = containers, {}
-    found: list[tuple[str, Any, Any, Any, torch.dtype]] = []  # offsets, sizes, shape of each tensor
-    for name, leaf in planner.state_dict.items():
-        if type(leaf) in _TENSORS and _is_strided(leaf):  # most are: torch's planner is slow
-            found.append((name, (0,) * leaf.ndim, leaf.shape, leaf.shape, leaf.dtype))
-        else:
-            rest[name] = leaf
-    planner.state_dict = rest
-    for item in planner.create_local_plan().items:
+    names = [item.name for item in items if item.kind != "container"]
+    if len(set(names)) < len(names):
+        raise _two_entries(Counter(names).most_common(1)[0][0])
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(rest, is_coordinator=True)
+    planned: dict[str, list[Item]] = {}
+    paths = {item.name: item.path for item in items if not item.kind}
+    for item in planner.create_local_plan().items if rest else ():
         name, data = item.index.fqn, item.tensor_data
-        if item.type is WriteItemType.BYTE_IO or data is None or not _is_strided(rest[name]):
-            items.append(Item(name, paths[planner.mappings[name]], "value"))
+        leaf = planner.state_dict[name]
+        if item.type is WriteItemType.BYTE_IO or data is None or not _is_strided(leaf):
+            found = Item(name, paths[name], "value")
+        else:
+            _check_has_data(name, leaf)
+            place = tuple(data.chunk.offsets), tuple(data.chunk.sizes), tuple(data.size)
+            found = Item(name, paths[name], "tensor", *place, _dtype(name, data.properties.dtype))
+        planned.setdefault(name, []).append(found)
+    return [e for item in items for e in ([item] if item.kind else planned.get(item.name, ()))]
+
+
+def _add(value: Any, path: Path, before: str, items: list[Item], rest: dict[str, Any]) -> None:
+    """Adds what is in a dict, in a list, or in a tensor that wraps others. torch's planner is slow:
+    it gets the few leaves that are neither plain tensors nor simple values.
+    """
+    is_list = isinstance(value, list)
+    if isinstance(value, Mapping):
+        _check_keys(path, value)
+    for key, each in inner_of(value):
+        at = (*path, (key,) if is_list else key)
+        name, kind = before + str(key), type(each)
+        if kind in _TENSORS and each.layout is torch.strided and not each.is_quantized:
+            if each.is_meta or each.is_nested:
+                check_savable(at, each)
+            sizes = tuple(each.shape)
+            offsets = (0,) * len(sizes)
+            dtype = _DTYPES.get(each.dtype) or _dtype(name, each.dtype)
+            items.append(Item(name, at, "tensor", offsets, sizes, sizes, dtype))
             continue
-        _check_has_data(name, rest[name])
-        found.append((name, data.chunk.offsets, data.chunk.sizes, data.size, data.properties.dtype))
-    for name, offsets, sizes, shape, kind in found:
-        dtype = str(kind).removeprefix("torch.")
-        if dtype not in ITEM_BYTES:
-            raise CheckpointUnsavable(
-                f"{name!r} is {dtype}, which this version of outlast cannot save"
-            )
-        path, at, size = paths[planner.mappings[name]], tuple(offsets), tuple(sizes)
-        items.append(Item(name, path, "tensor", at, size, tuple(shape), dtype))
-    places = {path: place for place, path in enumerate(paths.values())}
-    return sorted(items, key=lambda item: places[item.path])
+        if isinstance(each, torch.Tensor):
+            check_savable(at, each)
+        if kind in PLAIN and kind not in _TENSORS:
+            items.append(Item(name, at, "value"))
+        elif is_leaf(each) or (isinstance(each, list) and _is_one_value(each)):
+            items.append(Item(name, at, ""))
+            rest[name] = each
+        else:
+            of_dict = _CLASSES.get(kind, "dict") if isinstance(each, Mapping) else ""
+            if of_dict and (not each or of_dict != "dict"):
+                items.append(Item(name, at, "container", dtype=of_dict))
+            _add(each, at, f"{name}.", items, rest)
+
+
+def _is_one_value(value: list[Any]) -> bool:
+    """Whether torch saves a list as one value: it has no tensor and no dict, at any depth."""
+    return not any(
+        isinstance(each, torch.Tensor | Mapping)
+        or (isinstance(each, list) and not _is_one_value(each))
+        for each in value
+    )
+
+
+def _dtype(name: str, dtype: torch.dtype) -> str:
+    if dtype not in _DTYPES:
+        raise CheckpointUnsavable(
+            f"{name!r} is {str(dtype).removeprefix('torch.')}, which this version of outlast "
+            "cannot save"
+        )
+    return _DTYPES[dtype]
 
 
 def _check_has_data(name: str, leaf: Any) -> None:
@@ -132,38 +174,26 @@ def _check_has_data(name: str, leaf: Any) -> None:
         )
 
 
-def _paths(state_dict: Mapping[str, Any]) -> tuple[dict[Path, Path], list[Item]]:
-    """Maps torch's paths, in which every dict key is text, to ours, which keep the types and are in
-    order; and the containers.
-    """
-    found: dict[Path, Path] = {}
-    containers = []
-    for path, value in nodes(state_dict):
-        is_dict = type(value) not in PLAIN and isinstance(value, Mapping)
-        kind = _CLASSES.get(type(value), "dict") if is_dict else ""
-        if is_dict and path and (not value or kind != "dict"):
-            name = ".".join(map(str, torch_path(path)))
-            containers.append(Item(name, path, "container", dtype=kind))
-        if isinstance(value, torch.Tensor):
-            check_savable(path, value)
-        for key in value if is_dict else ():
-            if not isinstance(key, str | int) or isinstance(key, bool):
-                where = "".join(f"[{k[0] if isinstance(k, tuple) else k!r}]" for k in path)
-                raise CheckpointUnsavable(
-                    f"state_dict{where} has the key {key!r}; keys are text or numbers"
-                )
-            plain = str.__str__(key) if isinstance(key, str) else int.__repr__(key)
-            if str(key) != plain:  # a restore would find neither the one nor the other
-                where = ".".join(map(str, torch_path(path)))
-                raise CheckpointUnsavable(
-                    f"{where!r} has the key {key!r}, whose text {str(key)!r} is not its value "
-                    f"{plain!r}: use the value as the key"
-                )
-        flat = torch_path(path)
-        if flat in found:  # one of them may be a dict, which has no entry of its own
-            raise _two_entries(".".join(map(str, flat)))
-        found[flat] = path
-    return found, containers
+def _check_keys(path: Path, found: Mapping[Any, Any]) -> None:
+    if all(type(key) is str for key in found):
+        return
+    where = ".".join(map(str, torch_path(path)))
+    texts: set[str] = set()
+    for key in found:
+        if not isinstance(key, str | int) or isinstance(key, bool):
+            place = "".join(f"[{k[0] if isinstance(k, tuple) else k!r}]" for k in path)
+            raise CheckpointUnsavable(
+                f"state_dict{place} has the key {key!r}; keys are text or numbers"
+            )
+        plain = str.__str__(key) if isinstance(key, str) else int.__repr__(key)
+        if str(key) != plain:  # a restore would find neither the one nor the other
+            raise CheckpointUnsavable(
+                f"{where!r} has the key {key!r}, whose text {str(key)!r} is not its value "
+                f"{plain!r}: use the value as the key"
+            )
+        if plain in texts:  # one of them may be a dict, which has no entry of its own
+            raise _two_entries(".".join(map(str, torch_path((*path, key)))))
+        texts.add(plain)
 
 
 def _two_entries(name: str) -> CheckpointUnsavable:
@@ -189,45 +219,55 @@ def share_out(
     """
     fixed = fixed or {}
     owner: dict[Key, int] = {key: rank for rank, keys in fixed.items() for key in keys}
-    holders: dict[Key, list[int]] = {}
+    holders: dict[Key, Sequence[int]] = {}
     parts: dict[Key, Item] = {}
     first: dict[str, tuple[int, Item]] = {}
+    # Replicas have one plan, which is walked once.
+    groups: dict[int, tuple[Sequence[Item], list[int]]] = {}
     for rank, items in plans.items():
+        groups.setdefault(id(items), (items, []))[1].append(rank)
+    for items, ranks in groups.values():
         for item in items:
             if item.kind == "container":
                 continue
-            begun = first.setdefault(item.name, (rank, item))
+            begun = first.setdefault(item.name, (ranks[0], item))
             other = begun[1]
             if (item.kind, item.shape, item.dtype) != (other.kind, other.shape, other.dtype):
                 raise CheckpointError(
                     f"{item.name!r} is {_described(other)} on rank {begun[0]}, but "
-                    f"{_described(item)} on rank {rank}: parts that differ between ranks need "
+                    f"{_described(item)} on rank {ranks[0]}: parts that differ between ranks need "
                     "different names"
                 )
-            holders.setdefault(item.key, []).append(rank)
-            parts.setdefault(item.key, item)
+            key = item.key
+            known = holders.get(key)
+            holders[key] = ranks if known is None else sorted((*known, *ranks))
+            parts.setdefault(key, item)
     load = dict.fromkeys(plans, 0)
     for key, rank in owner.items():
         load[rank] += parts[key].size_bytes + 1 if key in parts else 0
-    for key, ranks in holders.items():
-        if owner.get(key) not in ranks:
-            small = parts[key].size_bytes <= _SMALL_BYTES
-            owner[key] = min(ranks) if small else min(ranks, key=lambda rank: load[rank])
-            load[owner[key]] += parts[key].size_bytes + 1
+    for key, holding in holders.items():
+        if owner.get(key) not in holding:
+            size_bytes = parts[key].size_bytes
+            small = size_bytes <= _SMALL_BYTES
+            owner[key] = min(holding) if small else min(holding, key=lambda rank: load[rank])
+            load[owner[key]] += size_bytes + 1
     _check_covered(parts.values())
-    return {
-        rank: [item.key for item in items if owner.get(item.key) == rank]
-        for rank, items in plans.items()
-    }
+    shares: dict[int, list[Key]] = {rank: [] for rank in plans}
+    for items, ranks in groups.values():
+        for item in items:
+            if (rank := owner.get(key := item.key, -1)) in ranks:
+                shares[rank].append(key)
+    return shares
 
 
 def _check_covered(parts: Iterable[Item]) -> None:
-    known: dict[str, list[Item]] = {}
+    first: dict[str, Item] = {}
+    several: dict[str, list[Item]] = {}
     for item in parts:
-        if item.kind == "tensor":
-            known.setdefault(item.name, []).append(item)
-    for name, items in known.items():
-        shape = items[0].shape
+        if item.kind == "tensor" and (known := first.setdefault(item.name, item)) is not item:
+            several.setdefault(item.name, [known]).append(item)
+    for name, one in first.items():
+        items, shape = several.get(name, [one]), one.shape
         if not is_covered(shape, [(item.offsets, item.sizes) for item in items]):
             volume = sum(math.prod(item.sizes) for item in items)
             raise CheckpointError(
@@ -242,7 +282,7 @@ def _described(item: Item) -> str:
 
 def encode_items(items: Sequence[Item]) -> bytes:
     """Items as JSON."""
-    return json.dumps(items, separators=(",", ":")).encode()
+    return to_json(items)
 
 
 def decode_items(content: bytes) -> list[Item]:

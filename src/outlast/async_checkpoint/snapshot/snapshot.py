@@ -292,7 +292,11 @@ class Snapshotter:
         """Whether only this process can write to the tensors."""
         # Sharing a tensor with another process moves it to another address.
         addresses = [source.data_ptr() for source in sources]
-        shared = (source.is_shared() for source in sources if source.device.type == "cpu")
+        shared = (
+            source.untyped_storage().is_shared()
+            for source in sources
+            if source.device.type == "cpu"
+        )
         return self._private.of(addresses, lambda: not any(shared))
 
     @staticmethod

@@ -26,6 +26,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from outlast.async_checkpoint.plain_values import Unsavable, encode
 from outlast.async_checkpoint.snapshot.plan import Item, Key
 from outlast.async_checkpoint.state_dict import Last, leaf_numbers, look_up
+from outlast.async_checkpoint.storage.entries import (
+    Container,
+    Shard,
+    TensorEntry,
+    ValueEntry,
+    to_json,
+)
 from outlast.async_checkpoint.storage.manifest import checksum
 from outlast.errors import CheckpointError, CheckpointUnsavable
 from outlast.system.shared_memory import SharedMemory, page_up
@@ -44,11 +51,12 @@ def values_file(rank: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """The bytes that `torch.save` writes around the data of a tensor."""
+    """The bytes that `torch.save` writes around the data of a tensor, which has these strides."""
 
     head: bytes
     data_bytes: int
     tail: bytes
+    strides: tuple[int, ...]
 
     @property
     def size_bytes(self) -> int:
@@ -82,7 +90,8 @@ def frame(dtype: str, shape: tuple[int, ...]) -> Frame:
     tensor = torch.empty(shape, dtype=getattr(torch, dtype))
     with torch.serialization.skip_data():
         torch.save(tensor, recorder)  # type: ignore[arg-type]  # all that it uses of a file
-    return Frame(bytes(recorder.parts[0]), recorder.skipped, bytes(recorder.parts[1]))
+    head, tail = map(bytes, recorder.parts)
+    return Frame(head, recorder.skipped, tail, tensor.stride())
 
 
 class TensorExtent(NamedTuple):
@@ -101,10 +110,11 @@ class Structure:
     same ones give the same structure on any rank.
 
     Attributes:
+        items: as given.
         tensors, extents: the tensors, and the place of each.
         values: what is pickled.
-        containers: as in `Item`.
-        order: the place of each item among all `items`.
+        entries, containers: of tensors and of dicts, as a manifest has them.
+        value_entries: likewise of `values`; where they are in their file differs between saves.
         files: name, offset in the buffer and size of each file of tensors, in whole pages.
         size_bytes: the size of the buffer.
         index: what is saved and where, as JSON, for a process that takes the snapshot over.
@@ -112,18 +122,20 @@ class Structure:
     """
 
     def __init__(self, items: Sequence[Item], keys: Collection[Key], rank: int) -> None:
-        chosen = set(keys)
-        self.items = list(items)
-        self.tensors = [i for i in items if i.kind == "tensor" and i.key in chosen]
-        self.values = [i for i in items if i.kind == "value" and i.key in chosen]
-        self.containers = [i for i in items if i.kind == "container"]
-        self.order = {item.key: place for place, item in enumerate(items)}
+        self.items = items
+        self.tensors: list[Item] = []
+        self.values: list[Item] = []
         self.extents: list[TensorExtent] = []
+        self.entries: dict[str, TensorEntry] = {}
+        self.value_entries: list[tuple[str, ValueEntry]] = []
+        self.containers: dict[str, Container] = {}
         self.files: list[tuple[str, int, int]] = []
         self.size_bytes = 0
-        self._lay_out(rank)
-        self.index = self._describe()
-        self.digest = checksum(self.index.encode())
+        self._lay_out(set(keys), rank)
+        values = [[name, entry.path, entry.order] for name, entry in self.value_entries]
+        index = {"tensors": self.entries, "values": values, "containers": self.containers}
+        content = to_json(index)
+        self.index, self.digest = content.decode(), checksum(content)
         self._leaves: list[int] = []
         self._pickled: dict[str, Last[bytes]] = collections.defaultdict(Last)
 
@@ -131,6 +143,7 @@ class Structure:
         """Writes the frames into the buffer; returns the views of it that a save fills."""
         targets = []
         whole = torch.frombuffer(memory.view, dtype=torch.uint8) if self.tensors else None
+        of_dtype: dict[str, torch.Tensor] = {}
         for item, extent in zip(self.tensors, self.extents, strict=True):
             around = frame(item.dtype, item.sizes)
             begin, end = extent.buffer_at, extent.buffer_at + extent.data_bytes
@@ -139,8 +152,12 @@ class Structure:
             dtype = getattr(torch, item.dtype)
             if whole is None or not extent.data_bytes:  # an empty tensor has no aligned offset
                 targets.append(torch.empty(item.sizes, dtype=dtype))
-            else:
-                targets.append(whole[begin:end].view(dtype).view(item.sizes))
+                continue
+            typed = of_dtype.get(item.dtype)
+            if typed is None:
+                typed = of_dtype[item.dtype] = whole.view(dtype)
+            at = begin // typed.element_size()
+            targets.append(typed.as_strided(item.sizes, around.strides, at))
         return targets
 
     def number(self, state_dict: Mapping[str, Any]) -> None:
@@ -196,43 +213,39 @@ class Structure:
                 return f"other {kind} {only}" if only else f"another order or layout of {kind}"
         return ""
 
-    def _lay_out(self, rank: int) -> None:
+    def _lay_out(self, chosen: Collection[Key], rank: int) -> None:
         begin, at = 0, 0  # offset of the current file in the buffer; offset in the file
-        file = f"__{rank}_0.distcp"
-
-        def end_file() -> None:
-            nonlocal begin, at, file
-            self.files.append((file, begin, page_up(at)))
-            begin, at, file = begin + page_up(at), 0, f"__{rank}_{len(self.files)}.distcp"
-
-        for item in self.tensors:
-            around = frame(item.dtype, item.sizes)
-            data_at, size = at + len(around.head), around.size_bytes
-            place = TensorExtent(file, at, size, data_at, around.data_bytes, begin + data_at)
-            self.extents.append(place)
-            at += -(-size // _ALIGNMENT) * _ALIGNMENT
-            if at >= FILE_BYTES:
-                end_file()
+        file, of_values = f"__{rank}_0.distcp", values_file(rank)
+        for order, item in enumerate(self.items):
+            if item.kind == "container":
+                kind: Any = item.dtype
+                self.containers[item.name] = Container(item.path, kind, order)
+            elif not chosen or item.key not in chosen:
+                continue
+            elif item.kind == "value":
+                self.values.append(item)
+                entry = ValueEntry(item.path, of_values, 0, 0, order)
+                self.value_entries.append((item.name, entry))
+            else:
+                around = frame(item.dtype, item.sizes)
+                data_at, size, many = at + len(around.head), around.size_bytes, around.data_bytes
+                extent = TensorExtent(file, at, size, data_at, many, begin + data_at)
+                shard = Shard(item.offsets, item.sizes, file, data_at)
+                whole = self.entries.get(item.name)
+                if whole is None:
+                    whole = TensorEntry(item.path, item.dtype, item.shape, [], order)
+                    self.entries[item.name] = whole
+                whole.shards.append(shard)
+                self.tensors.append(item)
+                self.extents.append(extent)
+                at += -(-size // _ALIGNMENT) * _ALIGNMENT
+                if at >= FILE_BYTES:
+                    self.files.append((file, begin, page_up(at)))
+                    begin, at, file = begin + page_up(at), 0, f"__{rank}_{len(self.files)}.distcp"
         if at:
-            end_file()
+            self.files.append((file, begin, page_up(at)))
+            begin += page_up(at)
         self.size_bytes = begin
-
-    def _describe(self) -> str:
-        tensors: dict[str, Any] = {}
-        for item, extent in zip(self.tensors, self.extents, strict=True):
-            entry = tensors.setdefault(
-                item.name,
-                {"path": item.path, "dtype": item.dtype, "shape": item.shape, "shards": []},
-            )
-            entry["order"] = self.order[item.key]
-            place = {"file": extent.file, "at": extent.data_at}
-            entry["shards"].append({"offsets": item.offsets, "sizes": item.sizes, **place})
-        values = [[item.name, item.path, self.order[item.key]] for item in self.values]
-        containers = {
-            i.name: {"path": i.path, "kind": i.dtype, "order": self.order[i.key]}
-            for i in self.containers
-        }
-        return json.dumps({"tensors": tensors, "values": values, "containers": containers})
 
 
 def _pickle(item: Item, value: Any) -> bytes:

@@ -9,6 +9,7 @@ form one tree. It takes a few sorts of the entries, even if one was made to take
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -36,8 +37,8 @@ _MOST_UNCUT = 256
 Count = Annotated[int, Meta(ge=0, lt=_LARGEST)]
 """A whole number that can be a size, an offset or a step."""
 Checksum = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
-Index = Annotated[list[Count], Meta(min_length=1, max_length=1)]
-Path = Annotated[list[str | int | Index], Meta(min_length=1)]
+Index = Annotated[Sequence[Count], Meta(min_length=1, max_length=1)]
+Path = Annotated[Sequence[str | int | Index], Meta(min_length=1)]
 """Each entry is a key of a dict (text or number), or `[i]` for index i of a list."""
 
 
@@ -49,23 +50,23 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checksums: list[Checksum]
 
 
-class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A part of a tensor: its offsets in the tensor, its shape, and where its bytes are."""
 
-    offsets: list[Count]
-    sizes: list[Count]
+    offsets: Sequence[Count]
+    sizes: Sequence[Count]
     file: str
     at: Count
 
 
-class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A tensor: `dtype` without `torch.`, its global shape, its parts, and its place in the order
     of what was saved.
     """
 
     path: Path
     dtype: str
-    shape: Annotated[list[Count], Meta(max_length=64)]
+    shape: Annotated[Sequence[Count], Meta(max_length=64)]
     shards: list[Shard]
     order: Count = 0
 
@@ -74,7 +75,7 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-class ValueEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ValueEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A Python value, as `torch.save` wrote it; a sparse or quantized tensor is one too."""
 
     path: Path
@@ -84,7 +85,7 @@ class ValueEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     order: Count = 0
 
 
-class Container(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Container(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A dict that the entries in it do not tell of: one without any, or of another class."""
 
     path: Path
@@ -140,6 +141,16 @@ class Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(f"{before!r} is beyond the end of {file_name!r}")
 
 
+def to_json(value: Any) -> bytes:
+    """Of dicts, lists, tuples, entries, texts and whole numbers: equal bytes for equal values."""
+    try:
+        return msgspec.json.encode(value)
+    except TypeError:  # of a subclass of `str` or `int`, as a key may be
+        return to_json(json.loads(json.dumps(value, default=msgspec.structs.asdict)))
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return json.dumps(value, separators=(",", ":"), default=msgspec.structs.asdict).encode()
+
+
 def tree_path(path: Sequence[Any]) -> tuple[Any, ...]:
     """A path that can be a key: `(i,)` instead of `[i]` for index i of a list."""
     return tuple(tuple(key) if isinstance(key, list) else key for key in path)
@@ -162,6 +173,8 @@ def _check_tensor(name: str, tensor: TensorEntry, complete: bool) -> None:
     if math.prod(shape) >= _LARGEST:
         raise ValueError(f"the tensor {name!r} has the shape {shape}")
     for shard in tensor.shards:
+        if shard.sizes == shape and len(shard.offsets) == len(shape) and not any(shard.offsets):
+            continue
         if not (
             len(shard.offsets) == len(shard.sizes) == len(shape)
             and all(a + n <= m for a, n, m in zip(shard.offsets, shard.sizes, shape, strict=True))

@@ -53,13 +53,16 @@ class ModelModes(Part):
     _expected: tuple[str, ...] | None = None
 
     def save(self) -> dict[str, tuple[str, ...]]:
-        frozen, trained = self._names(False), self._names(True)
+        frozen, trained = self._names()
         found = ("trained", *trained) if len(trained) < len(frozen) else ("frozen", *frozen)
         return {_NAMES: found}
 
-    def _names(self, trained: bool) -> list[str]:
-        named = self._source.named_parameters()
-        return [plain_name(name) for name, each in named if each.requires_grad == trained]
+    def _names(self) -> tuple[list[str], list[str]]:
+        """The names of the parameters that are not trained, and of those that are."""
+        names: tuple[list[str], list[str]] = [], []
+        for name, each in self._source.named_parameters():
+            names[each.requires_grad].append(plain_name(name))
+        return names
 
     def shared(self) -> Any:
         return {}  # what counts is known when the iteration has ended
@@ -80,7 +83,7 @@ class ModelModes(Part):
         if expected is None:
             return
         known = set(expected[1:])
-        names = [n for n in self._names(False) if (n in known) == (expected[0] == "trained")]
+        names = [n for n in self._names()[0] if (n in known) == (expected[0] == "trained")]
         added_names = {plain_name(name) for name in added}
         wrong = [name for name in names if name in added_names]
         found = wrong or names

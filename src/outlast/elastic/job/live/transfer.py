@@ -81,6 +81,8 @@ class Exchange:
         if it lacks nothing. Called on all ranks with the same `sources`. A rank that has received
         damaged bytes raises `TransferFailed` once it has taken its part in the whole transfer.
         """
+        if not sources:
+            return None
         mine = None if frozen is None else (frozen.header(), list(frozen.leaves))
         received, damaged = False, list[int]()
         for now in rounds(sources):

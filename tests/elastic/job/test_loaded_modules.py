@@ -1,0 +1,138 @@
+"""A model is loaded as by torch, whose `load_state_dict` visits all names again for each layer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from outlast.elastic.wrapped_modules import load_plain
+
+
+class _Noted(nn.Linear):
+    """Notes that torch has called its own way to load."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.calls: list[str] = []
+
+    def note(self, *_: Any) -> None:
+        self.calls.append("called")
+
+
+class _OwnLoad(_Noted):
+    def load_state_dict(self, *args: Any, **options: Any) -> Any:
+        self.note()
+        return super().load_state_dict(*args, **options)
+
+
+class _OwnParts(_Noted):
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self.note()
+        super()._load_from_state_dict(*args)
+
+
+class _Extra(_Noted):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"a": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls.append(f"called with {state}")
+
+
+def _hooked(register: str) -> _Noted:
+    module = _Noted()
+    getattr(module, register)(module.note)
+    return module
+
+
+def _set_load() -> _Noted:
+    module = _Noted()
+    load = module.load_state_dict
+    module.load_state_dict = lambda state: (module.note(), load(state))[1]  # type: ignore[method-assign]
+    return module
+
+
+def _model() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Sequential(nn.Linear(2, 2)))
+    model.tied = model[0]
+    model.register_buffer("kept", torch.ones(2))
+    model.register_buffer("not_kept", torch.ones(2), persistent=False)
+    return model
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """The modules that torch's function was called for."""
+    found: list[nn.Module] = []
+    real = nn.Module.load_state_dict
+
+    def load_state_dict(self: nn.Module, *args: Any, **options: Any) -> Any:
+        found.append(self)
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(nn.Module, "load_state_dict", load_state_dict)
+    return found
+
+
+def test_a_plain_model_is_copied_in_place(loads: list[nn.Module]) -> None:
+    model, other = _model(), _model()
+    places = [each.data_ptr() for each in model.state_dict().values()]
+    counts = [each._version for each in model.parameters()]
+    load_plain(model, other.state_dict())
+    assert loads == []
+    for name, each in model.state_dict().items():
+        assert torch.equal(each, other.state_dict()[name]), name
+    assert [each.data_ptr() for each in model.state_dict().values()] == places
+    assert all(
+        each._version > count for each, count in zip(model.parameters(), counts, strict=True)
+    )
+    assert all(each.grad_fn is None for each in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        _OwnLoad,
+        _OwnParts,
+        _Extra,
+        lambda: _hooked("register_load_state_dict_pre_hook"),
+        lambda: _hooked("register_load_state_dict_post_hook"),
+        _set_load,
+    ],
+)
+def test_what_loads_in_its_own_way_does_so(make: Callable[[], _Noted]) -> None:
+    own = make()
+    outer = own if isinstance(own, _OwnLoad) or "load_state_dict" in vars(own) else None
+    module = outer or nn.Sequential(nn.Linear(2, 2), own)
+    state = {name: copy.deepcopy(each) for name, each in module.state_dict().items()}
+    load_plain(module, state)
+    assert own.calls
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"0.weight": None}, r"Missing key\(s\) in state_dict: \"0.weight\""),
+        ({"3.weight": torch.ones(2)}, r"Unexpected key\(s\) in state_dict: \"3.weight\""),
+        ({"0.weight": torch.ones(3, 2)}, "size mismatch for 0.weight"),
+        ({"0.weight": 1.0}, "expected torch.Tensor"),
+    ],
+)
+def test_torch_says_what_does_not_fit(changed: dict[str, Any], message: str) -> None:
+    model = _model()
+    state = {k: v for k, v in {**model.state_dict(), **changed}.items() if v is not None}
+    with pytest.raises(RuntimeError, match=message):
+        load_plain(model, state)
+
+
+def test_a_tensor_that_cannot_be_written_to_is_named_by_torch() -> None:
+    model = _model()
+    with torch.inference_mode():
+        model.register_buffer("kept", torch.ones(2))
+    with pytest.raises(RuntimeError, match='While copying the parameter named "kept"'):
+        load_plain(model, _model().state_dict())
