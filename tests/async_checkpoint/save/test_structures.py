@@ -21,11 +21,19 @@ from outlast.async_checkpoint.snapshot.plan import (
     Item,
     decode_items,
     describe,
-    encode_items,
+    encode_plan,
     share_out,
 )
 from outlast.async_checkpoint.snapshot.structure import Structure
 from outlast.errors import CheckpointError
+
+
+def encode_items(items: list[Item]) -> bytes:
+    return b"\n".join(encode_plan(items))
+
+
+def decoded(content: bytes) -> list[Item]:
+    return [item for line in content.split(b"\n") for item in decode_items(line)]
 
 
 def record(structure: Structure, **changed: Any) -> bytes:
@@ -57,7 +65,7 @@ def test_the_same_items_have_the_same_digest_on_every_rank() -> None:
     state = {"a": [torch.ones(2, 3), {"b": torch.ones(4), 7: 1.5}]}
     items = describe(state)
     keys = [item.key for item in items]
-    there = decode_items(encode_items(items))
+    there = decoded(encode_items(items))
     assert Structure(items, keys, 3).digest == Structure(there, keys, 3).digest
     assert Structure(items, keys, 3).digest != Structure(items, keys[1:], 3).digest
 
@@ -84,28 +92,34 @@ def test_any_key_gives_the_same_digest_on_every_rank(key: Any) -> None:
     items = describe({"a": {key: torch.ones(2), "value": 1}})
     sent = encode_items(items)
     assert b"\x1e" not in sent  # the ledger's mark between two ranks
-    there, keys = decode_items(sent), [item.key for item in items]
+    there, keys = decoded(sent), [item.key for item in items]
     assert there == items
     assert Structure(items, keys, 0).digest == Structure(there, keys, 0).digest
     assert json.loads(Structure(items, keys, 0).index)["values"][0][1] == ["a", "value"]
 
 
-def test_the_plan_of_replicas_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoded: list[bytes] = []
+def test_what_replicas_have_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[bytes] = []
 
     def counted(content: bytes) -> Any:
-        decoded.append(content)
+        lines.append(content)
         return decode_items(content)
 
     monkeypatch.setattr(structures_module, "decode_items", counted)
-    memo, mine = StructureMemo(), describe({"a": torch.ones(2)})
-    own, other = encode_items(mine), encode_items(describe({"b": torch.ones(2)}))
-    memo.sent = own, mine
-    plans = memo.plans([own, other, b"", other, own])
-    assert decoded == [other]
-    assert plans[0] is plans[4] is mine
-    assert plans[1] is plans[3]
-    assert 2 not in plans
+    memo, large = StructureMemo(), {"a": torch.ones(2)}
+    items = [describe({"model": large, "random": {str(rank): 1}}) for rank in range(3)]
+    memo.sent = encode_plan(items[0])
+    sent = [encode_items(each) for each in items]
+    plans = memo.plans([*sent, b"", sent[1]])
+    assert lines == [sent[1].split(b"\n")[1], sent[2].split(b"\n")[1]]
+    assert {rank: [e for each in plan for e in each] for rank, plan in plans.items()} == {
+        0: items[0],
+        1: items[1],
+        2: items[2],
+        4: items[1],
+    }
+    assert all(plan[0] is memo.sent[sent[0].split(b"\n")[0]] for plan in plans.values())
+    assert decoded(encode_items(describe({}))) == []
 
 
 _SIZES = st.lists(st.sampled_from([1, 1 << 15, 1 << 16]), max_size=6)
@@ -118,11 +132,13 @@ def test_replicas_get_the_shares_of_ranks_with_equal_plans(
     sizes: list[list[int]], ranks: list[int]
 ) -> None:
     kinds = [describe({f"{n}.{s}": torch.empty(s) for n, s in enumerate(each)}) for each in sizes]
-    plans = {rank: kinds[kind % len(kinds)] for rank, kind in enumerate(ranks)}
+    own = {rank: describe({f"own{rank}": 1}) for rank in range(len(ranks))}
+    plans = {rank: [kinds[kind % len(kinds)], own[rank]] for rank, kind in enumerate(ranks)}
     shares = share_out(plans)
-    assert shares == share_out({rank: list(items) for rank, items in plans.items()})
+    apart = share_out({rank: [list(each) for each in plan] for rank, plan in plans.items()})
+    assert shares == apart
     keys = [key for each in shares.values() for key in each]
-    assert sorted(keys) == sorted({item.key for items in plans.values() for item in items})
+    assert sorted(keys) == sorted({i.key for plan in plans.values() for each in plan for i in each})
 
 
 def test_parts_of_one_tensor_on_several_ranks_are_one_entry() -> None:

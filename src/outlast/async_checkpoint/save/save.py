@@ -19,6 +19,7 @@ import dataclasses
 import json
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from outlast.async_checkpoint.beside import Beside, differing
@@ -47,6 +48,7 @@ from outlast.errors import (
     TornSnapshot,
 )
 from outlast.system.error_text import describe, drop_tracebacks
+from outlast.system.main_program import without_collections
 
 _DROPPED = "dropped for all ranks by rank 0, while it was being committed"
 
@@ -99,7 +101,7 @@ class Save:
         """Takes the snapshot of `state_dict` as it is now; `earlier` saves are in progress."""
         session, structures, timeout_s = self.session, self.structures, self._timeout_s
         self._beside = beside
-        signature, leaves = signature_and_leaves(state_dict)
+        signature, leaves = without_collections(partial(signature_and_leaves, state_dict))
         structure = structures.known(signature)
         if structure is None:
             # On rank 0, none of them may use the catalog while it changes.
@@ -118,7 +120,8 @@ class Save:
             values, places = structure.pickle_values(state_dict)
             description = self._describe(structure, values, places)
             notify("saving")
-            self.taken = self.snapshotter.take(description, values, buffer, structure, leaves)
+            given = description, values, buffer, structure, leaves
+            self.taken = without_collections(partial(self.snapshotter.take, *given))
             self.handle._seal = self.taken.seal
         except BaseException:
             session.pool.give_back(buffer)

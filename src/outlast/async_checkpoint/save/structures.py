@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import pickle
 from collections.abc import Mapping, Sequence
@@ -31,9 +32,10 @@ from outlast.async_checkpoint.save.round import SaveRound
 from outlast.async_checkpoint.snapshot.plan import (
     Item,
     Key,
+    Plan,
     decode_items,
     describe,
-    encode_items,
+    encode_plan,
     share_out,
 )
 from outlast.async_checkpoint.snapshot.structure import Structure, values_file
@@ -158,12 +160,12 @@ class StructureMemo:
 
     def __init__(self) -> None:
         self.ranks: tuple[int, ...] = ()
-        self.sent: tuple[bytes, list[Item]] = b"", []  # this rank's own plan
+        self.sent: dict[bytes, list[Item]] = {}  # this rank's own plan
         self.goes_on = False  # the ranks go on with what they have agreed on: see `all_go_on`
         self._agreed: tuple[tuple[int, ...], Structures] | None = None
         self.structure: Last[Structure] = Last()
         self._items: Last[list[Item]] = Last()
-        self._plans: Last[dict[int, list[Item]]] = Last()
+        self._plans: Last[dict[int, Plan]] = Last()
         self._shared: Last[tuple[dict[int, list[Key]], Catalog]] = Last()
 
     def items(
@@ -173,22 +175,25 @@ class StructureMemo:
         key = self.ranks, signature or signature_and_leaves(state_dict)[0]
         return list(self._items.of(key, lambda: describe(state_dict)))
 
-    def plans(self, parts: Sequence[bytes]) -> dict[int, list[Item]]:
-        """The decoded plans of the ranks that have sent one: one object for all that are equal."""
+    def plans(self, parts: Sequence[bytes]) -> dict[int, Plan]:
+        """The decoded plans of the ranks that have sent one, each line of them once."""
 
-        def make() -> dict[int, list[Item]]:
-            found = {part: decode_items(part) for part in {*parts} - {b"", self.sent[0]}}
-            found |= dict([self.sent])
-            return {rank: found[part] for rank, part in enumerate(parts) if part}
+        def make() -> dict[int, Plan]:
+            lines = {rank: part.split(b"\n") for rank, part in enumerate(parts) if part}
+            found = dict(self.sent)
+            for line in itertools.chain.from_iterable(lines.values()):
+                if line not in found:
+                    found[line] = decode_items(line)
+            return {rank: [found[line] for line in each] for rank, each in lines.items()}
 
         return self._plans.of(list(parts), make)
 
-    def share(self, plans: Mapping[int, Sequence[Item]]) -> tuple[dict[int, list[Key]], Catalog]:
+    def share(self, plans: Mapping[int, Plan]) -> tuple[dict[int, list[Key]], Catalog]:
         """Divides plans among ranks that have had no share before. See `share_out`."""
 
         def make() -> tuple[dict[int, list[Key]], Catalog]:
             keys = share_out(plans)
-            return keys, Catalog({r: Structure(plans[r], keys[r], r) for r in plans})
+            return keys, Catalog({r: Structure(_flat(plans[r]), keys[r], r) for r in plans})
 
         return self._shared.of(dict(plans), make)
 
@@ -257,26 +262,26 @@ class Structures:
         """Agrees with all ranks on what this one saves of a state dict whose structure is new."""
         items = self._memo.items(state_dict, signature)
         if self._alone:
-            self.catalog = self._memo.share({0: items})[1]
+            self.catalog = self._memo.share({0: [items]})[1]
             structure = self.catalog.structures[0]
         else:
             # If this is interrupted, rank 0 may know of the new structure: then they agree again.
             self.present = None
-            self._memo.sent = encode_items(items), items
-            answer = ranks.agree(self._memo.sent[0])
-            sign, numbers = answer[str(self._rank)]
-            chosen = set(numbers)
-            keys = [item.key for i, item in enumerate(items) if (i in chosen) == (sign == "+")]
-            divided = self.catalog.structures.get(self._rank)  # on rank 0: it is the same
-
-            def make() -> Structure:
-                return divided or Structure(items, keys, self._rank)
-
-            structure = self._memo.structure.of((items, keys, self._rank), make)
+            self._memo.sent = encode_plan(items)
+            answer = ranks.agree(b"\n".join(self._memo.sent))
+            structure = self._own(items, *answer[str(self._rank)])
         structure.number(state_dict)
         self._signature, self.present = signature, structure
         self._memo.agreed(self)
         return structure
+
+    def _own(self, items: list[Item], sign: str, numbers: Sequence[int]) -> Structure:
+        if self._rank == 0:
+            return self.catalog.structures[0]
+        chosen = set(numbers)
+        keys = [item.key for i, item in enumerate(items) if (i in chosen) == (sign == "+")]
+        make = functools.partial(Structure, items, keys, self._rank)
+        return self._memo.structure.of((items, keys, self._rank), make)
 
     def divide(self, parts: Sequence[bytes]) -> dict[str, Any]:
         """Divides again, on rank 0: returns the answer for ranks with new, nonempty `parts`."""
@@ -284,18 +289,22 @@ class Structures:
         old = self.catalog.structures
         kept = {rank: s for rank, s in old.items() if rank not in new}
         if kept:
-            plans = dict(sorted({**{rank: s.items for rank, s in kept.items()}, **new}.items()))
+            plans = dict(sorted({**{rank: [s.items] for rank, s in kept.items()}, **new}.items()))
             fixed = {rank: [i.key for i in (*s.tensors, *s.values)] for rank, s in kept.items()}
             keys = share_out(plans, fixed)
             self.catalog = Catalog(
                 {
-                    rank: kept[rank] if rank in kept else Structure(plans[rank], keys[rank], rank)
-                    for rank in plans
+                    rank: kept[rank] if rank in kept else Structure(_flat(plan), keys[rank], rank)
+                    for rank, plan in plans.items()
                 }
             )
         else:
             keys, self.catalog = self._memo.share(new)
-        return {str(rank): _encode_share(items, keys[rank]) for rank, items in new.items()}
+        return {str(r): _encode_share(_flat(plan), keys[r]) for r, plan in new.items()}
+
+
+def _flat(plan: Plan) -> list[Item]:
+    return [item for items in plan for item in items]
 
 
 def _encode_share(items: Sequence[Item], keys: Sequence[Key]) -> tuple[str, list[int]]:

@@ -10,6 +10,7 @@ Ranks exchange JSON, so nothing from another host is unpickled.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections import Counter, OrderedDict
@@ -35,6 +36,10 @@ from outlast.async_checkpoint.subclasses import wraps
 from outlast.errors import CheckpointError, CheckpointUnsavable
 
 Key = tuple[str, tuple[int, ...]]
+Plan = Sequence[Sequence["Item"]]
+"""The parts of one rank. Replicas differ in a few of the keys at the top: what is under each is one
+object for all ranks that have it, which is walked once.
+"""
 
 # A dict of any other class comes back as a dict.
 _CLASSES: dict[Any, str] = {OrderedDict: "OrderedDict", Counter: "Counter"}
@@ -211,21 +216,21 @@ def _is_strided(leaf: Any) -> bool:
 
 
 def share_out(
-    plans: Mapping[int, Sequence[Item]], fixed: Mapping[int, Iterable[Key]] | None = None
+    plans: Mapping[int, Plan], fixed: Mapping[int, Iterable[Key]] | None = None
 ) -> dict[int, list[Key]]:
-    """Divides the parts among the ranks that hold them. Returns the keys that each rank saves, in
-    the order of its plan. `fixed` are the keys that ranks save already, by an earlier decision. A
-    `CheckpointError` if tensors of one name differ between ranks, or parts lack or overlap.
+    """Divides the parts among the ranks that hold them. Returns the keys that each rank saves.
+    `fixed` are the keys that ranks save already, by an earlier decision. A `CheckpointError` if
+    tensors of one name differ between ranks, or parts lack or overlap.
     """
     fixed = fixed or {}
     owner: dict[Key, int] = {key: rank for rank, keys in fixed.items() for key in keys}
     holders: dict[Key, Sequence[int]] = {}
     parts: dict[Key, Item] = {}
     first: dict[str, tuple[int, Item]] = {}
-    # Replicas have one plan, which is walked once.
     groups: dict[int, tuple[Sequence[Item], list[int]]] = {}
-    for rank, items in plans.items():
-        groups.setdefault(id(items), (items, []))[1].append(rank)
+    for rank, plan in plans.items():
+        for items in plan:
+            groups.setdefault(id(items), (items, []))[1].append(rank)
     for items, ranks in groups.values():
         for item in items:
             if item.kind == "container":
@@ -280,13 +285,14 @@ def _described(item: Item) -> str:
     return f"a tensor {item.shape} of {item.dtype}" if item.kind == "tensor" else "a value"
 
 
-def encode_items(items: Sequence[Item]) -> bytes:
-    """Items as JSON."""
-    return to_json(items)
+def encode_plan(items: Sequence[Item]) -> dict[bytes, list[Item]]:
+    """The items under each key at the top, by their JSON, in which there is no new line."""
+    by_key = (list(each) for _, each in itertools.groupby(items, lambda item: item.path[0]))
+    return {to_json(each): each for each in by_key} or {b"[]": []}
 
 
 def decode_items(content: bytes) -> list[Item]:
-    """The inverse of `encode_items`."""
+    """Items from their JSON."""
     return [
         Item(name, tree_path(path), kind, tuple(offsets), tuple(sizes), tuple(shape), dtype)
         for name, path, kind, offsets, sizes, shape, dtype in json.loads(content)

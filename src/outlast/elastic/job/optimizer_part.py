@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -223,7 +224,7 @@ def _loaded_group(
     where = f"parameter group {number} of the optimizer"
     if not loaded:
         raise CheckpointMismatch(f"the checkpoint has no {where}")
-    found = {**loaded, "params": _in_order(where, group, loaded, names)}
+    found = {**loaded, "params": _Numbers(_in_order(where, group, loaded, names))}
     if is_torchs and len(found["params"]) != len(group["params"]):
         raise CheckpointMismatch(
             f"{where} has {len(group['params'])} parameters, and {len(found['params'])} were saved"
@@ -241,6 +242,17 @@ def _loaded_group(
         else:
             found[key] = _as_present(present, loaded[key])
     return found
+
+
+class _Numbers(list[int]):
+    """Those of a group's parameters: torch looks in it once for each tensor of the state."""
+
+    def __init__(self, numbers: Iterable[int]) -> None:
+        super().__init__(numbers)
+        self._known = frozenset(self)
+
+    def __contains__(self, number: object) -> bool:
+        return number in self._known
 
 
 def _as_present(present: Any, loaded: Any) -> Any:
