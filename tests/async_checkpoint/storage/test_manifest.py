@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_checkpoint.storage.manifests import empty, forged, manifests
+from outlast.async_checkpoint.storage import manifest as manifest_module
 from outlast.async_checkpoint.storage.entries import (
     ITEM_BYTES,
     Contents,
@@ -129,6 +130,41 @@ def test_the_table_of_dtypes_is_that_of_torch() -> None:
     assert {name: ITEM_BYTES[name] for name in ITEM_BYTES if name in sizes} == {
         name: size for name, size in sizes.items() if name in ITEM_BYTES
     }
+
+
+def test_pythons_parser_reads_only_what_was_not_written_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    objects: list[Any] = []
+
+    def counted(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        objects.append(pairs)
+        return dict(pairs)
+
+    monkeypatch.setattr(manifest_module, "_unique", counted)
+    assert decode(encode(WHOLE), "here") == WHOLE
+    assert len(objects) == 1  # the first line
+    named = msgspec.structs.replace(WHOLE, save_id="é", metric=None)
+    body = json.dumps(msgspec.to_builtins(named)).encode()  # of an earlier version
+    assert decode(forged(named, {}, body), "here") == named
+    assert len(objects) > 2
+
+
+@pytest.mark.parametrize("metric", [math.nan, math.inf, -math.inf, 0.1, 1 << 70])
+def test_any_metric_is_kept(metric: float) -> None:
+    content = encode(msgspec.structs.replace(WHOLE, metric=metric))
+    assert repr(decode(content, "here").metric) == repr(metric)
+
+
+@pytest.mark.parametrize("field", ["save_id", "m.w", "dtype", "at"])
+def test_a_key_that_occurs_twice_is_refused(field: str) -> None:
+    _, _, body = encode(WHOLE).partition(b"\n")
+    key = f'"{field}":'.encode()
+    at = body.index(key) + len(key)
+    _, end = json.JSONDecoder().raw_decode(body[at:].decode())
+    twice = body[: at + end] + b"," + key + body[at : at + end] + body[at + end :]
+    with pytest.raises(CheckpointError, match="a key occurs twice"):
+        decode(forged(WHOLE, {}, twice), "here")
 
 
 HUGE = 1 << 61

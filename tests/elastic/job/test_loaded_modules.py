@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
+from outlast.elastic.job import optimizer_part
+from outlast.elastic.job.live.frozen import Frozen
+from outlast.elastic.job.live.transfer import Exchange
+from outlast.elastic.job.optimizer_part import OptimizerPart
 from outlast.elastic.wrapped_modules import load_plain
 
 
@@ -136,3 +140,45 @@ def test_a_tensor_that_cannot_be_written_to_is_named_by_torch() -> None:
         model.register_buffer("kept", torch.ones(2))
     with pytest.raises(RuntimeError, match='While copying the parameter named "kept"'):
         load_plain(model, _model().state_dict())
+
+
+class _Number(int):
+    """Notes each comparison: torch looks for the parameter of each tensor among all."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        _Number.compared += 1
+        return int(self) == other
+
+    __hash__ = int.__hash__
+
+
+def test_an_optimizer_finds_its_parameters_without_a_search(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    count = 100
+    model = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(count)])
+    optimizer = torch.optim.Adam(model.parameters())
+    part = OptimizerPart(optimizer, model, is_named=False)
+    for each in model.parameters():
+        each.grad = torch.ones(1)
+    optimizer.step()
+    state = part.save()
+    state["param_groups"][0]["params"] = [_Number(each) for each in range(count)]
+    part.load(state, 1)
+    assert _Number.compared < 5 * count
+    assert type(optimizer.param_groups[0]["params"]) is list
+    monkeypatch.setattr(optimizer_part, "_Numbers", list)
+    part.load(state, 1)
+    assert _Number.compared > count * count
+
+
+def test_a_state_that_no_rank_lacks_is_not_pickled() -> None:
+    class Unused:
+        leaves = ()
+
+        def header(self) -> bytes:
+            raise AssertionError("no rank receives it")
+
+    assert Exchange(None, 0).run({}, cast(Frozen, Unused())) is None
