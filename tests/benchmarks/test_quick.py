@@ -37,6 +37,14 @@ def test_scale_counts_a_constant_number_of_operations(tmp_path: Path) -> None:
         assert large[what]["operations"] < 1.3 * small[what]["operations"]
 
 
+def test_many_tensors_are_in_few_files(tmp_path: Path) -> None:
+    (found,) = quick(tmp_path, "many-tensors", 170)[0].values()
+    assert (found["tensors"], found["files"]) == (160, 3)
+    assert all(
+        value > 0 for times in found.values() if isinstance(times, list) for value in times[:2]
+    )
+
+
 def test_replacement_measures_standbys_and_new_processes(tmp_path: Path) -> None:
     data, _ = quick(tmp_path, "replacement", 170)
     assert [len(data[kind]) for kind in ("standby", "new")] == [2, 2]
