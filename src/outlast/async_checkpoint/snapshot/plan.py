@@ -224,9 +224,8 @@ def share_out(
     """
     fixed = fixed or {}
     owner: dict[Key, int] = {key: rank for rank, keys in fixed.items() for key in keys}
-    holders: dict[Key, Sequence[int]] = {}
-    parts: dict[Key, Item] = {}
-    first: dict[str, tuple[int, Item]] = {}
+    held: dict[Key, tuple[Item, Sequence[int]]] = {}  # each part, and the ranks that have it
+    first: dict[str, tuple[Item, Sequence[int]]] = {}
     groups: dict[int, tuple[Sequence[Item], list[int]]] = {}
     for rank, plan in plans.items():
         for items in plan:
@@ -235,28 +234,26 @@ def share_out(
         for item in items:
             if item.kind == "container":
                 continue
-            begun = first.setdefault(item.name, (ranks[0], item))
-            other = begun[1]
+            part = item, ranks
+            other, begun = first.setdefault(item.name, part)
             if (item.kind, item.shape, item.dtype) != (other.kind, other.shape, other.dtype):
                 raise CheckpointError(
                     f"{item.name!r} is {_described(other)} on rank {begun[0]}, but "
                     f"{_described(item)} on rank {ranks[0]}: parts that differ between ranks need "
                     "different names"
                 )
-            key = item.key
-            known = holders.get(key)
-            holders[key] = ranks if known is None else sorted((*known, *ranks))
-            parts.setdefault(key, item)
+            known, holding = held.setdefault(item.key, part)
+            if holding is not ranks:
+                held[item.key] = known, sorted((*holding, *ranks))
     load = dict.fromkeys(plans, 0)
     for key, rank in owner.items():
-        load[rank] += parts[key].size_bytes + 1 if key in parts else 0
-    for key, holding in holders.items():
+        load[rank] += held[key][0].size_bytes + 1 if key in held else 0
+    for key, (item, holding) in held.items():
         if owner.get(key) not in holding:
-            size_bytes = parts[key].size_bytes
-            small = size_bytes <= _SMALL_BYTES
+            small = (size_bytes := item.size_bytes) <= _SMALL_BYTES
             owner[key] = min(holding) if small else min(holding, key=lambda rank: load[rank])
             load[owner[key]] += size_bytes + 1
-    _check_covered(parts.values())
+    _check_covered(item for item, _ in held.values())
     shares: dict[int, list[Key]] = {rank: [] for rank in plans}
     for items, ranks in groups.values():
         for item in items:
