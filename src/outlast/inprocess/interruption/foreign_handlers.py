@@ -14,15 +14,19 @@ handlers (`released`), and a guard that it has taken for a previous handler pass
 
 from __future__ import annotations
 
+import _signal
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import compress
 from types import FrameType
 from typing import Any
 
 from outlast.inprocess.interruption.error_kinds import USER_REGION
 from outlast.system.frames import in_own_code
+
+_NUMBERS = tuple(map(int, signal.valid_signals()))
 
 
 class ForeignHandlers:
@@ -38,9 +42,11 @@ class ForeignHandlers:
         if threading.current_thread() is not threading.main_thread():
             return
         self.held = True
-        for number in signal.valid_signals():
-            handler: Any = signal.getsignal(number)
-            if not callable(handler) or handler is signal.default_int_handler:
+        # In C, without the enums of `signal`: this runs at each transition, and an interrupt that
+        # waits meanwhile asks again at each bytecode, of which 64 of them take ten thousands.
+        handlers: list[Any] = list(map(_signal.getsignal, _NUMBERS))
+        for number, handler in compress(zip(_NUMBERS, handlers, strict=True), map(callable, handlers)):
+            if handler is signal.default_int_handler:
                 continue
             if not str(getattr(handler, "__module__", "")).startswith("outlast."):
                 guard = self._guards[number] = _Guard(handler, self)
