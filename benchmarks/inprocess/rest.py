@@ -26,15 +26,15 @@ _counts: Any = None
 _main_pid = 0
 
 
-_send = tcp_client._send
+_request = tcp_client._request
 
 
-def _counted(connection: Any, request: Query, *arguments: bytes) -> None:
+def _counted(request: Query, *arguments: bytes) -> bytes:
     name = request.name.lower()
     if name in OPERATIONS:
         row = 0 if os.getpid() == _main_pid else 1
         _counts[row * len(OPERATIONS) + OPERATIONS.index(name)] += 1
-    _send(connection, request, *arguments)
+    return _request(request, *arguments)
 
 
 def operations_at_rest(ranks: int, seconds: float) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def _rank(slot: int, seconds: float, folder: str) -> None:
     global _counts, _main_pid
     _counts = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("q")
     _main_pid = os.getpid()
-    tcp_client._send = _counted  # the monitor process is forked from this one
+    tcp_client._request = _counted  # the monitor process is forked from this one
 
     def train(call: inprocess.CallWrapper) -> list[int]:
         time.sleep(1.5)  # past the start and the first heartbeats

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -292,15 +292,15 @@ def test_a_read_does_not_wait_for_a_key_that_is_deleted_meanwhile(
     if isinstance(store, TorchStore):
         store.torch_store = Deleting(store.torch_store, lambda: other.delete("k"))
     elif isinstance(store, TcpClient):
-        present = tcp_client._is_present
+        present = tcp_client._present
 
-        def then_deleted(connection: Any, key: str) -> bool:
-            found = present(connection, key)
-            monkeypatch.setattr(tcp_client, "_is_present", present)
+        def then_deleted(connection: Any, keys: Sequence[str]) -> list[str]:
+            found = present(connection, keys)
+            monkeypatch.setattr(tcp_client, "_present", present)
             other.delete("k")
             return found
 
-        monkeypatch.setattr(tcp_client, "_is_present", then_deleted)
+        monkeypatch.setattr(tcp_client, "_present", then_deleted)
     else:
         other.delete("k")
     with ThreadPoolExecutor(1) as pool:

@@ -44,6 +44,44 @@ def test_it_sees_the_keys_of_torchs_client(server: Any) -> None:
     assert not server.check(["theirs"])
 
 
+class Counting:
+    """A connection that counts what it sends: a rank waits for the answer to each."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection, self.sent = connection, 0
+
+    def sendall(self, data: bytes, *flags: int) -> None:
+        self.sent += 1
+        self._connection.sendall(data, *flags)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
+
+
+def test_few_requests_wait_for_an_answer(server: Any) -> None:
+    client: Any = TcpClient("127.0.0.1", server.port, NET_S)
+    client.put("a", b"1")
+    client.put("b", b"2")
+    counting = client._connection = Counting(client._connection)
+
+    def sent(work: Any) -> tuple[Any, int]:
+        before = counting.sent
+        return work(), counting.sent - before
+
+    assert sent(lambda: client.read_all("a", "none", "b", "a")) == ([b"1", None, b"2", b"1"], 2)
+    assert sent(lambda: client.read_all("none", "either")) == ([None, None], 1)
+    assert sent(lambda: client.add_and_read("n", 2, "none")) == ((2, b""), 1)
+    assert sent(lambda: client.add_and_read("n", 2, "a")) == ((4, b"1"), 2)
+    assert sent(lambda: client.wait_for("a", None)) == (b"1", 2)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(sent, lambda: client.wait_for("later", None))
+        while not counting.sent > 8:
+            pass
+        server.set("later", "v")
+        assert waiting.result(NET_S) == (b"v", 3)
+    client.close()
+
+
 def test_an_interrupted_operation_leaves_no_answer_for_the_next(server: Any) -> None:
     client = TcpClient("127.0.0.1", server.port, NET_S)
 

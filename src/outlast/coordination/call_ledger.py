@@ -53,7 +53,7 @@ from typing import Any
 
 import msgspec
 
-from outlast.coordination.stores.store import MemoryStore, Store
+from outlast.coordination.stores.store import MemoryStore, Store, read_all
 from outlast.coordination.waits import waits
 from outlast.errors import AsyncCallError
 from outlast.system.error_text import describe, traceback_text
@@ -277,12 +277,11 @@ class Round:
         """The records of the members of a group; each holds the parts of all ranks below it."""
         members = range(group * _WIDTH, min((group + 1) * _WIDTH, self._levels[level]))
         below = _WIDTH**level
-        found = []
-        for member in members:
-            ranks = min((member + 1) * below, self.world_size) - member * below
-            empty = _BETWEEN * (ranks - 1)
-            found.append(self._store.read(self._key(_part(level, member))) or empty)
-        return found
+        ends = (min((member + 1) * below, self.world_size) for member in members)
+        keys = [self._key(_part(level, member)) for member in members]
+        found = read_all(self._store, *keys)
+        each = zip(found, members, ends, strict=True)
+        return [value or _BETWEEN * (end - member * below - 1) for value, member, end in each]
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-from outlast.coordination.stores.store import Combines, Store
+from outlast.coordination.stores.store import Combines, Store, read_all
 from outlast.coordination.stores.store import drive as drive
 from outlast.errors import InternalError
 
@@ -104,10 +104,10 @@ def perform_on(store: Store) -> Callable[[Op], Any]:
             if isinstance(store, Combines):
                 return store.add_and_read(op.key, op.amount, *op.others)
             return store.add(op.key, op.amount), store.read(*op.others) or b""
-        if op.name == "read_all" and not isinstance(store, Combines):
-            return [store.read(key) for key in op.others]
-        if op.name in ("read", "delete", "read_all"):
-            return getattr(store, op.name)(*op.others or (op.key,))
+        if op.name == "read_all":
+            return read_all(store, *op.others)
+        if op.name in ("read", "delete"):
+            return getattr(store, op.name)(op.key)
         return getattr(store, op.name)(op.key, op.value)
 
     return perform

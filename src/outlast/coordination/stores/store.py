@@ -74,6 +74,13 @@ class Combines(Protocol):
         """The values of these keys, `None` for what is absent or empty."""
 
 
+def read_all(store: Store, *keys: str) -> list[bytes | None]:
+    """The values of these keys, in this order or all at once: one request, where a store can."""
+    if isinstance(store, Combines):
+        return store.read_all(*keys)
+    return [store.read(key) for key in keys]
+
+
 class MemoryStore:
     """A `Store` in this process, for any number of threads; `ops` counts operations by name."""
 

@@ -16,7 +16,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from outlast.coordination.stores.store import KeyTimeout
@@ -35,7 +35,7 @@ WORD = struct.Struct("=I")
 
 _NONCE = 0x6F75746C
 _ONE_KEY = LENGTH.pack(1)
-_PRESENT = b"\0"
+_PRESENT = 0
 
 
 class Query(enum.IntEnum):
@@ -136,11 +136,17 @@ class TcpClient:
                 await_answer(connection)
                 return _receive_bytes(connection)
             # Repeated, because torch's server also ends the waits for a key when a claim on it is
-            # refused and leaves it absent.
-            while (value := self._read(connection, key)) is None:
-                _send(connection, Query.WAIT, _ONE_KEY, _key(key))
-                await_answer(connection)
+            # refused and leaves it absent. It answers the WAIT at once if the key is present.
+            check_and_wait = _request(Query.CHECK, _ONE_KEY, _key(key))
+            check_and_wait += _request(Query.WAIT, _ONE_KEY, _key(key))
+            value: bytes | None = None
+            while value is None:
+                connection.sendall(check_and_wait)
+                is_present = _receive(connection, 1)[0] == _PRESENT
+                if not is_present:
+                    await_answer(connection)
                 _receive(connection, 1)
+                value = _get(connection, key) if is_present else None
             return value
 
         try:
@@ -154,10 +160,14 @@ class TcpClient:
 
     def read_all(self, *keys: str) -> list[bytes | None]:
         def work(connection: socket.socket) -> list[bytes | None]:
-            _send(connection, Query.MULTI_GET, LENGTH.pack(len(keys)), *map(_key, keys))
-            return [_receive_bytes(connection) or None for _ in keys]
+            found = keys if self.host_server else _present(connection, keys)
+            if not found:
+                return [None for _ in keys]
+            _send(connection, Query.MULTI_GET, LENGTH.pack(len(found)), *map(_key, found))
+            values = {key: _receive_bytes(connection) or None for key in found}
+            return [values.get(key) for key in keys]
 
-        return self._perform(work) if self.host_server else [self.read(key) for key in keys]
+        return self._perform(work)
 
     def add(self, key: str, amount: int) -> int:
         def work(connection: socket.socket) -> int:
@@ -168,13 +178,19 @@ class TcpClient:
 
     def add_and_read(self, key: str, amount: int, other: str) -> tuple[int, bytes]:
         def work(connection: socket.socket) -> tuple[int, bytes]:
-            keys = LENGTH.pack(2), _key(key), _key(other)
-            _send(connection, Query.ADD_AND_READ, *keys, NUMBER.pack(amount))
+            amount_and = NUMBER.pack(amount)
+            if self.host_server:
+                keys = LENGTH.pack(2), _key(key), _key(other)
+                _send(connection, Query.ADD_AND_READ, *keys, amount_and)
+            else:
+                check = _request(Query.CHECK, _ONE_KEY, _key(other))
+                connection.sendall(_request(Query.ADD, _key(key), amount_and) + check)
             total = int(NUMBER.unpack(_receive(connection, NUMBER.size))[0])
-            return total, _receive_bytes(connection)
+            if self.host_server:
+                return total, _receive_bytes(connection)
+            is_present = _receive(connection, 1)[0] == _PRESENT
+            return total, (_get(connection, other) or b"") if is_present else b""
 
-        if not self.host_server:
-            return self.add(key, amount), self.read(other) or b""
         return self._perform(work)
 
     def append(self, key: str, value: bytes) -> None:
@@ -241,16 +257,9 @@ class TcpClient:
         return connection
 
     def _read(self, connection: socket.socket, key: str) -> bytes | None:
-        if not self.host_server:
-            if not _is_present(connection, key):
-                return None
-            _send(connection, Query.GET, _key(key))
-            if value := _receive_bytes(connection):
-                return value
-            # It is empty, or was deleted after the CHECK: GET does not tell which.
-        nobodys = os.urandom(16)  # a comparison with a value that no key has
-        value = _compare_set(connection, key, nobodys, nobodys)
-        return None if value == nobodys else value
+        if self.host_server:
+            return _compared(connection, key)
+        return _get(connection, key) if _present(connection, (key,)) else None
 
 
 class SharedClient(TcpClient):
@@ -322,7 +331,11 @@ def join_workers(connection: socket.socket) -> None:
 
 
 def _send(connection: socket.socket, request: Query, *arguments: bytes) -> None:
-    connection.sendall(bytes([request]) + b"".join(arguments))
+    connection.sendall(_request(request, *arguments))
+
+
+def _request(request: Query, *arguments: bytes) -> bytes:
+    return bytes([request]) + b"".join(arguments)
 
 
 def _key(key: str) -> bytes:
@@ -338,9 +351,24 @@ def _compare_set(connection: socket.socket, key: str, before: bytes, after: byte
     return _receive_bytes(connection)
 
 
-def _is_present(connection: socket.socket, key: str) -> bool:
-    _send(connection, Query.CHECK, _ONE_KEY, _key(key))
-    return _receive(connection, 1) == _PRESENT
+def _present(connection: socket.socket, keys: Sequence[str]) -> list[str]:
+    """Those of the keys that are present."""
+    connection.sendall(b"".join(_request(Query.CHECK, _ONE_KEY, _key(key)) for key in keys))
+    answers = _receive(connection, len(keys))
+    return [key for key, answer in zip(keys, answers, strict=True) if answer == _PRESENT]
+
+
+def _get(connection: socket.socket, key: str) -> bytes | None:
+    """The value of a key that was present."""
+    _send(connection, Query.GET, _key(key))
+    # It is empty, or was deleted after the CHECK: GET does not tell which.
+    return _receive_bytes(connection) or _compared(connection, key)
+
+
+def _compared(connection: socket.socket, key: str) -> bytes | None:
+    nobodys = os.urandom(16)  # a comparison with a value that no key has
+    value = _compare_set(connection, key, nobodys, nobodys)
+    return None if value == nobodys else value
 
 
 def _receive_bytes(connection: socket.socket) -> bytes:

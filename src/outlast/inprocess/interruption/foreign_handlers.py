@@ -45,7 +45,9 @@ class ForeignHandlers:
         # In C, without the enums of `signal`: this runs at each transition, and an interrupt that
         # waits meanwhile asks again at each bytecode, of which 64 of them take ten thousands.
         handlers: list[Any] = list(map(_signal.getsignal, _NUMBERS))
-        for number, handler in compress(zip(_NUMBERS, handlers, strict=True), map(callable, handlers)):
+        for number, handler in compress(
+            zip(_NUMBERS, handlers, strict=True), map(callable, handlers)
+        ):
             if handler is signal.default_int_handler:
                 continue
             if not str(getattr(handler, "__module__", "")).startswith("outlast."):
