@@ -152,7 +152,7 @@ class Checkpointer:
             self.restorer = Restorer(self.session, self.ranks, group, self.emitter)
             try:
                 owner = f"process {os.getpid()} on {socket.gethostname()}, job {job}"
-                open_folder(self.session, self.ranks, owner)
+                open_folder(self.session, self.ranks, owner, known=taken_over)
                 if not alone:
                     keep_events_beside(events_folder(), self._url, warn=self.rank == 0)
                 if replicas:

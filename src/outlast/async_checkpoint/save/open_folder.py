@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from typing import Any
 
 from outlast.async_checkpoint.environment import position
 from outlast.async_checkpoint.save.folder_session import FolderSession
@@ -22,14 +22,22 @@ _MEETING_S = 0.5
 """Between two attempts to lock a directory that another group of hosts has."""
 
 
-def open_folder(session: FolderSession, ranks: Agreement, owner: str) -> None:
+def open_folder(session: FolderSession, ranks: Agreement, owner: str, *, known: bool) -> None:
     """Creates and locks the directory, and removes the remains of killed saves. Called on all
     ranks. While another group of hosts of this run has the directory, all wait: one of the two
     groups ends when they meet, and its hosts join the other. What rank 0 raises, all raise.
+    A process that has the folder of before, a `known` one, takes over at once: where all do, after
+    a restart in place, no second round is needed. What fails then is tried again in that.
     """
-    warned = False
+    warned = is_done = False
 
-    def prepare(_: list[Any]) -> str:
+    def take_over() -> None:
+        nonlocal is_done
+        if not is_done:
+            session.take_over()
+            is_done = True
+
+    def prepare(done: list[bool]) -> tuple[str, bool]:
         # All ranks are here: a process that was rank 0 before has released the lock.
         nonlocal warned
         storage = session.storage
@@ -45,7 +53,7 @@ def open_folder(session: FolderSession, ranks: Agreement, owner: str) -> None:
                 if not warned:
                     log.warning("%s: training waits until that job ends, or both have met", e)
                 warned = True
-                return ""
+                return "", False
             session.locked = True
         for folder, cause in stale(storage).items():
             log.warning("%s/%s is ignored and removed: %s", storage.where, folder, cause)
@@ -66,12 +74,15 @@ def open_folder(session: FolderSession, ranks: Agreement, owner: str) -> None:
             else:
                 level = logging.DEBUG if name == RECYCLED else logging.INFO
                 log.log(level, "removed %s, left by an unfinished save", name)
-        return storage.identity()
+        return storage.identity(), all(done)
 
-    while not (identity := ranks.gather(None, prepare)):
+    if known:
+        with contextlib.suppress(CheckpointError, OSError):
+            take_over()
+    while not (answer := ranks.gather(is_done, prepare))[0]:
         time.sleep(_MEETING_S)
-    session.identity = identity
-    taken = ranks.attempt(session.take_over)
+    session.identity, all_done = answer
+    taken = None if all_done else ranks.attempt(take_over)
     if isinstance(taken, CallFailure):
         error = CheckpointError(f"rank {taken.rank} on {taken.host}: {taken.cause}")
         raise ranks.attributed(error, taken.rank)

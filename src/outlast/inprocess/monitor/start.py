@@ -79,7 +79,7 @@ class MonitorHandle:
 
 def start_monitor(plan: MonitorPlan) -> MonitorHandle:
     """Forks the monitor process. If it is to serve the store, waits until it does; a `StoreError`
-    names host and port if it cannot.
+    names host and port if it cannot. Else it says nothing: one that is lost is replaced.
     """
     if plan.serve and plan.endpoint is not None:
         _await_earlier_servers(plan.endpoint, plan.durations.barrier)
@@ -87,6 +87,8 @@ def start_monitor(plan: MonitorPlan) -> MonitorHandle:
     main = os.getpid()
     pid = fork_detached(lambda: _run_child(plan, main, theirs), new_session=True)
     theirs.close()
+    if not plan.serve:
+        return MonitorHandle(pid, ours, plan.endpoint, False)
     ours.settimeout(plan.durations.barrier)
     try:
         reply = json.loads(ours.recv(65536) or b'{"error": "the monitor process ended"}')
@@ -97,10 +99,8 @@ def start_monitor(plan: MonitorPlan) -> MonitorHandle:
         ours.close()
         os.waitpid(pid, 0)
         raise StoreError(reply["error"])
-    endpoint = plan.endpoint
-    if plan.serve and endpoint is not None:
-        endpoint = (endpoint[0], reply["port"])
-    return MonitorHandle(pid, ours, endpoint, plan.serve)
+    endpoint = plan.endpoint and (plan.endpoint[0], reply["port"])
+    return MonitorHandle(pid, ours, endpoint, True)
 
 
 def _await_earlier_servers(endpoint: tuple[str, int], timeout: float) -> None:
@@ -144,8 +144,6 @@ def _run_child(plan: MonitorPlan, main: int, end: socket.socket) -> None:
         if plan.endpoint is not None:
             plan = dataclasses.replace(plan, endpoint=(plan.endpoint[0], port))
         end.send(json.dumps({"port": port}).encode())
-    else:
-        end.send(b"{}")
     MonitorLoop(plan, main, end, server).run()
 
 

@@ -81,18 +81,17 @@ class Exchange:
         if it lacks nothing. Called on all ranks with the same `sources`. A rank that has received
         damaged bytes raises `TransferFailed` once it has taken its part in the whole transfer.
         """
-        if not sources:
-            return None
-        mine = None if frozen is None else (frozen.header(), list(frozen.leaves))
+        mine: tuple[bytes, list[torch.Tensor]] | None = None  # pickled only if a rank lacks it
         received, damaged = False, list[int]()
         for now in rounds(sources):
             if self._rank in now:
                 mine, bad = self._receive(now[self._rank])
                 damaged, received = damaged + bad, True
-            elif mine is not None:
-                for receiver, senders in now.items():
-                    if self._rank in senders:
-                        self._send(receiver, senders, *mine)
+                continue
+            for receiver, senders in now.items():
+                if self._rank in senders and (mine is not None or frozen is not None):
+                    mine = mine or (frozen.header(), list(frozen.leaves))
+                    self._send(receiver, senders, *mine)
         if damaged:
             raise TransferFailed(f"the state that rank {damaged[0]} sent arrived damaged")
         return mine if received else None
