@@ -19,6 +19,7 @@ from outlast.elastic.job.encoding import (
     load_state,
 )
 from outlast.elastic.job.live.frozen import Leaf
+from outlast.elastic.job.live.transfer import Exchange
 
 SHAPES = [("float32", (2, 3)), ("int64", ())]
 
@@ -70,3 +71,9 @@ def test_plain_values_run_no_code(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="mkdir is no plain value"):
         load_plain(pickle.dumps({"state": Touches(tmp_path / "made")}))
     assert not (tmp_path / "made").exists()
+
+
+def test_a_header_is_made_only_for_a_rank_that_lacks_the_state() -> None:
+    frozen: Any = object()  # it has no `header`
+    assert Exchange(None, 0).run({}, frozen) is None
+    assert Exchange(None, 0).run({2: [1]}, frozen) is None

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
+import pytest
 
 from inprocess.job_output import errors, events, said
+from outlast.inprocess.monitor import start
 from procs import Job
 
 Ranks = Callable[..., Job]
@@ -40,3 +44,13 @@ def test_it_ends_when_it_is_dismissed_and_reports_nothing(ranks: Ranks) -> None:
         assert job.wait_all() == {0: 0}, errors(job)
         (line,) = events(job, 0, "gone")
         assert not line["lost"]
+
+
+def test_the_start_does_not_wait_for_one_that_serves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(start, "fork_detached", lambda body, new_session: 12345)
+    plan: Any = SimpleNamespace(serve=False, endpoint=("127.0.0.1", 1))
+    handle = start.start_monitor(plan)
+    handle.socket.close()
+    assert (handle.pid, handle.endpoint) == (12345, plan.endpoint)

@@ -163,7 +163,8 @@ def test_what_the_library_imports_on_use_is_imported_ahead(tmp_path: Path) -> No
     script = (
         "import outlast\n"
         "made = lambda: outlast.Job\n"
-        "def seen():\n    import sys\n    return 'outlast.elastic.job.job' in sys.modules\n"
+        "def seen():\n    import sys\n"
+        "    return {'outlast.elastic.job.job', 'encodings.idna'} <= set(sys.modules)\n"
     ) + WORKER.replace('"env": env', '"env": env, "seen": seen()')
     with Run(tmp_path, script, "--nproc-per-node=2", "--standby=1") as run:
         first = run.start_job(2)

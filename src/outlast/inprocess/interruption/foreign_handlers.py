@@ -14,7 +14,7 @@ handlers (`released`), and a guard that it has taken for a previous handler pass
 
 from __future__ import annotations
 
-import _signal
+import _signal  # type: ignore[import-not-found]
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -43,11 +43,10 @@ class ForeignHandlers:
             return
         self.held = True
         # In C, without the enums of `signal`: this runs at each transition, and an interrupt that
-        # waits meanwhile asks again at each bytecode, of which 64 of them take ten thousands.
+        # waits meanwhile asks again at each bytecode, of which those take ten thousands.
         handlers: list[Any] = list(map(_signal.getsignal, _NUMBERS))
-        for number, handler in compress(
-            zip(_NUMBERS, handlers, strict=True), map(callable, handlers)
-        ):
+        pairs = zip(_NUMBERS, handlers, strict=True)
+        for number, handler in compress(pairs, map(callable, handlers)):
             if handler is signal.default_int_handler:
                 continue
             if not str(getattr(handler, "__module__", "")).startswith("outlast."):

@@ -88,9 +88,11 @@ class Exchange:
                 mine, bad = self._receive(now[self._rank])
                 damaged, received = damaged + bad, True
                 continue
-            for receiver, senders in now.items():
-                if self._rank in senders and (mine is not None or frozen is not None):
-                    mine = mine or (frozen.header(), list(frozen.leaves))
+            sends = [(to, senders) for to, senders in now.items() if self._rank in senders]
+            if sends and mine is None and frozen is not None:
+                mine = frozen.header(), list(frozen.leaves)
+            for receiver, senders in sends:
+                if mine is not None:
                     self._send(receiver, senders, *mine)
         if damaged:
             raise TransferFailed(f"the state that rank {damaged[0]} sent arrived damaged")
