@@ -33,7 +33,7 @@ THREE = pytest.param("etcd of three", marks=pytest.mark.slow)
 def page(tmp_path: Path) -> Iterator[LeasePage]:
     page = LeasePage.create(tmp_path)
     yield page
-    page.remove()
+    page.close()
 
 
 @pytest.fixture(

@@ -17,7 +17,7 @@ from events.test_goodput import save
 from events.test_report_build import run_with_an_exception
 from outlast.events.emitter import JsonlSink
 from outlast.events.event import Event, Note
-from outlast.events.report import build, load, render, render_html, to_json, to_trace
+from outlast.events.report import build, load, render_html, render_report, to_json, to_trace
 from outlast.events.report.model import SCHEMA
 from outlast.events.report.sentences import one_line, plural, share
 from outlast.events.types import BarrierPassed, LauncherStarted, WorkerExited
@@ -55,7 +55,7 @@ def log(run: SyntheticRun, folder: Path) -> Path:
 
 def printed(folder: Path, width: int = 100) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None)
-    render(folder, console)
+    render_report(build(load(folder)), console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 

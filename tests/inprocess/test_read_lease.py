@@ -63,7 +63,7 @@ def host_page() -> Iterator[HostPage]:
 def page(tmp_path: Path) -> Iterator[LeasePage]:
     page = LeasePage.create(tmp_path)
     yield page
-    page.remove()
+    page.close()
 
 
 def test_on_one_host_the_store_is_asked_once_for_each_iteration(host_page: HostPage) -> None:

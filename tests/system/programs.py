@@ -15,7 +15,7 @@ from outlast.system.background_process import settle
 
 if __name__ == "__main__":
     how = sys.argv[3]
-    channel = settle(nice=7, idle_io=how == "idle", ends_with_parent=how != "outlives")
+    channel = settle(nice=7, ends_with_parent=how != "outlives")
     own = psutil.Process()
     facts = {
         "arguments": sys.argv[1:],

@@ -52,12 +52,6 @@ def test_it_is_quiet_and_on_its_own() -> None:
     assert not psutil.pid_exists(process.pid)
 
 
-def test_idle_disk_priority() -> None:
-    process, facts = started("idle")
-    assert facts["io"][0] == psutil.IOPRIO_CLASS_IDLE
-    process.close(NET_S)
-
-
 def test_its_exit_code() -> None:
     process, _ = started("exit")
     assert process.wait(NET_S) == 3

@@ -38,7 +38,6 @@ class _Namespaces:
     """Namespaces that live until `close`: of a host, or of the switch."""
 
     def __init__(self, name: str, more: str) -> None:
-        self.name = name
         script = _INIT.format(name=name, more=more)
         self._process = subprocess.Popen(
             ["unshare", *_NAMESPACES, "--fork", "--kill-child", "sh", "-c", script],

@@ -105,7 +105,7 @@ def start_process(module: str, *, arguments: Sequence[str] = ()) -> BackgroundPr
     return BackgroundProcess(popen.pid, ours)
 
 
-def settle(*, nice: int = 10, idle_io: bool = False, ends_with_parent: bool = True) -> Channel:
+def settle(*, nice: int = 10, ends_with_parent: bool = True) -> Channel:
     """Prepares this background process, in its first call; returns the channel to its parent.
 
     Lowers its priorities for CPU and disk, ignores Ctrl-C, outlives the signals of a scheduler
@@ -114,8 +114,6 @@ def settle(*, nice: int = 10, idle_io: bool = False, ends_with_parent: bool = Tr
 
     Args:
         nice: its niceness, 0 to 19; a higher one that it already has stays.
-        idle_io: whether its disk access yields to all other processes, possibly forever; otherwise
-            it has the lowest best-effort priority.
         ends_with_parent: whether it ends at once when the process that started it is gone.
             Otherwise it gets an `EOFError` from the channel, and takes the time it needs; a forked
             child of the parent may keep the channel open longer.
@@ -126,7 +124,7 @@ def settle(*, nice: int = 10, idle_io: bool = False, ends_with_parent: bool = Tr
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     outlive_signals_of_job(parent)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    lower_priority(nice, idle_io=idle_io, own_session=True)
+    lower_priority(nice, own_session=True)
     if ends_with_parent:
         end_with_parent(parent)
     return Channel(socket.socket(fileno=descriptor))

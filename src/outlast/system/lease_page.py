@@ -100,10 +100,6 @@ class LeasePage:
         self._covered.release()
         self._map.close()
 
-    def remove(self) -> None:
-        self.close()
-        self.path.unlink(missing_ok=True)
-
 
 class HostPage(LeasePage):
     """The page of a job on one host, where no lease ends. It is in memory, and other processes open

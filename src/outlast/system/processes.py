@@ -145,9 +145,9 @@ def end_with_parent(parent: int) -> None:
     start_thread("outlast-parent", watch)
 
 
-def lower_priority(nice: int, *, idle_io: bool = False, own_session: bool) -> None:
+def lower_priority(nice: int, *, own_session: bool) -> None:
     """Lowers the priority of this process, which has one thread so far, for CPU and disk, also for
-    its group (`own_session`); `idle_io`: its disk access yields to all other processes.
+    its group (`own_session`). Its disk access never has to wait forever.
     """
     own = os.getpriority(os.PRIO_PROCESS, 0)
     os.setpriority(os.PRIO_PROCESS, 0, max(own, min(nice, 19)))
@@ -156,6 +156,5 @@ def lower_priority(nice: int, *, idle_io: bool = False, own_session: bool) -> No
         # with one process in it, the group must be made nice as a whole.
         with contextlib.suppress(FileNotFoundError, PermissionError, BlockingIOError):
             Path("/proc/self/autogroup").write_text(str(nice))
-    kind, level = (psutil.IOPRIO_CLASS_IDLE, 0) if idle_io else (psutil.IOPRIO_CLASS_BE, 7)
     with contextlib.suppress(psutil.AccessDenied):  # a container may forbid it
-        psutil.Process().ionice(kind, level)
+        psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, 7)

@@ -214,4 +214,4 @@ def test_what_was_committed_by_an_exchange_is_not_refused(tmp_path: Path) -> Non
         assert stale(storage) == {}
         assert first_visible(storage) == "bbbb"
     finally:
-        page.remove()
+        page.close()

@@ -28,7 +28,7 @@ def page(tmp_path: Path) -> Iterator[LeasePage]:
     page = LeasePage.create(tmp_path)
     page.renew(lease_page.now() + 1000.0)
     yield page
-    page.remove()
+    page.close()
 
 
 @pytest.fixture

@@ -88,7 +88,7 @@ def test_a_fence_is_durable(tmp_path: Path) -> None:
     try:
         raise_fence(storage, Position("run", (0, 0, 0), str(page.path)))
     finally:
-        page.remove()
+        page.close()
     (fence,) = storage.root.glob(".fence-*")
     assert not_durable(storage.root, fence, *fence.iterdir()) == []
     assert {path.name for path in fence.iterdir()} == {"fence.json", "refused.json"}

@@ -206,7 +206,7 @@ def test_a_lease_that_ends_while_its_host_joins_is_replaced(
     group.store.put("k", b"v")
     assert group.poll().leader == group.me.id
     group.close(leave=True)
-    page.remove()
+    page.close()
 
 
 @pytest.mark.slow
@@ -244,7 +244,7 @@ def test_a_host_that_etcd_does_not_answer_while_it_joins_tries_again(
         assert any("did not answer for 0.2 s" in line for line in said)
         assert group.poll().leader == group.me.id
         group.close(leave=True)
-        page.remove()
+        page.close()
     assert joins == 2
 
 

@@ -77,7 +77,7 @@ def held(etcd: FakeEtcd, folder: Path) -> Iterator[tuple[Lease, LeasePage, threa
         yield lease, page, ended
     finally:
         lease.close()
-        page.remove()
+        page.close()
 
 
 def test_the_deadline_counts_from_when_the_renewal_was_sent(etcd: FakeEtcd, tmp_path: Path) -> None:

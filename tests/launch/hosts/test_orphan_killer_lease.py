@@ -31,7 +31,7 @@ time.sleep(3600)
 def page(tmp_path: Path) -> Iterator[LeasePage]:
     page = LeasePage.create(tmp_path)
     yield page
-    page.remove()
+    page.close()
 
 
 class Host:

@@ -31,7 +31,7 @@ NET_S = 60.0
 def page(tmp_path: Path) -> Iterator[LeasePage]:
     page = LeasePage.create(tmp_path)
     yield page
-    page.remove()
+    page.close()
 
 
 def group_of(page: LeasePage) -> ReplicatedGroup:
@@ -121,7 +121,7 @@ def test_nobody_is_told_of_a_restart_before_a_host_with_a_read_lease(
             waiting.join()
     finally:
         joined.close(leave=True)
-        second.remove()
+        second.close()
 
 
 class Interrupt(BaseException):

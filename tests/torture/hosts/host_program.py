@@ -213,7 +213,7 @@ def _take_part(settings: Settings, log: Log, clients: list[Client], orders: int)
         group.start()
     except LaunchError as e:
         log.write("refused", why=str(e), t=log.now())
-        page.remove()
+        page.close()
         time.sleep(settings.lease_s / 10)
         return
     name, me = _name_of(group), group.me
@@ -238,7 +238,7 @@ def _take_part(settings: Settings, log: Log, clients: list[Client], orders: int)
     log.write("over", g=name, h=me.id, why=state.error, t=log.now())
     group.close(leave=False)
     agents.close()
-    page.remove()
+    page.close()
 
 
 def main() -> None:

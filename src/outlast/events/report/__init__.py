@@ -38,7 +38,7 @@ from outlast.events.report.sentences import (
     parts_of,
     printable,
 )
-from outlast.events.report.text import render, render_report, to_json, to_trace
+from outlast.events.report.text import render_report, to_json, to_trace
 from outlast.events.run_folders import load
 
 __all__ = [
@@ -61,7 +61,6 @@ __all__ = [
     "lost_time",
     "parts_of",
     "printable",
-    "render",
     "render_html",
     "render_report",
     "to_json",

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -24,11 +23,9 @@ from rich.table import Table
 from rich.text import Text
 
 from outlast.events.report import sentences
-from outlast.events.report.builder import build
 from outlast.events.report.model import PHASE_FIELDS, HostTime, Party, RankRecovery, Restart, Span
 from outlast.events.report.report import HostTimeline, Lane, Report
 from outlast.events.report.sentences import PARTS, describe, one_line, plural, share
-from outlast.events.run_folders import load
 from outlast.system.units import duration_text
 
 _ONLY_CHECKPOINTS = (
@@ -44,11 +41,6 @@ def to_json(report: Report) -> str:
     for restart in values["restarts"]:
         del restart["ranks"]  # the trace has them
     return json.dumps(values, indent=2)
-
-
-def render(directory: str | os.PathLike[str], console: Console) -> None:
-    """Reads the logs of the newest run in `directory` and prints their report."""
-    render_report(build(load(directory)), console)
 
 
 def render_report(report: Report, console: Console) -> None:
