@@ -58,14 +58,9 @@ def names_events() -> bool:
     return bool(os.environ.get("OUTLAST_EVENTS_DIR"))
 
 
-def names_chaos_state() -> bool:
-    """Whether the user has set the folder of fired faults, as for a job on several hosts."""
-    return bool(os.environ.get(_CHAOS_STATE))
-
-
-def chaos_state() -> Path:
-    """The folder of fired faults that the user has set."""
-    return Path(os.environ[_CHAOS_STATE])
+def chaos_state() -> Path | None:
+    """The folder of fired faults, if the user has set one, as for a job on several hosts."""
+    return Path(given) if (given := os.environ.get(_CHAOS_STATE)) else None
 
 
 def etcd_password() -> str:

@@ -5,10 +5,11 @@ where Python cannot interrupt it. Their errors keep nothing alive.
 from __future__ import annotations
 
 import threading
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
+
+from outlast.system.error_text import release_frames
 
 T = TypeVar("T")
 
@@ -93,17 +94,9 @@ class ThreadedWait(Generic[T]):
         try:
             self._value = wait()
         except Exception as e:  # noqa: BLE001 - `result` raises it
-            _forget_variables(e)
+            # They refer to the owner of the wait, which has the error: it would remain, with its
+            # connections, in a cycle.
+            release_frames(e)
             self._error = e
         self.over.set()
         del self, wait  # this frame is one of the error's
-
-
-def _forget_variables(error: Exception) -> None:
-    """Clears the variables of the frames that `error` has passed, not its lines. They refer to the
-    owner of the wait, which has the error: it would remain, with its connections, in a cycle.
-    """
-    passed: BaseException | None = error
-    while passed is not None:
-        traceback.clear_frames(passed.__traceback__)
-        passed = passed.__context__

@@ -1,1 +1,1 @@
-"""The store protocol (`store`), and stores: in memory (`memory_store`), torch's (`torch_store`)."""
+"""The store protocol, and stores: in memory (`store`), torch's (`torch_store`), and on etcd."""

@@ -133,7 +133,7 @@ class JobResources:
             job = dataclasses.replace(job, events_dir=events_dir)
         stack.callback(sink.close)
         stack.callback(self._keep_events)
-        if job.chaos is not None and not environment.names_chaos_state():
+        if job.chaos is not None and environment.chaos_state() is None:
             # The folder that records fired faults, for replacements and restarts to read.
             state = self._temporary_folder("outlast-chaos-", stack)
             job = dataclasses.replace(job, chaos_state=state)
@@ -149,7 +149,8 @@ class JobResources:
         self.emitter = Emitter(sink, clock=self.loop.clock, host=self.host)
         self.emitter.emit(LauncherStarted(run_id=job.run_id, command=job.program.as_typed()))
         if job.chaos is not None and job.events_dir is not None:
-            stack.callback(self._record_planned_faults, job.chaos, job.chaos_state)
+            fired = job.chaos_state or environment.chaos_state()
+            stack.callback(self._record_planned_faults, job.chaos, fired)
         self.workers = WorkerGroup(job, folder, self.loop, self.console, self.emitter)
         stack.callback(self.workers.close)
         if exports and events_dir is not None:
@@ -220,7 +221,6 @@ class JobResources:
 
     def _record_planned_faults(self, plan: Path, state: Path | None) -> None:
         """Record which faults of the plan have fired, when the job has ended."""
-        state = environment.chaos_state() if state is None else state
         # Imported by name, as in the workers: the launcher does not depend on fault injection.
         planned = importlib.import_module("outlast.chaos.fired_faults")
         try:

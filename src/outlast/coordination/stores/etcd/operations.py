@@ -286,8 +286,7 @@ class Operations:
                     layout.created(base, found[0].created),
                 ]
             replace = [layout.delete(entries, end), layout.put(base, operation.value)]
-            read = [layout.get(base), layout.get(entries, end)]
-            work = [layout.nested(unchanged, replace), *read]
+            work = [layout.nested(unchanged, replace), *self._read(key)]
             written = await self._write([key], work, self._slot.next_name())
             if written.responses is None:
                 found = await self._at(key, written.revision, written.now[0])
