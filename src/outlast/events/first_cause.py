@@ -34,9 +34,5 @@ def first_cause(faults: Sequence[T]) -> T | None:
     echoes = [fault for fault in others if fault.consequence]
     for kind in (own, hung, echoes, overtaken) if hung else (own, overtaken, echoes):
         if kind:
-            return min(kind, key=_severity)
+            return min(kind, key=lambda fault: _SEVERITY.get(fault.interruption, _NOT_SEVERE))
     return None
-
-
-def _severity(fault: T) -> int:
-    return _SEVERITY.get(fault.interruption, _NOT_SEVERE)

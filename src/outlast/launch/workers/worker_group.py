@@ -222,7 +222,7 @@ class WorkerGroup:
         captures: dict[Std, Capture] = {}
         stderr_file = None
         with contextlib.ExitStack() as close_here, contextlib.ExitStack() as on_failure:
-            ends: dict[Std, int | BinaryIO] = {}
+            ends: dict[Std, int] = {}
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 _error_file(folder).unlink(missing_ok=True)  # of an earlier run with the same id
@@ -233,7 +233,7 @@ class WorkerGroup:
                         on_failure.callback(file.close)
                         if not routes.to_console(local_rank, stream):
                             # Directly into the file: the worker never waits for the launcher.
-                            ends[stream] = close_here.enter_context(file)
+                            ends[stream] = close_here.enter_context(file).fileno()
                             if stream is Std.ERR:
                                 stderr_file = (folder / name, file.tell())
                             continue
@@ -261,8 +261,7 @@ class WorkerGroup:
                     if worker.local_rank == local_rank and worker.leaves is not None:
                         host = placement.variables.get("OUTLAST_HOST", "")
                         variables["OUTLAST_SUCCEEDS"] = f"{host} {worker.leaves}"
-                outputs = [_descriptor(ends[stream]) for stream in (Std.OUT, Std.ERR)]
-                standby = self.standbys.take(variables, outputs)
+                standby = self.standbys.take(variables, [ends[Std.OUT], ends[Std.ERR]])
                 process = self._spawn(variables, ends) if standby is None else standby.process
             except OSError as e:
                 raise LaunchError(f"cannot start the worker of rank {rank}: {e}") from e
@@ -281,9 +280,7 @@ class WorkerGroup:
             shown=routes.to_console(local_rank, Std.ERR),
         )
 
-    def _spawn(
-        self, variables: dict[str, str], ends: dict[Std, int | BinaryIO]
-    ) -> subprocess.Popen[bytes]:
+    def _spawn(self, variables: dict[str, str], ends: dict[Std, int]) -> subprocess.Popen[bytes]:
         command = self._job.program.command(environment.python(), self._job.chaos is not None)
         return subprocess.Popen(
             [*exec_shim.command(), *command],
@@ -293,10 +290,6 @@ class WorkerGroup:
             stderr=ends[Std.ERR],
             start_new_session=True,
         )
-
-
-def _descriptor(end: int | BinaryIO) -> int:
-    return end if isinstance(end, int) else end.fileno()
 
 
 def _error_file(folder: Path) -> Path:
