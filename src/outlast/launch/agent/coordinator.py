@@ -69,14 +69,13 @@ class Coordinator(Protocol):
         leaves: whether the ranks of this host leave a job that goes on.
     """
 
-    @property
-    def lease_page(self) -> Path | None: ...
+    lease_page: Path | None
+    host_id: str
+
     @property
     def keys(self) -> JobKeys: ...
     @property
     def used(self) -> int: ...
-    @property
-    def host_id(self) -> str: ...
     @property
     def leaves(self) -> bool: ...
 
@@ -109,7 +108,8 @@ class Coordinator(Protocol):
     def stop(self, number: signal.Signals) -> None:
         """End the job, because the agent has received a signal."""
 
-    def failed(self, death: Death) -> None: ...
+    def failed(self, death: Death) -> None:
+        """Tell the other hosts of the end of a worker."""
 
     def finished(self, exit_codes: frozenset[int]) -> None:
         """No process of the job is left on this host, and no worker will be replaced."""
@@ -125,8 +125,10 @@ Raises:
 """
 
 
-class OneHost:
-    """The coordinator of a job on one host."""
+class OneHost(Coordinator):
+    """The coordinator of a job on one host. No other host needs to know of a failure; when a rank
+    has to leave, the job goes on here without it, or stays as it is.
+    """
 
     host_id = ""
     lease_page = None
@@ -180,17 +182,8 @@ class OneHost:
     def end(self, cause: str, pid: int) -> None:
         self._agent.end("")
 
-    def leave(self, reason: str) -> None:
-        """The job goes on here, without the rank."""
-
-    def ask_to_leave(self, reason: str) -> None:
-        """The job has no other host."""
-
     def stop(self, number: signal.Signals) -> None:
         self._agent.stop(number, "")
-
-    def failed(self, death: Death) -> None:
-        """No other host needs to know."""
 
     def finished(self, exit_codes: frozenset[int]) -> None:
         self._agent.finish(Outcome(job=self.keys.ended_job()))
