@@ -78,19 +78,8 @@ class Take(ChainEntry, frozen=True, tag="take"):
     def applied_to(self, plan: JobPlan) -> JobPlan:
         if not plan.running or self.host in plan.places or self.place > len(plan.places):
             return plan
-        places, taken_over = list(plan.places), list(plan.taken_over)
-        if self.place == len(places):
-            places.append(self.host)
-            taken_over.append(1)
-        else:
-            places[self.place] = self.host
-            taken_over[self.place] += 1
-        return replace(
-            plan,
-            places=tuple(places),
-            taken_over=tuple(taken_over),
-            given_up=plan.given_up - {self.place},
-        )
+        taken = plan.with_new_host(self.place, self.host)
+        return replace(taken, given_up=plan.given_up - {self.place})
 
 
 class GiveUp(ChainEntry, frozen=True, tag="give up"):
@@ -203,10 +192,7 @@ class Move(ChainEntry, frozen=True, tag="move"):
         moved = replace(plan, moves={**plan.moves, self.host: place})
         if not self.to:
             return replace(moved, given_up=plan.given_up | {place})
-        places, taken_over = list(plan.places), list(plan.taken_over)
-        places[place] = self.to
-        taken_over[place] += 1
-        return replace(moved, places=tuple(places), taken_over=tuple(taken_over))
+        return moved.with_new_host(place, self.to)
 
 
 class Return(ChainEntry, frozen=True, tag="return"):
@@ -340,6 +326,13 @@ class JobPlan:
 
     def place_of(self, host: str) -> int | None:
         return self.places.index(host) if host in self.places else None
+
+    def with_new_host(self, place: int, host: str) -> JobPlan:
+        """With this host at the place, which may be a new one, after the last."""
+        places, taken_over = [*self.places, ""], [*self.taken_over, 0]
+        places[place], taken_over[place] = host, taken_over[place] + 1
+        size = max(len(self.places), place + 1)
+        return replace(self, places=tuple(places[:size]), taken_over=tuple(taken_over[:size]))
 
     def missing(self) -> list[tuple[int, LostHost]]:
         """The places whose hosts are lost, with the losses."""
