@@ -31,7 +31,6 @@ from outlast.events.report.model import (
 from outlast.events.report.page import render_html
 from outlast.events.report.report import Report, Saves
 from outlast.events.report.sentences import (
-    PARTS,
     describe_cause,
     headline_host,
     lost_time,
@@ -42,7 +41,6 @@ from outlast.events.report.text import render_report, to_json, to_trace
 from outlast.events.run_folders import load
 
 __all__ = [
-    "PARTS",
     "PHASE_FIELDS",
     "Cause",
     "HostTime",

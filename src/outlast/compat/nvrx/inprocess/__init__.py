@@ -1,6 +1,7 @@
 """Restart in place with the names and signatures of nvidia_resiliency_ext.inprocess 0.4."""
 
 import sys
+from types import ModuleType
 
 from outlast.compat.nvrx import shared_utils as tools
 from outlast.compat.nvrx import state
@@ -13,27 +14,6 @@ from outlast.inprocess.compose import Compose
 
 completion = terminate = ending
 exception = finalize = health_check = monitor_thread = nested_restarter = rank_filter = policies
-
-# Modules with other names, which `import outlast.compat.nvrx.inprocess.abort` finds as well.
-_SAME = {
-    "abort": abort,
-    "attribution": attribution,
-    "completion": completion,
-    "compose": compose,
-    "exception": exception,
-    "finalize": finalize,
-    "health_check": health_check,
-    "initialize": initialize,
-    "monitor_thread": monitor_thread,
-    "nested_restarter": nested_restarter,
-    "rank_filter": rank_filter,
-    "state": state,
-    "store": store,
-    "terminate": terminate,
-    "tools": tools,
-    "tools.inject_fault": inject_fault,
-}
-sys.modules.update({f"{__name__}.{name}": module for name, module in _SAME.items()})
 
 __all__ = [
     "CallWrapper",
@@ -58,3 +38,10 @@ __all__ = [
     "terminate",
     "tools",
 ]
+
+# Modules with other names, which `import outlast.compat.nvrx.inprocess.abort` finds as well.
+_SAME = {name: globals()[name] for name in __all__}
+_SAME |= {"compose": compose, "tools.inject_fault": inject_fault}
+sys.modules.update(
+    {f"{__name__}.{name}": each for name, each in _SAME.items() if isinstance(each, ModuleType)}
+)
