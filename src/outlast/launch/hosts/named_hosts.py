@@ -15,12 +15,19 @@ class NoSuchHost(Exception):
 def asked_of(
     plan: JobPlan, names: Iterable[str], rank: int, reason: str, request: str
 ) -> dict[str, Asked]:
-    """The entries for these hosts, which are to leave, or for a rank that is to move if it is not
-    -1; and each in words. `request` is an ID.
+    """The entries for these hosts, which are to leave, each by its name, its address or its ID; or
+    for a rank that is to move if it is not -1; and each in words. `request` is an ID.
     """
+    leaves: dict[str, Asked] = {}
+    for name in names if rank < 0 else ():
+        hosts = [each for each in plan.hosts.values() if name in (each.id, each.name, each.address)]
+        if len(hosts) != 1:
+            there = ", ".join(f"{each} is {each.id}" for each in hosts or plan.hosts.values())
+            what = "several hosts of the job are" if hosts else "no host of the job is"
+            raise NoSuchHost(f"{what} called {name!r}: {there}")
+        leaves[f"host {hosts[0]}"] = Leave(hosts[0].id, reason)
     if rank < 0:
-        leaves = leaves_of(plan, names, reason)
-        return {f"host {plan.hosts[each.host]}": each for each in leaves}
+        return leaves
     nproc = plan.nproc
     host = plan.places[rank // nproc] if rank < len(plan.places) * nproc else ""
     if not plan.running or host not in plan.hosts:
@@ -30,20 +37,3 @@ def asked_of(
         raise NoSuchHost(f"no host runs rank {rank}; those that run: {ranks or 'none'}")
     text = f"rank {rank} of host {plan.hosts[host]}"
     return {text: MoveRank(host, rank, reason, request)}
-
-
-def leaves_of(plan: JobPlan, names: Iterable[str], reason: str) -> list[Leave]:
-    """The entries by which these hosts are to leave: each by its name, its address or its ID. A
-    `NoSuchHost` names those that there are.
-    """
-    found = []
-    for name in names:
-        hosts = [each for each in plan.hosts.values() if name in (each.id, each.name, each.address)]
-        if len(hosts) != 1:
-            there = ", ".join(f"{each} is {each.id}" for each in hosts or plan.hosts.values())
-            what = (
-                "several hosts of the job are called" if hosts else "no host of the job is called"
-            )
-            raise NoSuchHost(f"{what} {name!r}: {there}")
-        found.append(Leave(hosts[0].id, reason))
-    return found
