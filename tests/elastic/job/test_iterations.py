@@ -357,3 +357,21 @@ def test_an_optimizer_that_is_ahead_at_the_end_of_an_epoch_is_not_saved(tmp_path
                 one.step()
                 break
             train(one)  # a step that is not counted
+
+
+@pytest.mark.parametrize("own_loop", [False, True])
+def test_a_save_between_the_optimizer_and_the_job_is_refused(
+    tmp_path: Path, own_loop: bool
+) -> None:
+    """It would have the weights of a step that a job makes again which continues there."""
+    with job(tmp_path, keep=9) as one:
+        one.restore()
+        loop = (number for _ in one.epochs(1) for number in one.batches(range(3)))
+        for number in range(3) if own_loop else loop:
+            train(one)
+            if number > 0:
+                with pytest.raises(ValueError, match=f"after step {number}: a job that continues"):
+                    one.save()
+            one.step()
+            one.save().wait()
+    assert [info.step for info in one.checkpointer.checkpoints()] == [0, 1, 2, 3]

@@ -98,7 +98,7 @@ class IterationEnd:
         self._iteration.phase = STEPPED if self._due else ENDED
         self._iteration.place, self._loop = self._rest_after(frame, "job.step()")
         if self._optimized is not None:
-            self._is_partial = not self._optimized.stepped
+            self._is_partial = self._epochs.in_batches and not self._optimized.stepped
             self._optimized.stepped = False
 
     def stepped(self) -> None:
@@ -107,10 +107,10 @@ class IterationEnd:
             self._run(self._due)
         self._save_is_due |= self._saves.is_due()
         was_pending, self._is_pending = self._is_pending, True
+        if self._optimized is None:
+            self._optimized = _Optimized(self._training)
         if was_pending or not self._epochs.in_batches:
             self._end()
-        elif self._optimized is None:
-            self._optimized = _Optimized(self._training)
 
     def batches(self, found: Iterable[T]) -> Iterator[T]:
         """Yields these batches of `job.batches`; ends a step of this loop when it comes back."""
@@ -210,10 +210,17 @@ class IterationEnd:
 
     def save(self, metric: float | None, frame: FrameType) -> SaveHandle:
         """A save by hand, called in `frame`; see `Job.save`. The end of an epoch would be run again
-        on a state that has parts of it already.
+        on a state that has parts of it already. A `ValueError` in the midst of a step: what the
+        optimizer has done would be done again after a restore.
         """
+        is_later = self.running or self._epochs.at_end
+        if not is_later and self._optimized is not None and self._optimized.stepped:
+            raise ValueError(
+                f"job.save() between optimizer.step() and job.step(), after step {self._steps}: a "
+                "job that continues there would make the next step twice. Call it after job.step()"
+            )
         self._saves.set_metric(metric)
-        if self.running or self._epochs.at_end:
+        if is_later:
             self._save_is_due = True
             self._later.append(LaterSave(self._steps))
             return self._later[-1]

@@ -348,7 +348,7 @@ class Job(JobRequests):
 
         Raises:
             TypeError: if `metric` is not a number.
-            ValueError: if there are checkpoints and `restore` was not called.
+            ValueError: between an optimizer's step and `step`; or as `step`, before `restore`.
         """
         self._check_restored()
         number = None if metric is None else as_number("metric", metric)
