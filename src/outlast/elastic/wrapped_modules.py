@@ -6,7 +6,7 @@ wrapped in DDP or compiled, in any order, and whether or not parts of it are com
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -46,6 +46,24 @@ def load_plain(module: nn.Module, state: Mapping[str, Any]) -> None:
         module.load_state_dict(renamed)
 
 
+def resized(module: nn.Module, names: Container[str]) -> list[str]:
+    """The buffers among these that a module may resize when it loads them, in a way of its own, as
+    torch's observers for quantization do.
+    """
+    found = [
+        plain_name(f"{prefix}.{name}" if prefix else name)
+        for prefix, each in module.named_modules()
+        if not _loads_as_torch(each)
+        for name in each._buffers
+    ]
+    return [name for name in found if name in names]
+
+
+def _loads_as_torch(module: nn.Module) -> bool:
+    loads = getattr(module._load_from_state_dict, "__module__", "")
+    return str(loads).startswith("torch.nn.modules.")
+
+
 def _is_copied(module: nn.Module, state: Mapping[str, Any]) -> bool:
     """Copies a state into a module as torch's `load_state_dict` does, which visits all names again
     for each layer of a `Sequential`: 20 s with 5,000 of them. Returns whether all was copied: not
@@ -53,11 +71,9 @@ def _is_copied(module: nn.Module, state: Mapping[str, Any]) -> bool:
     """
     pairs = {}
     for prefix, each in module.named_modules(remove_duplicate=False):
-        loads = getattr(each._load_from_state_dict, "__module__", "")
         extra = getattr(type(each), "set_extra_state", nn.Module.set_extra_state)
         hooks = (*each._load_state_dict_pre_hooks, *each._load_state_dict_post_hooks)
-        is_torchs = loads.startswith("torch.nn.modules.") and not hooks
-        if not is_torchs or extra is not nn.Module.set_extra_state:
+        if hooks or not _loads_as_torch(each) or extra is not nn.Module.set_extra_state:
             return False
         for name, to in (*each._parameters.items(), *each._buffers.items()):
             if to is not None and name not in each._non_persistent_buffers_set:

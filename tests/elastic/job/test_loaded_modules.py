@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
+import outlast
 from outlast.elastic.job import optimizer_part
 from outlast.elastic.job.live.frozen import Frozen
 from outlast.elastic.job.live.transfer import Exchange
@@ -182,3 +184,38 @@ def test_a_state_that_no_rank_lacks_is_not_pickled() -> None:
             raise AssertionError("no rank receives it")
 
     assert Exchange(None, 0).run({}, cast(Frozen, Unused())) is None
+
+
+class _Observer(nn.Module):
+    """Resizes its buffer to what it has seen, and when it is loaded: as torch's observers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1))
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.scale = inputs.detach().abs().amax(0)
+        result: torch.Tensor = self.layer(inputs)
+        return result
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
+        self.scale = torch.empty_like(state[f"{prefix}scale"])
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+def test_a_buffer_that_its_module_resizes_is_loaded(tmp_path: Path) -> None:
+    seen = torch.tensor([[3.0, -4.0]])
+    for number in range(2):
+        observer = _Observer()
+        model = nn.Sequential(nn.BatchNorm1d(2), observer)
+        optimizer = torch.optim.Adam(model.parameters())
+        with outlast.Job(tmp_path, model=model, optimizer=optimizer, every=None) as job:
+            job.restore()
+            if number:
+                assert job.restored_from == "storage"
+                assert torch.equal(observer.scale, seen.abs()[0])
+                return
+            observer(seen)
+            job.step()
+            job.save().wait()

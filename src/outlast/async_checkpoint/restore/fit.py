@@ -25,6 +25,7 @@ from outlast.errors import CheckpointMismatch
 from outlast.system.units import listed
 
 _SHOWN = 10  # of each kind of difference
+_ANY_SIZE = "outlast_any_size"  # the attribute of a tensor that is replaced
 _SUBCLASS = f".{SUBCLASS}"
 EXTRA = "_extra_state"  # torch's suffix of the names of extra states
 
@@ -96,10 +97,20 @@ def _is_empty(value: Any) -> bool:
     return isinstance(value, dict | list) and not value
 
 
+def of_any_size(tensor: torch.Tensor) -> torch.Tensor:
+    """What a restore replaces by a tensor of the size that was saved."""
+    setattr(found := tensor.detach(), _ANY_SIZE, True)
+    return found
+
+
 def blank_extra_states(state_dict: dict[str, Any], contents: Contents) -> None:
     """Makes each extra state one into which the saved one fits: the size, the keys and the type of
-    what `get_extra_state` returns may change in training.
+    what `get_extra_state` returns may change in training. So may the size of some tensors.
     """
+    replaced = {path for path, value in nodes(state_dict) if hasattr(value, _ANY_SIZE)}
+    for path, each in contents.in_order if replaced else ():
+        if path in replaced and isinstance(each, TensorEntry):
+            put(state_dict, path, _blank(each))
     if not [name for name in (*contents.containers, *contents.entries) if EXTRA in name]:
         return
     saved = [

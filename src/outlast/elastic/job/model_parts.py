@@ -21,9 +21,10 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from outlast.async_checkpoint.restore.fit import of_any_size
 from outlast.elastic.job.parts import Part
 from outlast.elastic.tensors import rewrap
-from outlast.elastic.wrapped_modules import load_plain, plain_name, plain_state_dict
+from outlast.elastic.wrapped_modules import load_plain, plain_name, plain_state_dict, resized
 from outlast.errors import CheckpointMismatch
 from outlast.inprocess.running_call import RunningCall
 
@@ -37,6 +38,9 @@ class ModelPart(Part):
 
     def save(self) -> dict[str, Any]:
         return plain_state_dict(self._source)
+
+    def target(self, saved: Any) -> Any:
+        return saved | {name: of_any_size(saved[name]) for name in resized(self._source, saved)}
 
     def load(self, state: Any, steps: int) -> None:
         rewrap(state, self.save, "model")
