@@ -27,17 +27,17 @@ from benchmarks.lib.rank_processes import FOLDER, RankProcesses, wrapped
 from benchmarks.lib.sheets import Sheet, ms
 from outlast import inprocess
 
-__all__ = ["run", "sheets"]
+__all__ = ["measure", "run", "sheets"]
 
 _WIDTH, _PATIENCE_S = 16, 900.0
 
 
 def run(quick: bool) -> dict[str, Any]:
     """Measures each number of parameters, with all layers in one `Sequential`."""
-    return {str(n): _measure(n) for n in ((40,) if quick else (2_000, 10_000))}
+    return {str(n): measure(n) for n in ((40,) if quick else (2_000, 10_000))}
 
 
-def _measure(parameters: int) -> dict[str, Any]:
+def measure(parameters: int) -> dict[str, Any]:
     print(f"many-tensors: {parameters} parameters", flush=True)
     FOLDER.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=FOLDER.absolute(), prefix="many-") as name:

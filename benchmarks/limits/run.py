@@ -24,6 +24,12 @@ _HERE = Path(__file__).parents[2]
 _QUICK = ("exception, 1 MiB, kept", "step, 10 tensors", "saves, 1 rank", "first save")
 _PATIENCE_S = 3600.0
 
+_LOADS = (
+    "limit: `torch.load`",
+    "limit: `load_state_dict` of the model",
+    "limit: `load_state_dict` of the optimizer",
+)
+
 Found = dict[str, dict[str, float]]
 
 
@@ -99,12 +105,21 @@ def _ratios(ranks: str, restored: float) -> list[_Row]:
     group = f"saves, {ranks}"
     back, copy = "memcpy back: seconds", "memcpy: seconds"
     memory, disk = "restore from memory: seconds", "restore from disk, warm: seconds"
+    verified = "memcpy back with checksums"
     read = "raw read with checksums, warm: seconds"
     what = f"restore from the page cache, {ranks}, by a read with checksums"
     overlapped, eager = "ours, overlapped: blocked", "ours, eager: blocked"
     return [
         _ratio(
             f"restore from memory, {ranks}, by a copy", group, memory, back, restored, is_least=True
+        ),
+        _ratio(
+            f"restore from memory, {ranks}, by a copy with checksums",
+            group,
+            memory,
+            f"{verified}: seconds",
+            0.9,
+            is_least=True,
         ),
         _ratio(what, group, disk, read, 0.9, is_least=True),
         _ratio(f"overlapped save, {ranks}: blocked, by a copy", group, overlapped, copy, 0.15),
@@ -167,6 +182,16 @@ _ROWS = (
         "opening before the first save",
         lambda found: 1e3 * found["first save"]["ours, eager: open"],
         lambda _: 20.0,
+    ),
+    _Row(
+        "10,000 parameters: first save, processor time of the training thread",
+        lambda found: 1e3 * found["10,000 tensors"]["first save with moments"],
+        lambda _: 300.0,
+    ),
+    _Row(
+        "10,000 parameters: restore from disk; goal: torch.load and the loads of its parts",
+        lambda found: 1e3 * found["10,000 tensors"]["`restore()` from disk"],
+        lambda found: 1e3 * sum(found["10,000 tensors"][name] for name in _LOADS),
     ),
     _restart(64),
     _restart(128),

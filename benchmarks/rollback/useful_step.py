@@ -71,10 +71,11 @@ def measure(mib: int, ranks: int, kept: bool, kind: str, faults: int) -> list[di
 
 
 def _environment(folder: Path) -> dict[str, str]:
+    given = [each for each in (os.environ.get("PYTHONPATH"),) if each]
     return {
         **os.environ,
         "ROLLBACK_FOLDER": str(folder),
-        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "PYTHONPATH": os.pathsep.join([*given, str(Path(__file__).parents[2])]),
         "OMP_NUM_THREADS": "1",
     }
 
