@@ -78,7 +78,9 @@ def test_few_requests_wait_for_an_answer(server: Any) -> None:
         while not counting.sent > 8:
             pass
         server.set("later", "v")
-        assert waiting.result(NET_S) == (b"v", 3)
+        value, requests = waiting.result(NET_S)
+        assert value == b"v"
+        assert requests <= 3  # 2 if it is set before the server looks
     client.close()
 
 

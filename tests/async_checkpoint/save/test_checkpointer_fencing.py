@@ -35,7 +35,7 @@ class Hosts:
     def rank_0(self, scenario: str, *args: str, iteration: int, run: str = "run") -> Job:
         """Starts rank 0 of an iteration, on a new host that holds a lease."""
         page = LeasePage.create(self._folder)
-        self._stack.callback(page.remove)
+        self._stack.callback(page.close)
         page.renew(lease_page.now() + LONG_S)
         self.pages.append(page)
         env = {
