@@ -19,6 +19,7 @@ V = TypeVar("V")
 Path = tuple[Any, ...]
 
 _DEEP = 150  # levels, for messages
+ANY_SIZE = "outlast_any_size"  # the attribute of a tensor that `of_any_size` returns
 # Most leaves are of these types: to look at the type alone makes a walk twice as fast.
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)})
 
@@ -37,6 +38,12 @@ class Last(Generic[V]):
         # equal keys, so the mesh of a destroyed process group is not kept alive.
         self._entry = key, value
         return value
+
+
+def of_any_size(tensor: torch.Tensor) -> torch.Tensor:
+    """What a restore replaces by a tensor of the size that was saved."""
+    setattr(found := tensor.detach(), ANY_SIZE, True)
+    return found
 
 
 def is_leaf(value: Any) -> bool:

@@ -18,14 +18,13 @@ from torch.distributed.tensor import DTensor
 
 from outlast.async_checkpoint.restore.verified_read import Source
 from outlast.async_checkpoint.snapshot.plan import Item
-from outlast.async_checkpoint.state_dict import look_up, nodes
+from outlast.async_checkpoint.state_dict import ANY_SIZE, look_up, nodes
 from outlast.async_checkpoint.storage.entries import Container, Contents, TensorEntry, ValueEntry
 from outlast.async_checkpoint.subclasses import SUBCLASS, wraps
 from outlast.errors import CheckpointMismatch
 from outlast.system.units import listed
 
 _SHOWN = 10  # of each kind of difference
-_ANY_SIZE = "outlast_any_size"  # the attribute of a tensor that is replaced
 _SUBCLASS = f".{SUBCLASS}"
 EXTRA = "_extra_state"  # torch's suffix of the names of extra states
 
@@ -97,17 +96,11 @@ def _is_empty(value: Any) -> bool:
     return isinstance(value, dict | list) and not value
 
 
-def of_any_size(tensor: torch.Tensor) -> torch.Tensor:
-    """What a restore replaces by a tensor of the size that was saved."""
-    setattr(found := tensor.detach(), _ANY_SIZE, True)
-    return found
-
-
 def blank_extra_states(state_dict: dict[str, Any], contents: Contents) -> None:
     """Makes each extra state one into which the saved one fits: the size, the keys and the type of
     what `get_extra_state` returns may change in training. So may the size of some tensors.
     """
-    replaced = {path for path, value in nodes(state_dict) if hasattr(value, _ANY_SIZE)}
+    replaced = {path for path, value in nodes(state_dict) if hasattr(value, ANY_SIZE)}
     for path, each in contents.in_order if replaced else ():
         if path in replaced and isinstance(each, TensorEntry):
             put(state_dict, path, _blank(each))

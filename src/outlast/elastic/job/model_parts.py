@@ -21,7 +21,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from outlast.async_checkpoint.restore.fit import of_any_size
+from outlast.async_checkpoint.state_dict import of_any_size
 from outlast.elastic.job.parts import Part
 from outlast.elastic.tensors import rewrap
 from outlast.elastic.wrapped_modules import load_plain, plain_name, plain_state_dict, resized
