@@ -10,10 +10,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.checkpoint import first_save, many_tensors, saves, shared_reads
+from benchmarks.checkpoint import first_save, many_tensors, saves
 from benchmarks.checkpoint.training_state import FULL, QUICK, SHARE
 from benchmarks.inprocess import hang, many_ranks
-from benchmarks.inprocess.false_alarms import false_alarms
 from benchmarks.rollback import useful_step
 from benchmarks.rollback.limits import limits
 from benchmarks.rollback.step_cost import step_cost
@@ -49,6 +48,7 @@ def _step(name: str, seconds: float) -> Callable[[bool], Figures]:
         return {
             "plain": statistics.median(plain[0] for plain, _ in pairs),
             "time": statistics.median(live[0] - plain[0] for plain, live in pairs),
+            "pass": found.get("counters", 0.0),
             "processor": statistics.median((live[1] - plain[1]) / 2 for plain, live in pairs),
         }
 
@@ -58,14 +58,14 @@ def _step(name: str, seconds: float) -> Callable[[bool], Figures]:
 def _saves(ranks: int) -> Callable[[bool], Figures]:
     def measure(quick: bool) -> Figures:
         size = QUICK if quick else FULL if ranks == 1 else SHARE
-        found = saves.measure(size, ranks, 1 if quick else 7, quick=quick, peers=False)
+        found = saves.measure(size, ranks, 1 if quick else 5, quick=quick, peers=False)
         return _medians(found["seconds"])
 
     return measure
 
 
 def _first(quick: bool) -> Figures:
-    size, rounds = (QUICK, 1) if quick else (FULL, 5)
+    size, rounds = (QUICK, 1) if quick else (FULL, 3)
     return _medians(first_save.measure(size, rounds, quick=quick, peers=False))
 
 
@@ -87,7 +87,7 @@ def _many(quick: bool) -> Figures:
 
 def _restart(ranks: int) -> Callable[[bool], Figures]:
     def measure(quick: bool) -> Figures:
-        found = many_ranks.restarts(ranks, 1 if quick else 5)
+        found = many_ranks.restarts(ranks, 1 if quick else 3)
         seconds = statistics.median(found["seconds"])
         return {"seconds": seconds, "model": found["predicted"]}
 
@@ -95,32 +95,20 @@ def _restart(ranks: int) -> Callable[[bool], Figures]:
 
 
 def _hang(quick: bool) -> Figures:
-    found = hang.measure(_FLOOR_MS, 2 if quick else 20)
+    found = hang.measure(_FLOOR_MS, 2 if quick else 12)
     return {name: statistics.median(found[name]) for name in ("detection", "recovery")}
 
 
-def _alarms(quick: bool) -> Figures:
-    steps = 1000 if quick else 100_000
-    return {"alarms": float(len(false_alarms(_FLOOR_MS, steps)["alarms"]))}
-
-
-def _shared(quick: bool) -> Figures:
-    rows = shared_reads.run(quick=True)["rows"] if quick else shared_reads.run(quick=False)["rows"]
-    return {
-        f"{row['ranks']} replicas": row["read"] / row["size"] for row in rows if row["hosts"] > 1
-    }
-
-
 MEASUREMENTS: dict[str, Callable[[bool], Figures]] = {
-    "exception, 1 MiB": _useful(1, 2, False, "exception", 20),
-    "exception, 1 MiB, kept": _useful(1, 2, True, "exception", 20),
-    "exception, 1 MiB, 4 ranks": _useful(1, 4, False, "exception", 20),
-    "SIGKILL, 1 MiB": _useful(1, 2, False, "sigkill", 12),
-    "SIGKILL, 256 MiB, kept": _useful(256, 2, True, "sigkill", 8),
-    "SIGKILL, 1 GiB, kept": _useful(1024, 2, True, "sigkill", 4),
-    "step, 10 tensors": _step("10 tensors", 12),
-    "step, 1,000 tensors": _step("1,000 tensors", 20),
-    "step, 10,000 tensors": _step("10,000 tensors", 40),
+    "exception, 1 MiB": _useful(1, 2, False, "exception", 12),
+    "exception, 1 MiB, kept": _useful(1, 2, True, "exception", 12),
+    "exception, 1 MiB, 4 ranks": _useful(1, 4, False, "exception", 12),
+    "SIGKILL, 1 MiB": _useful(1, 2, False, "sigkill", 6),
+    "SIGKILL, 256 MiB, kept": _useful(256, 2, True, "sigkill", 4),
+    "SIGKILL, 1 GiB, kept": _useful(1024, 2, True, "sigkill", 3),
+    "step, 10 tensors": _step("10 tensors", 10),
+    "step, 1,000 tensors": _step("1,000 tensors", 15),
+    "step, 10,000 tensors": _step("10,000 tensors", 20),
     "saves, 1 rank": _saves(1),
     "saves, 4 ranks": _saves(4),
     "first save": _first,
@@ -129,8 +117,6 @@ MEASUREMENTS: dict[str, Callable[[bool], Figures]] = {
     "restart, 64 ranks": _restart(64),
     "restart, 128 ranks": _restart(128),
     "hang": _hang,
-    "shared reads": _shared,
-    "false alarms": _alarms,
 }
 """Each gives figures by name: seconds, but for ratios and numbers."""
 

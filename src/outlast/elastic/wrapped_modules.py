@@ -16,6 +16,10 @@ from torch.nn.parameter import is_lazy
 from outlast.elastic.numerics.consistent_ddp import ConsistentDDP
 
 _COMPILED = "_orig_mod"  # where torch.compile keeps the module
+# The code of the functions that load one module in torch's way.
+_TORCHS = {
+    each._load_from_state_dict.__code__ for each in (nn.Module, nn.BatchNorm1d, nn.InstanceNorm1d)
+}
 _PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel, ConsistentDDP)
 
 
@@ -52,7 +56,7 @@ def resized(module: nn.Module, names: Container[str]) -> list[str]:
     """
     found = [
         plain_name(f"{prefix}.{name}" if prefix else name)
-        for prefix, each in module.named_modules()
+        for prefix, each in module.named_modules(remove_duplicate=False)
         if not _loads_as_torch(each)
         for name in each._buffers
     ]
@@ -60,8 +64,7 @@ def resized(module: nn.Module, names: Container[str]) -> list[str]:
 
 
 def _loads_as_torch(module: nn.Module) -> bool:
-    loads = getattr(module._load_from_state_dict, "__module__", "")
-    return str(loads).startswith("torch.nn.modules.")
+    return getattr(module._load_from_state_dict, "__code__", None) in _TORCHS
 
 
 def _is_copied(module: nn.Module, state: Mapping[str, Any]) -> bool:
@@ -91,7 +94,7 @@ def _is_copied(module: nn.Module, state: Mapping[str, Any]) -> bool:
         with torch.no_grad():
             for to, tensor in pairs.values():
                 to.copy_(tensor)
-    except RuntimeError:
+    except Exception:  # noqa: BLE001 - torch says which does not fit
         return False
     return True
 

@@ -98,9 +98,9 @@ class CallWrapper:
         try:
             yield
         finally:
+            self._note_phase()  # before the shorter limits hold
             page.long_limit = outer
             page.soft_limit = before
-            self._note_phase()
             self._last_ping = None
             if self._estimator is not None and not outer:
                 # Last, when the shorter limit is there: it sleeps by the one of the phase.

@@ -138,7 +138,10 @@ def populate(memory: SharedMemory, threads: int = 2) -> None:
         for at in parts:
             allocate(memory.address + at, min(step, memory.size_bytes - at))
 
-    in_threads(work, range(0, memory.size_bytes, step), threads, "outlast-allocate")
+    try:
+        in_threads(work, range(0, memory.size_bytes, step), threads, "outlast-allocate")
+    except RuntimeError:  # the interpreter ends, and starts no thread
+        allocate(memory.address, memory.size_bytes)
     memory.is_populated = True
 
 

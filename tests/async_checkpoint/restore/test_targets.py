@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import json
@@ -13,10 +14,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.serialization import config
 
+from async_checkpoint.checkpoints import folder_of
 from outlast.async_checkpoint import Checkpointer
+from outlast.async_checkpoint.snapshot import structure
+from outlast.async_checkpoint.state_dict import of_any_size
 from outlast.async_checkpoint.storage.manifest import MANIFEST, checksum
-from outlast.errors import CheckpointMismatch
+from outlast.errors import CheckpointMismatch, CheckpointUnsavable
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
@@ -240,3 +245,36 @@ def test_a_view_in_a_value_is_saved_without_the_rest_of_its_storage(tmp_path: Pa
     assert view.tolist() == [1, 2]
     assert torch.equal(torch.cat([first, second]), small)
     assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+
+
+def test_a_tensor_of_any_size_has_that_of_the_candidate_that_is_intact(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, linger=0) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"seen": torch.full((2 * step,), 0.5)}).result()
+    (file,) = folder_of(tmp_path, 2).glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    target = {"seen": of_any_size(torch.zeros(4))}
+    assert torch.equal(load(tmp_path, target)["seen"], torch.full((2,), 0.5))
+
+
+@pytest.mark.parametrize("alignment", [1, 2, 4, 8])
+def test_a_tensor_that_is_not_aligned_in_its_file_is_refused(
+    tmp_path: Path, alignment: int
+) -> None:
+    """It depends on the names and on torch where it would lie: a saved one is right."""
+    state = {f"{n}": torch.full((3,), complex(n, 1), dtype=torch.complex128) for n in range(3)}
+    structure.frame.cache_clear()
+    handle = None
+    with (
+        config.patch("save.storage_alignment", alignment),
+        Checkpointer(tmp_path, linger=0) as checkpointer,
+        contextlib.suppress(CheckpointUnsavable),
+    ):
+        handle = checkpointer.save(1, state)
+        handle.result()
+    structure.frame.cache_clear()
+    if handle is not None:
+        found = load(tmp_path, {name: torch.zeros_like(each) for name, each in state.items()})
+        assert all(torch.equal(found[name], each) for name, each in state.items())

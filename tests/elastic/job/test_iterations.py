@@ -112,7 +112,7 @@ def test_a_save_within_an_accumulation_says_what_it_lacks(
                     one.step()
     said = [each.getMessage() for each in caplog.records if "accumulated" in each.getMessage()]
     assert len(said) == (counts == "batches"), said
-    assert all("no optimizer has stepped in step 3, which is saved" in each for each in said)
+    assert all("no optimizer has stepped in step 1, which is saved" in each for each in said)
 
 
 def test_a_step_that_is_left_out_for_its_gradients_is_no_accumulation(
@@ -369,9 +369,29 @@ def test_a_save_between_the_optimizer_and_the_job_is_refused(
         loop = (number for _ in one.epochs(1) for number in one.batches(range(3)))
         for number in range(3) if own_loop else loop:
             train(one)
-            if number > 0:
-                with pytest.raises(ValueError, match=f"after step {number}: a job that continues"):
-                    one.save()
+            with pytest.raises(ValueError, match=f"after step {number}: a job that continues"):
+                one.save()
             one.step()
             one.save().wait()
     assert [info.step for info in one.checkpointer.checkpoints()] == [0, 1, 2, 3]
+
+
+def test_a_step_in_a_function_of_the_step_belongs_to_it(tmp_path: Path) -> None:
+    with job(tmp_path, keep=9) as one:
+        one.after_steps(2, lambda: train(one))
+        one.restore()
+        for _ in range(4):
+            train(one)
+            one.step()
+            one.save().wait()
+
+
+def test_a_restore_takes_back_a_step_that_was_not_counted(tmp_path: Path) -> None:
+    with job(tmp_path, keep=9) as one:
+        one.restore()
+        train(one)
+        one.step()
+        one.save().wait()
+        train(one)
+        one.restore()
+        one.save().wait()

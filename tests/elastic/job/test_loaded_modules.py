@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -37,6 +38,13 @@ class _OwnLoad(_Noted):
 
 
 class _OwnParts(_Noted):
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self.note()
+        super()._load_from_state_dict(*args)
+
+
+class _Decorated(_Noted):
+    @functools.wraps(nn.Module._load_from_state_dict)
     def _load_from_state_dict(self, *args: Any) -> None:
         self.note()
         super()._load_from_state_dict(*args)
@@ -105,6 +113,7 @@ def test_a_plain_model_is_copied_in_place(loads: list[nn.Module]) -> None:
     [
         _OwnLoad,
         _OwnParts,
+        _Decorated,
         _Extra,
         lambda: _hooked("register_load_state_dict_pre_hook"),
         lambda: _hooked("register_load_state_dict_post_hook"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -168,3 +170,26 @@ def test_a_replaced_tensor_is_found_after_a_restart_has_interrupted_a_look(
             writes.marks()
     assert writes.counted_since(marks)
     assert writes.since(marks)
+
+
+def test_no_memory_is_read_that_an_interrupted_look_has_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, _, writes = trained()
+    marks, own, looks = writes.marks(), model[0].data, []
+    real = module._samples
+
+    def samples(views: Any) -> Any:
+        looks.append(list(views))
+        if len(looks) > 1:
+            return real(looks[-1])
+        writes._samples = real(looks[-1])  # of what is swapped in; then comes the interrupt
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "_samples", samples)
+    model[0].data = torch.zeros_like(own)  # swapped in for an evaluation
+    with pytest.raises(KeyboardInterrupt):
+        writes.marks()
+    model[0].data = own
+    assert not writes.since(marks)
+    assert len(looks) == 2

@@ -129,6 +129,20 @@ def test_who_sleeps_is_not_seen(cpu: CpuTime) -> None:
     assert not cpu.progress
 
 
+def test_a_pause_of_the_whole_machine_is_no_silence() -> None:
+    clock = FakeClock()
+    cpu = CpuTime(1 << 30, clock)  # no process: it uses nothing
+
+    def progress_after(pause_s: float) -> float:
+        clock.advance(pause_s)
+        cpu.sample(0, own=True, children=False, every=0.05)
+        return cpu.progress
+
+    assert progress_after(100) == clock.now()
+    assert progress_after(0.06) == progress_after(0.1) == 100
+    assert progress_after(0.6) == clock.now()
+
+
 def test_who_waits_for_a_core_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_time, "_SAMPLE_S", 0.05)
     core = min(os.sched_getaffinity(0))

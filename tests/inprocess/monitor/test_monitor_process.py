@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import psutil
 import pytest
 
 from inprocess.job_output import errors, events, said
+from outlast.errors import StoreError
 from outlast.inprocess.monitor import start
 from procs import Job
 
@@ -50,7 +52,14 @@ def test_the_start_does_not_wait_for_one_that_serves_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(start, "fork_detached", lambda body, new_session: 12345)
-    plan: Any = SimpleNamespace(serve=False, endpoint=("127.0.0.1", 1))
+    plan: Any = SimpleNamespace(serve=False, endpoint=("127.0.0.1", 1), logfile="")
     handle = start.start_monitor(plan)
     handle.socket.close()
     assert (handle.pid, handle.endpoint) == (12345, plan.endpoint)
+
+
+def test_a_log_that_cannot_be_written_is_an_error_at_the_start(tmp_path: Path) -> None:
+    logfile = str(tmp_path / "none" / "monitor-{rank}.log")
+    plan: Any = SimpleNamespace(serve=False, endpoint=None, logfile=logfile, rank=3)
+    with pytest.raises(StoreError, match="none/monitor-3"):
+        start.start_monitor(plan)

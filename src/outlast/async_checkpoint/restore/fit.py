@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from outlast.async_checkpoint.restore.verified_read import Source
 from outlast.async_checkpoint.snapshot.plan import Item
-from outlast.async_checkpoint.state_dict import ANY_SIZE, look_up, nodes
+from outlast.async_checkpoint.state_dict import ANY_SIZE, look_up, nodes, of_any_size
 from outlast.async_checkpoint.storage.entries import Container, Contents, TensorEntry, ValueEntry
 from outlast.async_checkpoint.subclasses import SUBCLASS, wraps
 from outlast.errors import CheckpointMismatch
@@ -100,10 +100,15 @@ def blank_extra_states(state_dict: dict[str, Any], contents: Contents) -> None:
     """Makes each extra state one into which the saved one fits: the size, the keys and the type of
     what `get_extra_state` returns may change in training. So may the size of some tensors.
     """
-    replaced = {path for path, value in nodes(state_dict) if hasattr(value, ANY_SIZE)}
-    for path, each in contents.in_order if replaced else ():
-        if path in replaced and isinstance(each, TensorEntry):
-            put(state_dict, path, _blank(each))
+    shapes = {
+        path: tuple(value.shape)
+        for path, value in nodes(state_dict)
+        if isinstance(value, torch.Tensor) and hasattr(value, ANY_SIZE)
+    }
+    for path, each in contents.in_order if shapes else ():
+        if path in shapes and isinstance(each, TensorEntry) and shapes[path] != tuple(each.shape):
+            # Of any size again: another candidate may have another one.
+            put(state_dict, path, of_any_size(_blank(each)))
     if not [name for name in (*contents.containers, *contents.entries) if EXTRA in name]:
         return
     saved = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 
@@ -15,6 +14,7 @@ from outlast.async_checkpoint.writer.main import Writer
 from outlast.coordination.agreement import Agreement
 from outlast.coordination.call_ledger import CallFailure
 from outlast.errors import CheckpointError, FolderInUse
+from outlast.system.error_text import describe
 
 log = logging.getLogger("outlast.checkpoint")
 
@@ -77,8 +77,10 @@ def open_folder(session: FolderSession, ranks: Agreement, owner: str, *, known: 
         return storage.identity(), all(done)
 
     if known:
-        with contextlib.suppress(CheckpointError, OSError):
+        try:
             take_over()
+        except (CheckpointError, OSError) as e:
+            log.warning("what a process of this rank has left is asked for again: %s", describe(e))
     while not (answer := ranks.gather(is_done, prepare))[0]:
         time.sleep(_MEETING_S)
     session.identity, all_done = answer

@@ -156,7 +156,12 @@ class Structure:
             typed = of_dtype.get(item.dtype)
             if typed is None:
                 typed = of_dtype[item.dtype] = whole.view(dtype)
-            at = begin // typed.element_size()
+            at, rest = divmod(begin, typed.element_size())
+            if rest:
+                raise CheckpointUnsavable(
+                    f"a {item.dtype} would lie at byte {begin} of its file: set torch's "
+                    "serialization.config.save.storage_alignment to a multiple of 16"
+                )
             targets.append(typed.as_strided(item.sizes, around.strides, at))
         return targets
 

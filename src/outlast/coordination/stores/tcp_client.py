@@ -36,6 +36,7 @@ WORD = struct.Struct("=I")
 _NONCE = 0x6F75746C
 _ONE_KEY = LENGTH.pack(1)
 _PRESENT = 0
+_SOON_S = 1.0
 
 
 class Query(enum.IntEnum):
@@ -143,7 +144,8 @@ class TcpClient:
             while value is None:
                 connection.sendall(check_and_wait)
                 is_present = _receive(connection, 1)[0] == _PRESENT
-                if not is_present:
+                # Unanswered for so long, the key was deleted after the CHECK.
+                if not is_present or not readable(connection.fileno(), timeout=_SOON_S):
                     await_answer(connection)
                 _receive(connection, 1)
                 value = _get(connection, key) if is_present else None

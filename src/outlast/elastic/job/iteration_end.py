@@ -107,8 +107,7 @@ class IterationEnd:
             self._run(self._due)
         self._save_is_due |= self._saves.is_due()
         was_pending, self._is_pending = self._is_pending, True
-        if self._optimized is None:
-            self._optimized = _Optimized(self._training)
+        self._watch_optimizers()
         if was_pending or not self._epochs.in_batches:
             self._end()
 
@@ -171,6 +170,7 @@ class IterationEnd:
 
     def restored(self, *, save_is_due: bool) -> None:
         """The state is restored: runs the functions again that had not ended, and saves then."""
+        self._watch_optimizers()
         self._is_pending, self._stepped_here, self._save_is_due = False, False, save_is_due
         self._later, self._due = [], self._due_now()
         if self._iteration.phase == STEPPED and self._due:
@@ -240,6 +240,12 @@ class IterationEnd:
         self._is_pending, self._save_is_due = False, bool(self._later)
         self._save_if_due()
 
+    def _watch_optimizers(self) -> None:
+        """From here on, a step of an optimizer belongs to the next step."""
+        if self._optimized is None:
+            self._optimized = _Optimized(self._training)
+        self._optimized.stepped = False
+
     def close(self) -> None:
         if self._optimized is not None:
             self._optimized.hook.remove()
@@ -260,6 +266,7 @@ class IterationEnd:
             raise
         finally:
             self._epochs.in_function, self.running = False, ""
+            self._watch_optimizers()  # a step of one in there is a part of this step
         self._iteration.phase = ENDED
         self._restoring.later(ENDED)
 

@@ -11,6 +11,7 @@ from outlast.clock import Clock
 from outlast.system.processes import status_fields
 
 _SHARE = 0.1  # of one core; processes that only wait use far less, even if they poll
+_PAUSES = 4  # times the time between two samples
 _SAMPLE_S = 0.5  # the kernel counts in units of 10 ms
 _TICKS_S = os.sysconf("SC_CLK_TCK")
 
@@ -38,7 +39,7 @@ class CpuTime:
     ) -> None:
         """Call it regularly while no Python code runs. `thread`: the function's thread, or 0 for
         all. `own` and `children`: whether its time, and that of other processes, counts; `queued`:
-        also the time in which its first thread has waited for a core. In `every` so many seconds.
+        also the time in which its first thread waited for a core. `every`: seconds between looks.
         """
         now, what = self._clock.now(), (thread, own, children, queued)
         if what == self._what and now - self._at < (every or _SAMPLE_S):
@@ -46,6 +47,8 @@ class CpuTime:
         used = (self._of_thread(thread) if own else 0.0) + (self._of_children() if children else 0)
         used += self._queued() if queued else 0.0
         # A pause between two samples is not one in which nothing was used.
+        if every is not None and now - self._at > _PAUSES * every:
+            self.progress = now  # this process was paused: maybe the whole machine was
         comparable = what == self._what and now - self._at < 10 * max(_SAMPLE_S, 1.0)
         if comparable and used - self._used >= _SHARE * (now - self._at):
             self.progress = now

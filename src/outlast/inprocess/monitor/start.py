@@ -83,10 +83,16 @@ def start_monitor(plan: MonitorPlan) -> MonitorHandle:
     """
     if plan.serve and plan.endpoint is not None:
         _await_earlier_servers(plan.endpoint, plan.durations.barrier)
+    target = plan.logfile.replace("{rank}", str(plan.rank)) if plan.logfile else os.devnull
+    try:
+        log = os.open(target, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    except OSError as e:
+        raise StoreError(f"the monitor process cannot write to its log: {e}") from e
     ours, theirs = socket.socketpair()
     main = os.getpid()
-    pid = fork_detached(lambda: _run_child(plan, main, theirs), new_session=True)
+    pid = fork_detached(lambda: _run_child(plan, main, theirs, log), new_session=True)
     theirs.close()
+    os.close(log)
     if not plan.serve:
         return MonitorHandle(pid, ours, plan.endpoint, False)
     ours.settimeout(plan.durations.barrier)
@@ -129,8 +135,8 @@ def _await_earlier_servers(endpoint: tuple[str, int], timeout: float) -> None:
         _earlier_servers.remove(entry)
 
 
-def _run_child(plan: MonitorPlan, main: int, end: socket.socket) -> None:
-    end = _replace_descriptors(plan, end)
+def _run_child(plan: MonitorPlan, main: int, end: socket.socket, log: int) -> None:
+    end = _replace_descriptors(end, log)
     server = None
     if plan.serve:
         try:
@@ -147,14 +153,11 @@ def _run_child(plan: MonitorPlan, main: int, end: socket.socket) -> None:
     MonitorLoop(plan, main, end, server).run()
 
 
-def _replace_descriptors(plan: MonitorPlan, end: socket.socket) -> socket.socket:
+def _replace_descriptors(end: socket.socket, log: int) -> socket.socket:
     """Closes all descriptors but `end`, returned with another number; opens standard streams."""
-    target = plan.logfile.replace("{rank}", str(plan.rank)) if plan.logfile else os.devnull
     # Where the main process has closed descriptors 0 to 2, other files may have these numbers.
     keep = fcntl.fcntl(end.detach(), fcntl.F_DUPFD_CLOEXEC, 3)
-    log = fcntl.fcntl(
-        os.open(target, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), fcntl.F_DUPFD, 3
-    )
+    log = fcntl.fcntl(log, fcntl.F_DUPFD, 3)
     null = fcntl.fcntl(os.open(os.devnull, os.O_RDONLY), fcntl.F_DUPFD, 3)
     os.dup2(null, 0)
     os.dup2(log, 1)

@@ -180,14 +180,15 @@ def _import_later(source: bytes | str, changes_environment: bool) -> None:
     if "torch" in sys.modules and not changes_environment:
         with contextlib.suppress(ImportError):
             importlib.import_module("torch._dynamo")
-        _use_first(sys.modules["torch"])
+        with contextlib.suppress(Exception):  # that of the worker is told
+            _use_first(sys.modules["torch"])
 
 
 def _use_first(torch: Any) -> None:
     """Use what takes longer the first time, and what no variable and no device changes."""
     "localhost".encode("idna")  # as each connection does
     content = io.BytesIO()
-    torch.save({"tensor": torch.ones(1), "values": [1, 0.5, "text", None]}, content)
+    torch.save({"tensor": torch.ones(1, device="cpu"), "values": [1, 0.5, "text", None]}, content)
     content.seek(0)
     torch.load(content, weights_only=True)
 

@@ -66,6 +66,7 @@ class Writes:
     def marks(self) -> Marks:
         counts, places, self.with_gradient = self._present()
         if places != self._places:
+            self._places = []  # what follows may be interrupted
             views = [view for t in self._to_sample() for view in _view_of_some(t.detach())]
             self._samples = _samples([view for view in views if view.device.type == "cpu"])
             alike: dict[Any, list[torch.Tensor]] = {}  # those that one `cat` can copy
