@@ -26,8 +26,9 @@ def open_folder(session: FolderSession, ranks: Agreement, owner: str, *, known: 
     """Creates and locks the directory, and removes the remains of killed saves. Called on all
     ranks. While another group of hosts of this run has the directory, all wait: one of the two
     groups ends when they meet, and its hosts join the other. What rank 0 raises, all raise.
-    A process that has the folder of before, a `known` one, takes over at once: where all do, after
-    a restart in place, no second round is needed. What fails then is tried again in that.
+    After a restart in place, a process has had the folder open before (`known`): it takes over at
+    once what a killed process has left. If all ranks have done so, there is no second round. A
+    rank that could not tries again in the second round, where its error is raised on all ranks.
     """
     warned = is_done = False
 
@@ -80,7 +81,7 @@ def open_folder(session: FolderSession, ranks: Agreement, owner: str, *, known: 
         try:
             take_over()
         except (CheckpointError, OSError) as e:
-            log.warning("what a process of this rank has left is asked for again: %s", describe(e))
+            log.warning("taking over from a killed process failed, trying again: %s", describe(e))
     while not (answer := ranks.gather(is_done, prepare))[0]:
         time.sleep(_MEETING_S)
     session.identity, all_done = answer

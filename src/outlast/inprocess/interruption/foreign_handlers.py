@@ -42,8 +42,8 @@ class ForeignHandlers:
         if threading.current_thread() is not threading.main_thread():
             return
         self.held = True
-        # In C, without the enums of `signal`: this runs at each transition, and an interrupt that
-        # waits meanwhile asks again at each bytecode, of which those take ten thousands.
+        # `_signal` is C; `signal` makes enums, in tens of thousands of bytecodes. This runs at each
+        # transition, and an interrupt that waits for its end is tried again at each bytecode.
         handlers: list[Any] = list(map(_signal.getsignal, _NUMBERS))
         pairs = zip(_NUMBERS, handlers, strict=True)
         for number, handler in compress(pairs, map(callable, handlers)):

@@ -79,7 +79,8 @@ class MonitorHandle:
 
 def start_monitor(plan: MonitorPlan) -> MonitorHandle:
     """Forks the monitor process. If it is to serve the store, waits until it does; a `StoreError`
-    names host and port if it cannot. Else it says nothing: one that is lost is replaced.
+    names host and port if it cannot. Else returns at once: a monitor process that is lost is
+    replaced. A `StoreError`, too, if its log cannot be opened.
     """
     if plan.serve and plan.endpoint is not None:
         _await_earlier_servers(plan.endpoint, plan.durations.barrier)

@@ -81,8 +81,8 @@ class IdleRanks:
     nothing: so each rank that waits reads the number again once in every soft timeout. A rank that
     goes on is known to do so only a little later, by its heartbeat thread, then by its monitor
     process: so the number is read a second time before it is believed.
-    A number that is complete is read again after `confirm` seconds, unless `wait` is given others,
-    and another one after `again`.
+    A number that is complete is read again after `confirm` seconds (`wait` may be given another
+    value), and one that is not, after `again` seconds.
     """
 
     def __init__(
