@@ -36,7 +36,7 @@ class Timeouts(ProgressTimeouts):
         self.all_idle, self.computes = True, False
         self.waiting, self.went_on = False, 0
         idle_ranks = SimpleNamespace(wait=self._wait, go_on=self._go_on)
-        cpu = SimpleNamespace(progress=0.0, sample=self._sample)
+        cpu = SimpleNamespace(progress=0.0, queued=0.0, sample=self._sample)
         self.cpu = cpu
         self.read = True
         self.frames = SimpleNamespace(
@@ -273,6 +273,27 @@ def test_with_a_short_learned_limit_a_rank_at_work_has_a_second(
     assert timeouts.after(*[0.05] * 19) == []
     assert not timeouts.waiting
     assert timeouts.after(0.06) == ["soft: no progress 1.01"]
+
+
+def test_with_a_short_learned_limit_the_time_without_a_core_does_not_count(
+    page: SharedPage, clock: FakeClock
+) -> None:
+    timeouts = _short(page, clock)
+    timeouts.cpu.queued, timeouts.computes = 7.0, True  # it has waited before
+    for _ in range(30):
+        assert timeouts.after(0.05) == []
+        timeouts.cpu.queued += 0.025
+    assert timeouts.after(*[0.05] * 4) == []
+    assert timeouts.after(0.06) == ["soft: no progress 1.76"]
+
+
+def test_who_waits_for_a_rank_at_work_leaves_it_to_the_monitor_of_that_rank(
+    page: SharedPage, clock: FakeClock
+) -> None:
+    timeouts = _short(page, clock)
+    timeouts.all_idle = False
+    assert timeouts.after(*[0.05] * 49) == []
+    assert timeouts.after(0.06) == ["soft: no progress 2.51"]
 
 
 def test_with_a_short_learned_limit_all_ranks_are_late_or_none_is(

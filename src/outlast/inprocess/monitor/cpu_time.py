@@ -27,6 +27,7 @@ class CpuTime:
         self._what: tuple[int, bool, bool, bool] = (0, False, False, False)
         self._used, self._at = 0.0, 0.0
         self.progress = 0.0  # when CPU time was last seen to be used
+        self.queued = 0.0  # seconds in which the first thread has waited for a core, so far
 
     def sample(
         self,
@@ -45,7 +46,9 @@ class CpuTime:
         if what == self._what and now - self._at < (every or _SAMPLE_S):
             return
         used = (self._of_thread(thread) if own else 0.0) + (self._of_children() if children else 0)
-        used += self._queued() if queued else 0.0
+        if queued:
+            self.queued = self._queued()
+            used += self.queued
         # A pause between two samples is not one in which nothing was used.
         if every is not None and now - self._at > _PAUSES * every:
             self.progress = now  # this process was paused: maybe the whole machine was

@@ -140,6 +140,7 @@ class ProgressTimeouts:
         self._silent = max(self._durations.hard, _SILENT_AT_LEAST_S)
         self._continued = 0.0
         self._stopped_at = math.inf
+        self._queued_at = 0.0, 0.0  # a ping, and how long the rank had waited for a core then
 
     def continued(self) -> None:
         """This process was paused, and so was the main process: all timeouts begin again."""
@@ -231,17 +232,22 @@ class ProgressTimeouts:
         for, works. A collection of garbage takes that long, or a scheduler with more threads than
         cores. So a rank is late if its process has used no CPU time for the limit, nor waited for
         a core; and all are, since the one that works is among those for which the others wait.
-        What keeps a core busy, as an endless loop does, is late after a second.
+        What keeps a core busy, as an endless loop does, is late after a second, without the time in
+        which it waited for a core. Those that wait for it leave that to its own monitor, unless it
+        takes until half of the hard timeout.
         """
         limit, page = self._short_limit(), self._page
-        unpinged = now - max(page.pinged, self._continued)
-        if not limit or unpinged >= _CERTAIN_S:
+        if not limit:
             return False
+        pinged = max(page.pinged, self._continued)
         self._cpu.sample(0, own=True, children=False, queued=True, every=limit / _LOOKS)
-        if min(unpinged, now - self._cpu.progress) >= limit:
-            return not self._idle_ranks.wait(0.0)
+        if self._queued_at[0] != pinged:
+            self._queued_at = pinged, self._cpu.queued
+        if min(now - pinged, now - self._cpu.progress) >= limit:
+            hard = limits_in_force(self._durations, page, Activity.FUNCTION).hard
+            return now - pinged < hard / 2 and not self._idle_ranks.wait(0.0)
         self._idle_ranks.go_on()
-        return True
+        return now - pinged - (self._cpu.queued - self._queued_at[1]) < _CERTAIN_S
 
     def _waited(self, now: float) -> float:
         """For how long the rank has only waited for others, in a long phase."""
