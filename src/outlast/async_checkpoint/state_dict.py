@@ -62,7 +62,7 @@ def nodes(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     is_list = isinstance(value, list)
     for key, each in inner_of(value):
         at = (*path, (key,) if is_list else key)
-        if type(each) in PLAIN:
+        if is_leaf(each):
             yield at, each
         else:
             yield from nodes(each, at)

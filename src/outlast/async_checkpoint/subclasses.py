@@ -24,9 +24,10 @@ _OF_PROCESS = re.compile(r" at 0x[0-9a-f]+|device\([^)]*\)")
 
 def wraps(value: Any) -> bool:
     """Whether `value` is a tensor that wraps others, of no class of torch's own, as `DTensor`."""
-    if type(value) in _PLAIN or not is_traceable_wrapper_subclass(value):
+    kind = type(value)  # first its name: of a DTensor, torch's answer takes most of a walk
+    if kind in _PLAIN or kind.__module__.startswith("torch."):
         return False
-    return not type(value).__module__.startswith("torch.")
+    return is_traceable_wrapper_subclass(value)
 
 
 def inner(tensor: Any) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from outlast.async_checkpoint.snapshot.plan import (
     share_out,
 )
 from outlast.async_checkpoint.snapshot.structure import Structure
+from outlast.async_checkpoint.storage.manifest import CHUNK_BYTES
 from outlast.errors import CheckpointError
 
 
@@ -151,3 +152,27 @@ def test_parts_of_one_tensor_on_several_ranks_are_one_entry() -> None:
             ((0,), "__0_0.distcp"),
             ((2,), "__1_0.distcp"),
         ]
+
+
+def test_small_tensors_share_the_first_chunk() -> None:
+    """A rank that lacks another's counts of steps reads and verifies one chunk, not each."""
+    state = {
+        f"layer{n}": {
+            "weight": torch.empty(2 << 20),
+            "bias": torch.empty(9),
+            "step": torch.ones(()),
+        }
+        for n in range(8)
+    }
+    items = describe(state)
+    structure = Structure(items, [item.key for item in items], 0)
+    names = [item.path[1] for item in structure.tensors]
+    assert names == ["step"] * 8 + ["bias"] * 8 + ["weight"] * 8
+    small = [each for each in structure.extents if each.data_bytes < 64]
+    assert {(each.file, each.data_at // CHUNK_BYTES) for each in small} == {("__0_0.distcp", 0)}
+    places = [(each.buffer_at, each.data_bytes) for each in structure.extents]
+    assert places == sorted(places)
+    assert sorted(structure.entries, key=lambda name: structure.entries[name].order) == [
+        item.name for item in items
+    ]
+    assert [i.path[0] for i in structure.tensors if i.path[1] == "weight"] == list(state)

@@ -42,6 +42,7 @@ _ALIGNMENT = 64  # of a tensor's stream; torch aligns the tensor's bytes in it t
 # A file that has this size gets no more tensors, so that several files are written and read in
 # parallel. A tensor is never split.
 FILE_BYTES = 256 << 20
+_SMALL = 64 << 10  # a larger tensor keeps its place in the order of the state
 
 
 def values_file(rank: int) -> str:
@@ -221,7 +222,10 @@ class Structure:
     def _lay_out(self, chosen: Collection[Key], rank: int) -> None:
         begin, at = 0, 0  # offset of the current file in the buffer; offset in the file
         file, of_values = f"__{rank}_0.distcp", values_file(rank)
-        for order, item in enumerate(self.items):
+        # Small tensors first, the smallest ones together: ranks share them (an optimizer's counts
+        # of steps), and one that lacks them reads and verifies whole chunks.
+        by_size = sorted(enumerate(self.items), key=lambda each: min(each[1].size_bytes, _SMALL))
+        for order, item in by_size:
             if item.kind == "container":
                 kind: Any = item.dtype
                 self.containers[item.name] = Container(item.path, kind, order)
