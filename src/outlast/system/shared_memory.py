@@ -12,7 +12,7 @@ import ctypes
 import dataclasses
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -23,6 +23,7 @@ PAGE_BYTES = mmap.PAGESIZE
 
 _CGROUP = Path("/sys/fs/cgroup")
 _MADV_POPULATE_WRITE = 23  # Linux 5.14: maps and allocates all pages at once
+_POPULATED_BYTES = 1 << 20  # with 128 MiB, a tensor's allocation meanwhile waited for 25 ms
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -128,21 +129,24 @@ class SharedMemory:
             pass  # a tensor still uses it: unmapped with the last of them
 
 
-def populate(memory: SharedMemory, threads: int = 2) -> None:
-    """Allocates all pages of `memory` now, in parallel, so that the first copy into it is as
-    fast as later ones.
+def populate(
+    memory: SharedMemory, threads: int = 2, ended: Callable[[], bool] = lambda: False
+) -> None:
+    """Allocates all pages of `memory` now, or until it is `ended`, so that the first copy into it
+    is as fast as later ones: a little at a time, since other threads that map memory wait for it.
     """
-    step = page_up(-(-memory.size_bytes // threads))
 
     def work(parts: Iterator[int]) -> None:
         for at in parts:
-            allocate(memory.address + at, min(step, memory.size_bytes - at))
+            if not ended():
+                allocate(memory.address + at, min(_POPULATED_BYTES, memory.size_bytes - at))
 
+    parts = range(0, memory.size_bytes, _POPULATED_BYTES)
     try:
-        in_threads(work, range(0, memory.size_bytes, step), threads, "outlast-allocate")
+        in_threads(work, parts, threads, "outlast-allocate")
     except RuntimeError:  # the interpreter ends, and starts no thread
-        allocate(memory.address, memory.size_bytes)
-    memory.is_populated = True
+        work(iter(parts))
+    memory.is_populated = not ended()
 
 
 def allocate(address: int, size_bytes: int) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import random
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,10 +17,14 @@ from async_checkpoint.checkpoints import NET, same
 from outlast.async_checkpoint import Checkpointer
 from outlast.async_checkpoint.save.saves import Saves
 from outlast.async_checkpoint.snapshot import chunk_copy as chunks_module
+from outlast.async_checkpoint.snapshot.buffers import BufferPool
 from outlast.async_checkpoint.snapshot.chunk_copy import ChunkCache, Chunks, EagerCopy, cut
+from outlast.async_checkpoint.snapshot.plan import describe
+from outlast.async_checkpoint.snapshot.structure import Structure
 from outlast.async_checkpoint.storage.manifest import CHUNK_BYTES
 from outlast.async_checkpoint.writer.write_files import checksums_of
 from outlast.errors import CheckpointError
+from outlast.system import shared_memory
 from outlast.system.shared_memory import PAGE_BYTES, SharedMemory, move
 
 LARGE = 3 << 20  # elements: several chunks
@@ -301,3 +306,54 @@ def test_a_buffer_is_allocated_by_its_first_save(tmp_path: Path) -> None:
         assert buffer.memory.is_populated
         allocated = os.fstat(buffer.memory.descriptor).st_blocks * 512
         assert allocated == buffer.memory.size_bytes
+
+
+class _Writer:
+    def start(self) -> None:
+        pass
+
+    def tell(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def preallocated(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[BufferPool, list[int]]]:
+    """A pool that allocates a buffer of a GiB in the background, slowly, and the sizes so far."""
+    sizes: list[int] = []
+    begun = threading.Event()
+
+    def allocate(_: int, size_bytes: int) -> None:
+        sizes.append(size_bytes)
+        begun.set()
+        time.sleep(0.01)
+
+    monkeypatch.setattr(shared_memory, "allocate", allocate)
+    items = describe({"large": torch.empty(1 << 28)})
+    pool = BufferPool(cast(Any, _Writer()))
+    pool.grow(1)
+    pool.preallocate(Structure(items, [item.key for item in items], 0))
+    assert begun.wait(60)
+    yield pool, sizes
+    pool.end_copies()
+    pool.close()
+
+
+def test_memory_is_allocated_a_little_at_a_time(
+    preallocated: tuple[BufferPool, list[int]],
+) -> None:
+    """A thread that allocates a tensor meanwhile waits for the kernel's call."""
+    pool, sizes = preallocated
+    pool.end_copies()
+    assert max(sizes) <= 1 << 20
+
+
+def test_a_restart_ends_the_allocation_in_the_background(
+    preallocated: tuple[BufferPool, list[int]],
+) -> None:
+    pool, sizes = preallocated
+    pool.give_back_all()
+    assert sum(sizes) < 1 << 30
+    (buffer,) = pool.buffers
+    assert buffer.memory is not None
+    assert buffer.usable
+    assert not buffer.memory.is_populated  # so the first copy allocates what is left

@@ -82,6 +82,7 @@ class BufferPool:
         self._writer = writer
         self._freed = threading.Condition()
         self._allocating: threading.Thread | None = None
+        self._end_allocation = threading.Event()
         self._spare = 0
 
     def grow(self, count: int, spare: int = 0) -> None:
@@ -186,13 +187,16 @@ class BufferPool:
             return
 
         device = devices.device_in_use()
+        self._end_allocation = threading.Event()
+        ended = self._end_allocation.is_set
 
         def allocate() -> None:
             for buffer in fresh:
                 try:
-                    self._lay_out(buffer, structure, device)
-                    if buffer.memory is not None:
-                        populate(buffer.memory)
+                    if not ended():
+                        self._lay_out(buffer, structure, device)
+                    if buffer.memory is not None:  # one thread: the next step needs the processors
+                        populate(buffer.memory, 1, ended)
                 finally:
                     self.give_back(buffer)
 
@@ -228,6 +232,7 @@ class BufferPool:
         self.handed_over = busy
 
     def end_copies(self) -> None:
+        self._end_allocation.set()  # a restart does not wait for it
         if self._allocating is not None:
             self._allocating.join()
         for buffer in self.all_buffers:
