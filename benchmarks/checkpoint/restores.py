@@ -79,12 +79,15 @@ class _Libraries:
 def restores(
     folder: Path,
     job: Training,
+    small: Training,
     tensors: Sequence[torch.Tensor],
     buffers: Sequence[torch.Tensor],
     threads: int,
     rounds: int,
 ) -> tuple[dict[str, dict[str, list[float]]], list[str]]:
-    """Seconds of each kind of restore in each round, and the sources of `Checkpointer.restore`."""
+    """Seconds of each kind of restore in each round, and the sources of `Checkpointer.restore`.
+    `small` has as many tensors as `job`.
+    """
     path, peer = folder / "restored", folder / "restored-peer"
     sources = _Sources()
     seconds: dict[str, dict[str, list[float]]] = {}
@@ -97,20 +100,29 @@ def restores(
             seconds.setdefault(name, {}).setdefault("seconds", []).append(value)
 
     libraries = _Libraries(folder, job)
-    # From memory, as after a restart in place.
-    checkpointer = Checkpointer(path, events=sources)
-    checkpointer.save(1, job.state_dict()).wait()
+    # From memory, as after a restart in place; and of as many tensors that have few bytes, which is
+    # what a restore costs whatever the size of the state.
+    kept: dict[str, tuple[Path, Training, _Sources | None]] = {
+        "restore from memory": (path, job, sources),
+        "restore from memory, few bytes": (folder / "restored-small", small, None),
+    }
+    opened: dict[str, Checkpointer] = {}
+    for name, (at, of, events) in kept.items():
+        opened[name] = Checkpointer(at, events=events)
+        opened[name].save(1, of.state_dict()).wait()
     for number in range(rounds + 1):
         turn("memcpy back", functools.partial(copy_time, buffers, tensors), number > 0)
         hashed = functools.partial(hashed_copy_time, buffers, tensors)
         turn("memcpy back with checksums", hashed, number > 0)
-        checkpointer.abort()
-        dist.barrier()
-        checkpointer = Checkpointer(path, events=sources)
-        turn("restore from memory", functools.partial(_restore, checkpointer, job), number > 0)
+        for name, (at, of, events) in kept.items():
+            opened[name].abort()
+            dist.barrier()
+            opened[name] = Checkpointer(at, events=events)
+            turn(name, functools.partial(_restore, opened[name], of), number > 0)
         for name, restore in libraries.memory.items():
             turn(name, functools.partial(_load, restore, job), number > 0)
-    checkpointer.close()
+    for each in opened.values():
+        each.close()
 
     save(job.state_dict(), checkpoint_id=peer)
     dist.barrier()

@@ -34,7 +34,8 @@ def _useful(mib: int, ranks: int, kept: bool, kind: str, faults: int) -> Callabl
         whole = {
             name: statistics.median(fault[name] for fault in each) for name in ("total", "step")
         }
-        return {**parts, **whole, "socket": limits(mib << 20, 3)["socket"]}
+        copies = limits(mib << 20, 3)
+        return {**parts, **whole, **{name: copies[name] for name in ("socket", "neighbor")}}
 
     return measure
 
