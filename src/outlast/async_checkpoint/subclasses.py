@@ -17,17 +17,15 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from outlast.errors import CheckpointMismatch
 
 SUBCLASS = "(subclass)"  # part of the checkpoint's format
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 # What differs between processes in the text of equal metadata: addresses and devices.
 _OF_PROCESS = re.compile(r" at 0x[0-9a-f]+|device\([^)]*\)")
 
 
 def wraps(value: Any) -> bool:
     """Whether `value` is a tensor that wraps others, of no class of torch's own, as `DTensor`."""
-    kind = type(value)  # first its name: of a DTensor, torch's answer takes most of a walk
-    if kind in _PLAIN or kind.__module__.startswith("torch."):
-        return False
-    return is_traceable_wrapper_subclass(value)
+    # By its name first: torch's answer takes most of a walk over DTensors.
+    is_torchs = type(value).__module__.partition(".")[0] == "torch"
+    return not is_torchs and is_traceable_wrapper_subclass(value)
 
 
 def inner(tensor: Any) -> dict[str, Any]:

@@ -12,8 +12,9 @@ import ctypes
 import dataclasses
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 
 import psutil
 
@@ -129,16 +130,15 @@ class SharedMemory:
             pass  # a tensor still uses it: unmapped with the last of them
 
 
-def populate(
-    memory: SharedMemory, threads: int = 2, ended: Callable[[], bool] = lambda: False
-) -> None:
-    """Allocates all pages of `memory` now, or until it is `ended`, so that the first copy into it
-    is as fast as later ones: a little at a time, since other threads that map memory wait for it.
+def populate(memory: SharedMemory, threads: int = 2, end: Event | None = None) -> None:
+    """Allocates all pages of `memory` now, or until `end`, so that the first copy into it is as
+    fast as later ones: a little at a time, since other threads that map memory wait for it.
     """
+    end = end or Event()
 
     def work(parts: Iterator[int]) -> None:
         for at in parts:
-            if not ended():
+            if not end.is_set():
                 allocate(memory.address + at, min(_POPULATED_BYTES, memory.size_bytes - at))
 
     parts = range(0, memory.size_bytes, _POPULATED_BYTES)
@@ -146,7 +146,7 @@ def populate(
         in_threads(work, parts, threads, "outlast-allocate")
     except RuntimeError:  # the interpreter ends, and starts no thread
         work(iter(parts))
-    memory.is_populated = not ended()
+    memory.is_populated = not end.is_set()
 
 
 def allocate(address: int, size_bytes: int) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -49,16 +50,13 @@ class Batch:
 
 
 def load(
-    content: Content,
-    state_dict: dict[str, Any],
-    items: Sequence[Item],
-    values: Values,
-    read: Read = read_verified,
+    reads: deque[Batch], state_dict: dict[str, Any], values: Values, read: Read = read_verified
 ) -> None:
-    """Fills `items` of `state_dict`: with tensors that `read` reads, and then with these values.
-    A `CheckpointError` at the first byte that differs from what was written.
+    """Fills `state_dict`: with tensors, all `reads` of which `read` makes, and then with these
+    values. A `CheckpointError` at the first byte that differs from what was written.
     """
-    for batch in batches(content, state_dict, items):
+    while reads:
+        batch = reads.popleft()  # its temporary memory goes with it
         read(batch.source, batch.pieces())
         batch.finish()
     for item, value in values:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -27,7 +28,7 @@ from outlast.async_checkpoint.restore.fit import (
 )
 from outlast.async_checkpoint.restore.from_copies import CopiesInReach, Fetched, plans
 from outlast.async_checkpoint.restore.from_memory import MemorySnapshot, content_in_memory
-from outlast.async_checkpoint.restore.load import Values, batches, load, load_values
+from outlast.async_checkpoint.restore.load import Batch, Read, batches, load, load_values
 from outlast.async_checkpoint.restore.shared_read import (
     Plan,
     SharedRead,
@@ -320,7 +321,7 @@ class Restorer:
         compared = self.ranks.attempt(lambda: self._compare(content, request, shares=shares))
         if isinstance(compared, CallFailure):
             return compared
-        items, unexpected, plan, digest = compared
+        items, unexpected, reads, (plan, digest) = compared
         hosts: list[list[int]] = []
         if request.strict or by_storage:
             part = {"unexpected": unexpected, "loads": (host_name(), digest), "shares": shares}
@@ -337,23 +338,19 @@ class Restorer:
             if missing and request.strict:
                 raise left_over(missing, content.where)
         request.overwritten.update(item.name for item in items)
-        given = content, state_dict, items
-        values_of = partial(load_values, *given, request.weights_only)
+        values_of = partial(load_values, content, state_dict, items, request.weights_only)
         if not hosts:
-            return self.ranks.attempt(lambda: load(*given, values_of()))
-        return self._load_shared(SharedRead(hosts, plan, self.ranks, self._group), given, values_of)
-
-    def _load_shared(
-        self,
-        shared: SharedRead,
-        given: tuple[Content, dict[str, Any], list[Item]],
-        values_of: Callable[[], Values],
-    ) -> CallFailure | None:
-        """Values first, by each rank: if one cannot be loaded, no rank waits for its chunks."""
-        values, content = self.ranks.attempt(values_of), given[0]
+            return self.ranks.attempt(lambda: load(reads, state_dict, values_of()))
+        values = self.ranks.attempt(values_of)
         if isinstance(values, CallFailure):
             return values
-        work = partial(load, *given, values)
+        shared = SharedRead(hosts, plan, self.ranks, self._group)
+        return self._load_shared(shared, content, partial(load, reads, state_dict, values))
+
+    def _load_shared(
+        self, shared: SharedRead, content: Content, work: Callable[[Read], None]
+    ) -> CallFailure | None:
+        """Called when each rank has its values: none waits for the chunks of one that has not."""
         is_whole = self.ranks.attempt(lambda: shared.load(content.sources[0], work))
         if isinstance(is_whole, CallFailure):
             return is_whole
@@ -384,7 +381,7 @@ class Restorer:
 
     def _compare(
         self, content: Content, request: _Request, *, shares: bool
-    ) -> tuple[list[Item], list[str], Plan, str]:
+    ) -> tuple[list[Item], list[str], deque[Batch], tuple[Plan, str]]:
         present = self._items(request.state_dict)
         check_mixture(request.state_dict, present, request.empty, content)
         items, unexpected = fit(present, content, request.strict, request.optional)
@@ -396,5 +393,5 @@ class Restorer:
             raise CheckpointMismatch(
                 f"{content.where} lacks {sorted(lost)[:10]}, which now hold parts of a damaged one"
             )
-        reads = batches(content, request.state_dict, items) if shares else ()
-        return items, unexpected, *plan_of(reads)
+        reads = deque(batches(content, request.state_dict, items))
+        return items, unexpected, reads, plan_of(reads if shares else ())

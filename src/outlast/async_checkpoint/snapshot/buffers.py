@@ -187,16 +187,15 @@ class BufferPool:
             return
 
         device = devices.device_in_use()
-        self._end_allocation = threading.Event()
-        ended = self._end_allocation.is_set
+        self._end_allocation = end = threading.Event()
 
         def allocate() -> None:
             for buffer in fresh:
                 try:
-                    if not ended():
+                    if not end.is_set():
                         self._lay_out(buffer, structure, device)
                     if buffer.memory is not None:  # one thread: the next step needs the processors
-                        populate(buffer.memory, 1, ended)
+                        populate(buffer.memory, 1, end)
                 finally:
                     self.give_back(buffer)
 

@@ -222,8 +222,7 @@ class Structure:
     def _lay_out(self, chosen: Collection[Key], rank: int) -> None:
         begin, at = 0, 0  # offset of the current file in the buffer; offset in the file
         file, of_values = f"__{rank}_0.distcp", values_file(rank)
-        # Small tensors first, the smallest ones together: ranks share them (an optimizer's counts
-        # of steps), and one that lacks them reads and verifies whole chunks.
+        # The smallest together: a rank that lacks some (counts of steps) reads whole chunks.
         by_size = sorted(enumerate(self.items), key=lambda each: min(each[1].size_bytes, _SMALL))
         for order, item in by_size:
             if item.kind == "container":
