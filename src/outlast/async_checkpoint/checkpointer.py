@@ -266,7 +266,7 @@ class Checkpointer:
         with self.ranks.operation():
             self.saves.seal_all()
             found = self.restorer.restore(state_dict, step, strict, tuple(optional), weights_only)
-        self.saves.prepare(state_dict)
+        self.saves.prepare(lambda: state_dict)
         if found is not None and self.resumes_saves:
             self.saves.resume_left(self.restorer.take_left(found))
         return found

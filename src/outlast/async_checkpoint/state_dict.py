@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_map_only
 
 from outlast.async_checkpoint.subclasses import SUBCLASS, inner, wraps
 from outlast.errors import CheckpointUnsavable
@@ -77,6 +78,18 @@ def leaf_numbers(state: Any) -> dict[Path, int]:
 def wrappers(state: Any) -> list[tuple[Path, dict[str, Any]]]:
     """The dicts in a state that was loaded which stand for tensors that wrap others."""
     return [(path, v) for path, v in nodes(state) if isinstance(v, dict) and SUBCLASS in v]
+
+
+def replaced(state: Any, kind: type, by: Callable[[Any], Any]) -> Any:
+    """As `tree_map_only` of torch, whose own walk takes most of the time of a small restore."""
+    of = type(state)
+    if of is dict:
+        return {key: replaced(each, kind, by) for key, each in state.items()}
+    if of is list or of is tuple:
+        return of([replaced(each, kind, by) for each in state])
+    if isinstance(state, kind):
+        return by(state)
+    return state if of in PLAIN else tree_map_only(kind, by, state)
 
 
 def look_up(state: Any, path: Path) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import functools
 import logging
 import random
 import sys
@@ -54,14 +55,17 @@ def of_devices() -> Generators:
 def of_python(state: tuple[Any, ...]) -> torch.Tensor:
     """The result of `random.getstate()`, as a tensor."""
     version, numbers, gauss = state
-    return torch.tensor([version, *numbers, *_float(gauss)], dtype=torch.int64)
+    return _numbers([version, *numbers, *_float(gauss)])
 
 
 def of_numpy(state: tuple[Any, ...]) -> torch.Tensor:
     """The result of `numpy.random.get_state()` of a Mersenne Twister, as a tensor."""
     _, keys, position, has_gauss, cached = state
-    values = [*map(int, keys), int(position), *_float(cached if has_gauss else None)]
-    return torch.tensor(values, dtype=torch.int64)
+    return _numbers([*keys.tolist(), int(position), *_float(cached if has_gauss else None)])
+
+
+def _numbers(values: list[int]) -> torch.Tensor:
+    return torch.frombuffer(array.array("q", values), dtype=torch.int64)  # quicker than `tensor`
 
 
 def setter(name: str, value: torch.Tensor | int) -> Callable[[], object]:
@@ -151,6 +155,12 @@ def of_note(noted: Mapping[str, Any]) -> Generators:
     return found
 
 
+@functools.cache
+def _checking(numpy: Any) -> Any:
+    """A generator to try a state on: to make one takes longer than all else in a restore of it."""
+    return numpy.random.RandomState()
+
+
 def _numpy_setter(value: torch.Tensor | int) -> Callable[[], object]:
     numpy = sys.modules.get("numpy")
     if numpy is None:
@@ -160,7 +170,7 @@ def _numpy_setter(value: torch.Tensor | int) -> Callable[[], object]:
     *keys, position, has_gauss, gauss = value.tolist()
     cached = _gauss(has_gauss, gauss)
     state = ("MT19937", keys, position, int(cached is not None), cached or 0.0)
-    numpy.random.RandomState().set_state(state)
+    _checking(numpy).set_state(state)
     return lambda: numpy.random.set_state(state)
 
 

@@ -91,7 +91,9 @@ def keep_events_beside(events: str, checkpoints: str, *, warn: bool) -> None:
     folder of its checkpoints; without effect if it is no spool. Those of an object store are kept
     in the folder for temporary files. `warn`: on one rank.
     """
-    spool = Spool.of(Path(events)) if events else None
+    if not events or os.path.lexists(f"{events}/{_MOVED}"):  # it is known where: as `keep_in`
+        return
+    spool = Spool.of(Path(events))
     if spool is None:
         return
     remote = "://" in checkpoints

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import difflib
+import functools
 import inspect
 import math
 import numbers
@@ -48,10 +49,12 @@ def check_options(owner: str, given: Iterable[str], allowed: Iterable[str]) -> N
             raise TypeError(f"{owner}() has no option {name!r}{hint}")
 
 
-def options_of(function: Callable[..., Any]) -> set[str]:
+@functools.cache
+def options_of(function: Callable[..., Any]) -> frozenset[str]:
     """The names of the parameters that can be passed to a function or class by name."""
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {p.name for p in inspect.signature(function).parameters.values() if p.kind in by_name}
+    found = inspect.signature(function).parameters.values()
+    return frozenset(p.name for p in found if p.kind in by_name)
 
 
 def check_callable(name: str, value: object) -> None:

@@ -102,7 +102,11 @@ def test_a_replacement_waits_for_the_writer_of_a_dead_process(
     assert os.listdir(path.parent) == []
 
 
-def test_a_process_does_not_wait_for_the_writer_of_a_living_one(path: Path) -> None:
+def test_a_process_does_not_wait_for_the_writer_of_a_living_one(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a restart in place, of its own: not even its status is read."""
+    monkeypatch.setattr(handover, "is_dying", lambda pid: pytest.fail(f"asked for {pid}"))
     with writer(path, os.getpid()) as process:
         assert handover.take_over(path) == ([], {})
         process.communicate("end\n")

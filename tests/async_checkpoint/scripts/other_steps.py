@@ -73,7 +73,7 @@ def one_prepares(path: str) -> None:
     join_group()
     with Checkpointer(path) as checkpointer:
         if RANK == 1:
-            raising(lambda: checkpointer.saves.prepare(state_of(1)))
+            raising(lambda: checkpointer.saves.prepare(lambda: state_of(1)))
         else:
             raising(lambda: save(checkpointer, 5, state_of(5)))
         save(checkpointer, 6, state_of(6))

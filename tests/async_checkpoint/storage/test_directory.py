@@ -157,3 +157,42 @@ def test_deleted_is_one_step(storage: LocalStorage) -> None:
     assert storage.folders() == ["step-00000004"]
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 3; it has \[4\]"):
         folders.delete(storage, 3)
+
+
+def test_what_a_manifest_says_is_checked_once(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each restart in place, the newest manifest is read; a change of it is seen even so."""
+    for step in (3, 4):
+        save(storage, step)
+    checked: list[str] = []
+
+    def counted(content: bytes, where: str) -> object:
+        checked.append(where)
+        return decode(content, where)
+
+    monkeypatch.setattr(folders, "decode", counted)
+    found = folders.list_checkpoints(storage)
+    assert len(checked) == 2
+    assert folders.list_checkpoints(storage) == found
+    assert folders.newest_checkpoint(storage) == found[-1]
+    assert len(checked) == 2
+    manifest = storage.root / "step-00000004" / MANIFEST
+    content = manifest.read_bytes()
+    flip(manifest, len(content) - 2)
+    assert folders.newest_checkpoint(storage) == found[0]
+    manifest.write_bytes(content)
+    assert folders.newest_checkpoint(storage) == found[1]
+    other = LocalStorage(str(storage.root.rename(storage.root.with_name("other"))))
+    folders.list_checkpoints(other)
+    assert len(checked) == 5, "one that was damaged, and two of another folder"
+
+
+def test_few_checked_manifests_are_kept(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folders, "_MOST_KNOWN", 2)
+    for step in range(5):
+        save(storage, step)
+        assert [one.step for one in folders.list_checkpoints(storage)] == [*range(step + 1)]
+        assert len(folders._known) <= 2

@@ -143,13 +143,14 @@ class Saves:
             self._enqueue(save)
         return save.handle
 
-    def prepare(self, state_dict: Mapping[str, Any]) -> None:
-        """After a restore, before the first save: what is restored will be saved, so the ranks
-        agree on it now, unless they have before the restart; and buffers are allocated in the
-        background.
+    def prepare(self, present: Callable[[], Mapping[str, Any]]) -> None:
+        """After a restore, before the first save: what is restored, the `present` state, will be
+        saved, so the ranks agree on it now, unless they have before the restart; and buffers are
+        allocated in the background.
         """
-        if self._count or self._structures.go_on(state_dict):
+        if self._count or self._structures.go_on(present):
             return
+        state_dict = present()
         agreement = self._round(self._next_index(), "preparation of saves")
         try:
             signature = signature_and_leaves(state_dict)[0]

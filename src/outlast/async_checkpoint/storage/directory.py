@@ -16,6 +16,7 @@ from outlast.async_checkpoint.storage.manifest import (
     LARGEST_BYTES,
     MANIFEST,
     Manifest,
+    checksum,
     decode,
     decode_head,
     pieces,
@@ -64,6 +65,13 @@ class CheckpointInfo:
     finite: bool | None = None
 
 
+_known: dict[tuple[str, str, str], CheckpointInfo] = {}
+"""By where they are, and the checksums of their manifests: what a manifest says is checked once.
+That takes longer than all else that is read of storage at a restart in place.
+"""
+_MOST_KNOWN = 64
+
+
 @dataclasses.dataclass(frozen=True)
 class Found:
     """A directory in the storage, and what it is: `step` of the committed checkpoint, if it is one,
@@ -108,11 +116,20 @@ def candidates(storage: Storage) -> list[tuple[int, str]]:
     return sorted(steps, key=lambda one: one[0], reverse=True)
 
 
-def read_manifest(storage: Storage, folder: str) -> Manifest:
-    """Reads the manifest of a checkpoint. A `CheckpointReadError` if it cannot be read now. A
-    `CheckpointMismatch` if it is of a later format. A `CheckpointError` if it is missing, damaged
-    or of another step.
+def read_manifest(storage: Storage, folder: str, content: bytes | None = None) -> Manifest:
+    """Reads the manifest of a checkpoint, or takes the `content` that was read. A
+    `CheckpointReadError` if it cannot be read now. A `CheckpointMismatch` if it is of a later
+    format. A `CheckpointError` if it is missing, damaged or of another step.
     """
+    where = f"{storage.where}/{folder}/{MANIFEST}"
+    manifest = decode(_content(storage, folder) if content is None else content, where)
+    step = step_of(folder)
+    if step is not None and manifest.step != step:
+        raise CheckpointError(f"{where} is the manifest of another save, of step {manifest.step}")
+    return manifest
+
+
+def _content(storage: Storage, folder: str) -> bytes:
     where = f"{storage.where}/{folder}/{MANIFEST}"
 
     def read() -> bytes | None:
@@ -133,11 +150,7 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
     content = reading(where, read)
     if content is None:
         raise CheckpointError(f"{where} is missing: the save was not committed")
-    manifest = decode(content, where)
-    step = step_of(folder)
-    if step is not None and manifest.step != step:
-        raise CheckpointError(f"{where} is the manifest of another save, of step {manifest.step}")
-    return manifest
+    return content
 
 
 def list_checkpoints(storage: Storage) -> list[CheckpointInfo]:
@@ -157,7 +170,13 @@ def _intact(storage: Storage) -> Iterator[CheckpointInfo]:
     """In the order of `candidates`."""
     for _, folder in candidates(storage):
         try:
-            yield _info(read_manifest(storage, folder), folder)
+            content = _content(storage, folder)
+            key = storage.where, folder, checksum(content)
+            if (info := _known.get(key)) is None:
+                if len(_known) >= _MOST_KNOWN:
+                    _known.clear()
+                info = _known[key] = _info(read_manifest(storage, folder, content), folder)
+            yield info
         except CheckpointReadError:
             raise
         except CheckpointError:

@@ -137,7 +137,8 @@ def is_announced(socket_path: Path) -> bool:
         fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:  # the holder lives
         main = os.pread(descriptor, 20, 0)
-        return main.isdigit() and is_dying(int(main))
+        # After a restart in place, this process itself: reading its status is most of a takeover.
+        return main.isdigit() and int(main) != os.getpid() and is_dying(int(main))
     finally:
         os.close(descriptor)
     return False

@@ -67,7 +67,7 @@ class Fallback:
                 log.log(shown, text, found, self.url, e)
                 return None
         restorer.restored_elsewhere(found, "storage", time.monotonic() - began, 0)
-        self._checkpointer.saves.prepare(state)
+        self._checkpointer.saves.prepare(lambda: state)
         return found
 
     def _open(self) -> Checkpointer:

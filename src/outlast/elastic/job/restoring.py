@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.utils._pytree import tree_leaves
 
 from outlast.async_checkpoint import Checkpointer
 from outlast.async_checkpoint.observers import notify
@@ -336,7 +335,7 @@ class Restoring:
             source, received_bytes = "predecessor", received_bytes + self._inherited.bytes
         seconds = time.monotonic() - began
         self._restorer.restored_elsewhere(choice.step, source, seconds, received_bytes)
-        self._checkpointer.saves.prepare(self._training.state_dict())
+        self._checkpointer.saves.prepare(self._training.state_dict)
         if self._rank == 0:
             received = sorted(choice.sources)
             how = f"; {rank_names(received)} received it from others" if received else ""
@@ -357,10 +356,7 @@ class Restoring:
             skeleton, sent, leaves = frozen.skeleton, frozen.own, list(frozen.leaves)
         if frozen is not None and frozen.versions.changed:
             raise ValueError("its tensors were written to during the restore")
-        target: dict[str, Any] = {}
-        if any(isinstance(each, Leaf) and each.sharded for each in tree_leaves(skeleton)):
-            target, _ = self._training.load_target()
-        state: dict[str, Any] = join(skeleton, leaves, target)
+        state: dict[str, Any] = join(skeleton, leaves, lambda: self._training.load_target()[0])
         own = {"buffers": {}, "parts": {}} if here is None else load_plain(here)
         # Buffers first as on the rank that sent them, then as on this rank.
         for name, value in {**sent["buffers"], **own["buffers"]}.items():

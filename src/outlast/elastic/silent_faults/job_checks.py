@@ -132,10 +132,10 @@ class JobChecks:
 
     def compare_now(self, timeout_s: float, *, required: bool = False) -> None:
         """Looks at all parameters, compares the replicas, and waits for the result at most
-        `timeout_s` seconds; raises what the checks raise, and if it is `required`, the loss of the
-        store. Call it on all ranks after the same step.
+        `timeout_s` seconds; raises what the checks raise. Call it on all ranks after the same step.
+        `required`, right after `start`, which has looked: the loss of the store is raised, too.
         """
-        if self._finite is not None:
+        if self._finite is not None and not required:
             self._finite.check_all()
         if self._running and self._replicas is not None:
             self._replicas.compare_now(timeout_s, required=required)

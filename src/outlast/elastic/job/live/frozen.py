@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import xxhash
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import (
-    tree_flatten_with_path,
-    tree_leaves,
-    tree_map,
-    tree_map_only,
-    tree_map_with_path,
-)
+from torch.utils._pytree import tree_flatten_with_path, tree_map_with_path
 
+from outlast.async_checkpoint.state_dict import replaced
 from outlast.async_checkpoint.subclasses import SUBCLASS, inner, wraps
 from outlast.elastic.job.encoding import dump_header, load_state
 from outlast.elastic.job.live.own_state import Record, State
@@ -85,7 +80,7 @@ class Frozen:
         self._tensors: list[torch.Tensor] = []
         self._wrapped: list[torch.Tensor] = []
         self.own, self.savers = point.own, savers
-        self.skeleton = tree_map_only(torch.Tensor, self._leaf, state)
+        self.skeleton = replaced(state, torch.Tensor, self._leaf)
         self.versions = Versions([*self.leaves, *self._wrapped])
         layout = _hash_of([(t.dtype, tuple(t.shape)) for t in self.leaves])
         self.held = Held(
@@ -114,16 +109,12 @@ class Frozen:
         return dump_header((self.skeleton, self.own), shapes)
 
     def state(self) -> dict[str, Any]:
-        tensors = self._tensors
-        return tree_map(  # type: ignore[no-any-return]
-            lambda each: tensors[each.number] if isinstance(each, Leaf) else each, self.skeleton
-        )
+        return dict(replaced(self.skeleton, Leaf, lambda each: self._tensors[each.number]))
 
     @property
     def for_any_size(self) -> bool:
         """Whether another number of ranks can continue from it."""
-        leaves = tree_leaves(self.skeleton)
-        return self.held.resizable and not any(isinstance(e, Leaf) and e.sharded for e in leaves)
+        return self.held.resizable and not any(isinstance(t, DTensor) for t in self._tensors)
 
     def _leaf(self, tensor: torch.Tensor) -> Any:
         if wraps(tensor):
@@ -139,11 +130,21 @@ def of_state(state: State, frozen: Iterable[Frozen]) -> Frozen | None:
     return next((each for each in frozen if each.held.record.has(state)), None)
 
 
-def join(skeleton: Any, leaves: Sequence[torch.Tensor], target: Any) -> Any:
+def join(skeleton: Any, leaves: Sequence[torch.Tensor], target: Callable[[], Any]) -> Any:
     """The nested state of which a `Frozen` has made `skeleton`. The local part of a DTensor is
-    copied into the DTensor that `target` has in its place: a `ValueError` if it has another shape.
+    copied into the DTensor in its place in `target()`: a `ValueError` if it has another shape.
     """
-    present = dict(tree_flatten_with_path(target)[0])
+    sharded: list[Leaf] = []
+
+    def content_of(leaf: Leaf) -> torch.Tensor:
+        if leaf.sharded:
+            sharded.append(leaf)
+        return leaves[leaf.number]
+
+    state = replaced(skeleton, Leaf, content_of)
+    if not sharded:
+        return state
+    present = dict(tree_flatten_with_path(target())[0])
 
     def tensor(path: Any, value: Any) -> Any:
         if not isinstance(value, Leaf):

@@ -159,8 +159,9 @@ def _view_of_some(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
     is_there = tensor.numel() and tensor.untyped_storage().nbytes()  # an offloaded one is not
     if tensor.is_conj() or tensor.is_neg() or not is_there:
         return []
-    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
-    dense = tensor.permute(order)
+    dense = tensor
+    if not dense.is_contiguous():
+        dense = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
     if not dense.is_contiguous():
         return []
     content = dense.view(-1).view(torch.uint8).view(tensor.numel(), -1)
