@@ -24,9 +24,11 @@ Figures = dict[str, float]
 _FLOOR_MS = 100  # of `Adaptive`
 
 
-def _useful(mib: int, ranks: int, kept: bool, kind: str, faults: int) -> Callable[[bool], Figures]:
+def _useful(
+    mib: int, ranks: int, kept: bool, kind: str, faults: int, *, bare: bool = False
+) -> Callable[[bool], Figures]:
     def measure(quick: bool) -> Figures:
-        each = useful_step.measure(mib, ranks, kept, kind, 2 if quick else faults)
+        each = useful_step.measure(mib, ranks, kept, kind, 2 if quick else faults, bare=bare)
         parts = {
             name: statistics.median(fault["parts"][name] for fault in each)
             for name in useful_step.PARTS
@@ -102,6 +104,7 @@ def _hang(quick: bool) -> Figures:
 
 MEASUREMENTS: dict[str, Callable[[bool], Figures]] = {
     "exception, 1 MiB": _useful(1, 2, False, "exception", 12),
+    "exception, 1 MiB, torch alone": _useful(1, 2, False, "exception", 12, bare=True),
     "exception, 1 MiB, kept": _useful(1, 2, True, "exception", 12),
     "exception, 1 MiB, 4 ranks": _useful(1, 4, False, "exception", 12),
     "SIGKILL, 1 MiB": _useful(1, 2, False, "sigkill", 6),

@@ -3,7 +3,8 @@
 The folder in `ROLLBACK_FOLDER` has the plan in `plan.json`. Each iteration makes a few steps, then
 its ranks wait for the harness (a standby must be ready), and rank 1 fails at the beginning of the
 next step. With `kept`, the model and the optimizer of a process outlive the iteration, and DDP
-leaves out its broadcast after a restore: the fast way in the quickstart.
+leaves out its broadcast after a restore: the fast way in the quickstart. With `bare`, there is no
+job: as little as any must do, by torch alone.
 """
 
 from __future__ import annotations
@@ -36,12 +37,38 @@ STEPS = 40 if PLAN.get("mib") == 1 else 6
 """Of an iteration, before its fault: `Adaptive` learns from them, and large ones take long."""
 
 _kept: list[tuple[nn.Module, torch.optim.Optimizer]] = []
+_noted: list[dict[str, Any]] = []  # the state of `_Bare`
 
 _TIMEOUTS: dict[str, Any] = {"soft_timeout": _WAIT_S, "hard_timeout": 2 * _WAIT_S}
 if "hang" in PLAN["faults"]:
     _TIMEOUTS = {
         "soft_timeout": inprocess.Adaptive(floor=datetime.timedelta(seconds=0.1), warmup=4)
     }
+
+
+class _Bare:
+    """In place of a job: a round of all ranks, then another one, and a load of the state before."""
+
+    restored_from = "live"
+
+    def __init__(self, _: object, *, model: nn.Module, optimizer: Any, every: None) -> None:
+        self._parts, self.steps = (model, optimizer), 0
+        dist.barrier()
+
+    def restore(self) -> None:
+        dist.barrier()
+        for part, state in zip(self._parts, _noted, strict=False):
+            part.load_state_dict(state)
+            self.steps = 1
+
+    def step(self) -> None:
+        self.steps += 1
+
+    def __enter__(self) -> _Bare:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _noted[:] = [part.state_dict() for part in self._parts]
 
 
 @inprocess.Wrapper(repeated_faults=None, barrier_timeout=3 * _WAIT_S, **_TIMEOUTS)
@@ -57,7 +84,8 @@ def train(call: inprocess.CallWrapper) -> None:
     model, optimizer = _kept[0]
     inputs = torch.randn(_BATCH, next(model.parameters()).shape[1])
     marks.append(time.monotonic())
-    with outlast.Job(FOLDER / "checkpoints", model=model, optimizer=optimizer, every=None) as job:
+    kind: Any = _Bare if PLAN.get("bare") else outlast.Job
+    with kind(FOLDER / "checkpoints", model=model, optimizer=optimizer, every=None) as job:
         marks.append(time.monotonic())
         job.restore()
         marks.append(time.monotonic())

@@ -53,12 +53,15 @@ def run(quick: bool) -> dict[str, Any]:
     return found
 
 
-def measure(mib: int, ranks: int, kept: bool, kind: str, faults: int) -> list[dict[str, Any]]:
+def measure(
+    mib: int, ranks: int, kept: bool, kind: str, faults: int, *, bare: bool = False
+) -> list[dict[str, Any]]:
+    """The figures of each fault; `bare`: of what torch alone needs in place of a job."""
     root = FOLDER.absolute()
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root, prefix="useful-") as name:
         folder = Path(name)
-        plan = {"mib": mib, "kept": kept, "faults": [kind] * faults}
+        plan = {"mib": mib, "kept": kept, "faults": [kind] * faults, "bare": bare}
         (folder / "plan.json").write_text(json.dumps(plan))
         with LaunchedJob(folder) as job:
             command = [sys.executable, "-m", "outlast.launch", "run", f"--nproc-per-node={ranks}"]
