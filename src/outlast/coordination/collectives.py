@@ -37,6 +37,13 @@ def least(value: int, group: Any = None) -> int:
         return int(tensor.item())
 
 
+def first_rank(holds: bool, rank: int, group: Any = None) -> int | None:
+    """The first rank on which this holds: a collective."""
+    no_rank = 1 << 62
+    first = least(rank if holds else no_rank, group)
+    return None if first == no_rank else first
+
+
 def raise_together(
     error: Exception | None,
     what: str,
@@ -47,11 +54,10 @@ def raise_together(
     """Raises on all ranks if one has an `error`: a collective, and so a barrier. `error` itself
     here, elsewhere a `kind` that names a rank on which `what` happened.
     """
-    no_rank = 1 << 62
-    first = least(no_rank if error is None else rank, group)
+    first = first_rank(error is not None, rank, group)
     if error is not None:
         raise error
-    if first != no_rank:
+    if first is not None:
         raise kind(f"{what} on rank {first}: its own error says why")
 
 

@@ -18,7 +18,7 @@ from outlast.async_checkpoint.observers import notify
 from outlast.async_checkpoint.trust import Trusted, trusted
 from outlast.coordination.agreement import Agreement
 from outlast.coordination.call_ledger import CallLedger
-from outlast.coordination.collectives import raise_together
+from outlast.coordination.collectives import first_rank, raise_together
 from outlast.elastic.job.by_rank.equal_states import refusal
 from outlast.elastic.job.encoding import load_plain, load_state, unpacked
 from outlast.elastic.job.fallback import Fallback, load_checkpoint
@@ -30,7 +30,7 @@ from outlast.elastic.job.live.recorder import NotSupported, Recorder
 from outlast.elastic.job.live.rescue import Kept, check_same_folder, release_all, rescue_for
 from outlast.elastic.job.live.to_save import Resharding, choose_to_reshard
 from outlast.elastic.job.live.transfer import Exchange, TransferFailed
-from outlast.elastic.job.same_on_all_ranks import SameParameters, first_rank, name_that_differs
+from outlast.elastic.job.same_on_all_ranks import SameParameters, name_that_differs
 from outlast.elastic.job.training_state import TrainingState
 from outlast.elastic.wrapped_modules import plain_state_dict
 from outlast.errors import CheckpointError, RestartAbort

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from outlast.async_checkpoint import Checkpointer
 from outlast.coordination.call_ledger import CallLedger
-from outlast.coordination.collectives import least
+from outlast.coordination.collectives import first_rank
 from outlast.elastic.job.models import parameters_of
 from outlast.elastic.job.training_state import TrainingState
 from outlast.elastic.tensors import digest
@@ -27,14 +27,6 @@ log = logging.getLogger("outlast.elastic")
 
 Described = list[tuple[str, tuple[int, ...]]]
 """The name and the shape of each parameter, in the order of the optimizer."""
-
-_NO_RANK = 1 << 62
-
-
-def first_rank(holds: bool, rank: int, group: Any) -> int | None:
-    """The first rank on which this holds: a collective."""
-    first = least(rank if holds else _NO_RANK, group)
-    return None if first == _NO_RANK else first
 
 
 def by_rank(values: Sequence[str]) -> str:
