@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import hypothesis
+import msgspec
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -123,12 +124,16 @@ def test_a_cycle_with_skipped_pieces_is_not_the_newest_clean_one() -> None:
     judge = Judge(0)
 
     def judged(*records: Record) -> Result:
-        return Result.decode(judge([each.encode() for each in records]))
+        return judge(records)
 
     assert judged(record("a", first=10), record("a", first=10)).clean_step == 10
     assert judged(record(None, first=20), record("b", first=20)).clean_step == 10
     different = judged(record("a", first=30), record("b", first=30))
     assert (different.clean_step, len(different.differences)) == (10, 1)
+
+
+def published(ledger: CallLedger, number: int) -> Record:
+    return msgspec.json.decode(ledger.round(number).part(0), type=Record)
 
 
 def run_alone_as_two(
@@ -145,7 +150,7 @@ def run_alone_as_two(
             optimizer.step()
             running.step()
             between()
-    return [Record.decode(part.decode()) for i in range(8) if (part := ledger.round(i).part(0))]
+    return [published(ledger, i) for i in range(8) if ledger.round(i).part(0)]
 
 
 def test_parameters_that_are_written_to_between_two_steps_are_left_out(
@@ -207,7 +212,8 @@ def test_wrong_arguments_are_refused(made: Any, message: str) -> None:
 
 
 def test_results_are_json() -> None:
-    assert json.loads(Judge(3)([record("a").encode()]))["clean_step"] == 10
+    result = Judge(3)([record("a")])
+    assert json.loads(msgspec.json.encode(result))["clean_step"] == 10
 
 
 @pytest.mark.parametrize(("every", "first"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4]), (3, [3])])
@@ -233,7 +239,7 @@ def test_a_rank_without_parameters_takes_part_in_every_round() -> None:
             sum(p.sum() for p in held.parameters()).backward()
             optimizer.step()
             running.step()
-    assert [Record.decode(ledger.round(i).part(0).decode()).digests for i in range(2)] == [[], []]
+    assert [published(ledger, i).digests for i in range(2)] == [[], []]
 
 
 def test_replicas_of_ranks_that_are_not_at_the_same_step_are_no_fault_of_the_hardware(
@@ -241,7 +247,7 @@ def test_replicas_of_ranks_that_are_not_at_the_same_step_are_no_fault_of_the_har
 ) -> None:
     def judged(judge: Judge, digest: str, batches: int, first: int) -> Result:
         own = dataclasses.replace(record(digest, first=first), batches=batches)
-        return Result.decode(judge([record("a", first=10).encode(), own.encode()]))
+        return judge([record("a", first=10), own])
 
     judge = Judge(3)
     for batches, first in ((1, 10), (0, 12)):

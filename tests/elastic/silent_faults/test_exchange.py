@@ -11,7 +11,6 @@ from torch import nn
 
 from outlast.coordination.call_ledger import CallLedger
 from outlast.coordination.stores.store import MemoryStore
-from outlast.elastic.silent_faults.comparison import Result
 from outlast.elastic.silent_faults.exchange import Exchange
 from outlast.elastic.silent_faults.job_checks import JobChecks
 from outlast.elastic.silent_faults.replica_check import ReplicaCheck, RunningReplicaCheck
@@ -31,7 +30,8 @@ class LostStore(MemoryStore):
 def test_work_that_training_waits_for_is_done_after_the_loss_of_the_store(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    exchange = Exchange(CallLedger(LostStore(), "test", 1, 2), "replicas", lambda texts: "")
+    ledger = CallLedger(LostStore(), "test", 1, 2)
+    exchange = Exchange(ledger, "replicas", lambda records: "", str, str)
     hashed = threading.Event()
     try:
         exchange.publish(lambda: "a record")
@@ -89,7 +89,7 @@ def test_a_difference_is_reported_before_any_rank_acts_on_it() -> None:
             assert published.wait(NET_S)
         (result,) = checks[1]._exchange.all_results(NET_S)
         with pytest.raises(ReplicasDiffer, match="after step 1: rank 0 on"):
-            checks[1]._act_on(Result.decode(result))
+            checks[1]._act_on(result)
         assert [(event.kind, event.rank) for event in events.events] == [("replica_mismatch", 0)]
     finally:
         for check in checks:

@@ -14,7 +14,7 @@ from outlast.async_checkpoint import CheckpointInfo
 from outlast.coordination.call_ledger import CallLedger
 from outlast.coordination.stores.store import MemoryStore
 from outlast.elastic import ReplicaCheck
-from outlast.elastic.silent_faults.comparison import Judge, Record, Result
+from outlast.elastic.silent_faults.comparison import Judge, Record
 from outlast.elastic.silent_faults.job_checks import JobChecks
 from outlast.elastic.silent_faults.replica_check import RunningReplicaCheck
 from outlast.events.emitter import Emitter
@@ -223,8 +223,7 @@ def test_which_buffers_are_compared() -> None:
     judge = Judge(0)
 
     def differing(*cycle: dict[str, str]) -> list[tuple[list[int], list[str]]]:
-        texts = [record(rank, **buffers).encode() for rank, buffers in enumerate(cycle)]
-        result = Result.decode(judge(texts))
+        result = judge([record(rank, **buffers) for rank, buffers in enumerate(cycle)])
         return [(each.ranks, each.buffers) for each in result.differences]
 
     assert differing({"a": "1", "b": "1", "c": "1"}, {"a": "1", "b": "2", "c": "1"}) == []

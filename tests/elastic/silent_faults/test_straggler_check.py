@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from elastic.silent_runs import Ranks, Run
 from outlast.elastic.silent_faults import own_time
-from outlast.elastic.silent_faults.straggler_check import SlowRanks
+from outlast.elastic.silent_faults.straggler_check import SlowRanks, Window
 from outlast.events.types import StragglerFound
 
 HOST = socket.gethostname()
@@ -83,8 +82,7 @@ def windows(judge: SlowRanks, *medians: list[float | None]) -> list[list[int]]:
     """The ranks that are found after each window."""
     found = []
     for number, each in enumerate(medians):
-        records = [json.dumps({"step": number, "host": "h", "median": m}) for m in each]
-        found.append([slow.straggler for slow in SlowRanks.decode(judge(records))])
+        found.append([slow.straggler for slow in judge([Window(number, "h", m) for m in each])])
     return found
 
 

@@ -12,8 +12,6 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-import msgspec
-
 log = logging.getLogger("outlast.elastic")
 
 Key = TypeVar("Key")  # of a digest: the number of a piece, or the name of a buffer
@@ -32,13 +30,6 @@ class Record:
     # The digests of buffers that were not written to, by name, as of `first`.
     buffers: dict[str, str] = dataclasses.field(default_factory=dict)
     batches: int = 0  # how many the rank had taken then: equal on all ranks
-
-    def encode(self) -> str:
-        return msgspec.json.encode(self).decode()
-
-    @classmethod
-    def decode(cls, text: str) -> Record:
-        return msgspec.json.decode(text, type=cls)
 
     def step_of(self, piece: int) -> int:
         """The step after which this piece was hashed."""
@@ -155,13 +146,6 @@ class Result:
     clean_step: int  # the last one after which all compared digests were known to be equal
     differences: list[Difference]  # one for each set of replicas that differ
 
-    def encode(self) -> str:
-        return msgspec.json.encode(self).decode()
-
-    @classmethod
-    def decode(cls, text: str) -> Result:
-        return msgspec.json.decode(text, type=cls)
-
 
 class Judge:
     """Compares one cycle after the other, on rank 0. `clean_step` is the last step after which the
@@ -173,18 +157,17 @@ class Judge:
         self.clean_step = self.known_by_all = clean_step
         self._buffers = _Buffers()
 
-    def __call__(self, texts: Sequence[str]) -> str:
-        records = [Record.decode(text) for text in texts]
+    def __call__(self, records: Sequence[Record]) -> Result:
         differences = compare(records) + self._buffers(records)
         first = min(record.first for record in records)
         places = [f"step {each.first}, {each.batches} batches taken" for each in records]
         if differences and len(set(places)) > 1:
             # That is why, and no fault of the hardware. A save is an error.
             log.warning("the replicas differ, and are not at the same step: %s", places)
-            return Result(first, self.clean_step, []).encode()
+            return Result(first, self.clean_step, [])
         self.known_by_all = max(self.known_by_all, min(record.known for record in records))
         # A piece that was skipped everywhere says nothing about this cycle.
         complete = all(None not in record.digests for record in records)
         if not differences and complete:
             self.clean_step = max(self.clean_step, first)
-        return Result(first, self.clean_step, differences).encode()
+        return Result(first, self.clean_step, differences)

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
+import msgspec
 from torch import nn
 
 from outlast.coordination.call_ledger import CallLedger, Round, connect_ledger
@@ -32,11 +33,8 @@ from outlast.system.parallel import start_thread
 log = logging.getLogger("outlast.elastic")
 
 R = TypeVar("R", bound="Running")
-
-Judge = Callable[[Sequence[str]], str]
-"""Compares the records of all ranks, in the order of the ranks; returns the result, not empty. It
-is called on rank 0 alone, for one round after the other.
-"""
+P = TypeVar("P")  # what a rank publishes, as JSON
+S = TypeVar("S")  # the result, as JSON
 
 _CLOSE_S = 5.0  # one store operation may be in progress
 
@@ -82,14 +80,25 @@ class Startable(Generic[R]):
         raise NotImplementedError
 
 
-class Exchange:
-    """One rank's part. `name` says in the log what ends if the store is lost."""
+class Exchange(Generic[P, S]):
+    """One rank's part. `name` says in the log what ends if the store is lost. `judge` compares the
+    records of all ranks, in the order of the ranks, and returns the result; it is called on rank 0
+    alone, for one round after the other.
+    """
 
-    def __init__(self, ledger: CallLedger, name: str, judge: Judge) -> None:
+    def __init__(
+        self,
+        ledger: CallLedger,
+        name: str,
+        judge: Callable[[Sequence[P]], S],
+        record: type[P],
+        result: type[S],
+    ) -> None:
         self._ledger, self._name, self._judge = ledger, name, judge
+        self._record_type, self._result_type = record, result
         self.rank = ledger.rank
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._results: deque[str] = deque()
+        self._results: deque[S] = deque()
         self._arrived = threading.Event()  # a result, or the loss of the store
         self._open: list[Round] = []  # rounds in which this rank has published; its thread's own
         self._unread = 0  # of `_open`, as the training thread counts them
@@ -98,7 +107,7 @@ class Exchange:
         # Records read the device.
         self._thread = start_thread(f"outlast-{name}", on_this_device(self._run))
 
-    def publish(self, record: Callable[[], str]) -> None:
+    def publish(self, record: Callable[[], P]) -> None:
         """Publishes the record that `record`, called in the background, returns."""
         self._unread += 1
         self._work.put(lambda: self._publish(record))
@@ -109,7 +118,7 @@ class Exchange:
         """
         self._work.put(work)
 
-    def results(self) -> list[str]:
+    def results(self) -> list[S]:
         """The results that have arrived since the last call, oldest first. Looks for more in the
         background if a round is open. Call it on the training thread.
         """
@@ -122,13 +131,13 @@ class Exchange:
             self._work.put(self._look)
         return found
 
-    def all_results(self, timeout_s: float) -> list[str]:
+    def all_results(self, timeout_s: float) -> list[S]:
         """Waits for the results of all rounds. If they do not all come, says so in the log, and
         returns those that have. Call it on the training thread.
         """
         end = time.monotonic() + timeout_s
         self._work.put(lambda: self._await_open(end))
-        found: list[str] = []
+        found: list[S] = []
         while True:
             self._arrived.clear()  # before the look: what arrives after it sets the event again
             found += self.results()
@@ -163,10 +172,10 @@ class Exchange:
                     log.exception("%s: no longer checked", self._name)
                 self._arrived.set()
 
-    def _publish(self, record: Callable[[], str]) -> None:
+    def _publish(self, record: Callable[[], P]) -> None:
         if self.error:
             return
-        content = record().encode()
+        content = msgspec.json.encode(record())
         opened = self._ledger.next()
         opened.finish(content)
         self._open.append(opened)
@@ -192,12 +201,13 @@ class Exchange:
                 return  # the training thread, which waits for as long, says so
             self._look()
 
-    def _result(self, opened: Round) -> str | None:
+    def _result(self, opened: Round) -> S | None:
         if self.rank != 0:
             payload = opened.conclusion()
-            return None if payload is None else payload.decode()
+            return None if payload is None else msgspec.json.decode(payload, type=self._result_type)
         if opened.verdict() is None:
             return None
-        result = self._judge([part.decode() for part in opened.parts()])
-        opened.conclude(result.encode())
+        kind = self._record_type
+        result = self._judge([msgspec.json.decode(part, type=kind) for part in opened.parts()])
+        opened.conclude(msgspec.json.encode(result))
         return result

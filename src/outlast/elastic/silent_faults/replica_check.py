@@ -45,8 +45,6 @@ from outlast.system.arguments import as_int
 from outlast.system.devices import on_accelerator
 from outlast.system.units import listed
 
-__all__ = ["ReplicaCheck", "RunningReplicaCheck"]
-
 log = logging.getLogger("outlast.elastic")
 
 
@@ -114,7 +112,7 @@ class RunningReplicaCheck(Running):
         self._judge = Judge(self.known_clean_step)
         self._before_result = before_result
         self._alone = ledger.world_size == 1
-        self._exchange = Exchange(ledger, "replicas", self._compare)
+        self._exchange = Exchange(ledger, "replicas", self._compare, Record, Result)
         self._step = step
         self._in_cycle = False
         self._slice = 0  # the next one to hash in the cycle
@@ -163,8 +161,8 @@ class RunningReplicaCheck(Running):
         if self._in_cycle and self._slice < len(self._layout.slices):
             self._hand_over(self._slice)
             self._slice += 1
-        for text in self._exchange.results():
-            self._act_on(Result.decode(text))
+        for result in self._exchange.results():
+            self._act_on(result)
 
     def compare_now(self, timeout_s: float, *, required: bool = False) -> None:
         """Compares all parameters as they are now, and waits for the result: before a state is
@@ -185,8 +183,8 @@ class RunningReplicaCheck(Running):
             self._settle()
         self._publish()
         self._in_cycle = False
-        for text in self._exchange.all_results(timeout_s):
-            self._act_on(Result.decode(text))
+        for result in self._exchange.all_results(timeout_s):
+            self._act_on(result)
         if required and self._exchange.error is not None:
             raise self._exchange.error
 
@@ -263,7 +261,7 @@ class RunningReplicaCheck(Running):
         if self._exchange.rank == 0 and self._exchange.error is None:
             self._unjudged.append(first)
 
-        def record() -> str:
+        def record() -> Record:
             found: list[str | None] = []
             for pieces, made in zip(layout.slices, digests, strict=True):
                 found += [None] * len(pieces) if made is None else [digest() for digest in made]
@@ -276,24 +274,23 @@ class RunningReplicaCheck(Running):
                 known=known,
                 buffers={name: digest() for name, digest in of_buffers.items()},
                 batches=batches,
-            ).encode()
+            )
 
         self._exchange.publish(record)
 
     # ------------------------------------------------------------------------- results
 
-    def _compare(self, texts: Sequence[str]) -> str:
+    def _compare(self, records: Sequence[Record]) -> Result:
         """On rank 0, in the background. No rank acts on the result before this returns: the restart
         that follows would interrupt rank 0 before it had said why.
         """
-        result = self._judge(texts)
+        result = self._judge(records)
         self._unjudged.popleft()
-        decoded = Result.decode(result)
-        for difference in decoded.differences:
+        for difference in result.differences:
             if self._exchange.rank in difference.replicas:
-                self._report(self._mismatch(difference, decoded.clean_step))
-        if self._before_result is not None and decoded.differences:
-            self._before_result(decoded)
+                self._report(self._mismatch(difference, result.clean_step))
+        if self._before_result is not None and result.differences:
+            self._before_result(result)
         return result
 
     def _report(self, mismatch: ReplicaMismatch) -> None:

@@ -14,9 +14,9 @@ import socket
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Literal
 
-import msgspec
 from torch import nn
 
 from outlast.coordination.call_ledger import CallLedger
@@ -27,8 +27,6 @@ from outlast.events.types import StragglerFound
 from outlast.inprocess.running_call import running_call
 from outlast.system.arguments import as_int
 from outlast.system.units import duration_text
-
-__all__ = ["RunningStragglerCheck", "StragglerCheck"]
 
 log = logging.getLogger("outlast.elastic")
 
@@ -86,7 +84,8 @@ class RunningStragglerCheck(Running):
         step: int,
     ) -> None:
         self._check, self._emitter = check, emitter
-        self._exchange = Exchange(ledger, "stragglers", SlowRanks(check.factor, check.windows))
+        judge = SlowRanks(check.factor, check.windows)
+        self._exchange = Exchange(ledger, "stragglers", judge, Window, list[StragglerFound])
         self._step = step
         is_measured = ledger.world_size > 1 and have_times(module)
         self._times = OwnTimes(module) if is_measured else None
@@ -102,9 +101,8 @@ class RunningStragglerCheck(Running):
             self._steps.append(own)
         if self._step % self._check.window == 0:
             self._publish()
-        for text in self._exchange.results():
-            for found in SlowRanks.decode(text):
-                self._report(found)
+        for found in chain(*self._exchange.results()):
+            self._report(found)
         self._times.begin()
 
     def close(self) -> None:
@@ -124,10 +122,9 @@ class RunningStragglerCheck(Running):
             )
         host = socket.gethostname()
 
-        def record() -> str:
+        def record() -> Window:
             seconds = [own.seconds() for own in steps]
-            median = statistics.median(seconds) if seconds else None
-            return msgspec.json.encode(_Window(at, host, median)).decode()
+            return Window(at, host, statistics.median(seconds) if seconds else None)
 
         self._exchange.publish(record)
 
@@ -146,7 +143,7 @@ class RunningStragglerCheck(Running):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Window:
+class Window:
     """What one rank publishes about a window that has ended after `step`."""
 
     step: int
@@ -172,9 +169,8 @@ class SlowRanks:
         self._factor, self._windows = factor, windows
         self._in_a_row: Counter[int] = Counter()
 
-    def __call__(self, texts: Sequence[str]) -> str:
-        """The new stragglers, as `decode` reads them; `texts` are the windows of the ranks."""
-        windows = [msgspec.json.decode(text, type=_Window) for text in texts]
+    def __call__(self, windows: Sequence[Window]) -> list[StragglerFound]:
+        """The new stragglers; `windows` are those of the ranks."""
         medians = {
             rank: window.median for rank, window in enumerate(windows) if window.median is not None
         }
@@ -197,12 +193,7 @@ class SlowRanks:
                         windows=self._windows,
                     )
                 )
-        return msgspec.json.encode(found).decode()
-
-    @staticmethod
-    def decode(text: str) -> list[StragglerFound]:
-        """The stragglers of a result."""
-        return msgspec.json.decode(text, type=list[StragglerFound])
+        return found
 
     def _is_slow(self, seconds: float, typical: float, others: Sequence[float]) -> bool:
         """Compared with `typical`, the median of the others, and how far these are from it."""
