@@ -30,14 +30,12 @@ __all__ = [
 ]
 
 _MODULES = {
-    "AsyncCallsQueue": "calls.queue",
-    "AsyncRequest": "calls.queue",
-    "CheckpointInfo": "storage.directory",
-    "Checkpointer": "checkpointer",
-    "DistributedAsyncCaller": "calls.caller",
-    "FailurePolicy": "policies",
-    "Retention": "policies",
-    "SaveHandle": "handle",
+    "calls.caller": "DistributedAsyncCaller",
+    "calls.queue": "AsyncCallsQueue AsyncRequest",
+    "checkpointer": "Checkpointer",
+    "handle": "SaveHandle",
+    "policies": "FailurePolicy Retention",
+    "storage.directory": "CheckpointInfo",
 }
 
 __getattr__, __dir__ = exports(__name__, _MODULES)

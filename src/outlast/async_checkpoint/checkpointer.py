@@ -40,8 +40,6 @@ from outlast.events.emitter import Emitter, Sink
 from outlast.events.spool import keep_events_beside
 from outlast.system.arguments import Duration, as_int, as_number, as_timedelta, as_wait
 
-__all__ = ["Checkpointer"]
-
 log = logging.getLogger("outlast.checkpoint")
 
 _FOR_FAULT = datetime.timedelta(seconds=30)

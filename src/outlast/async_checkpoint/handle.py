@@ -11,8 +11,6 @@ from typing import TypeVar
 from outlast.coordination.waits import waits
 from outlast.system.arguments import Duration, as_wait
 
-__all__ = ["Handle", "LaterSave", "SaveHandle"]
-
 T = TypeVar("T")
 
 

@@ -16,8 +16,6 @@ from outlast.errors import OutlastError
 from outlast.system.arguments import as_int
 from outlast.system.error_text import message
 
-__all__ = ["FailurePolicy", "Retention"]
-
 log = logging.getLogger("outlast.async_checkpoint")
 
 

@@ -15,12 +15,9 @@ if TYPE_CHECKING:
 __all__ = ["Event", "JsonlSink", "MemorySink", "Sink", "load_run", "report", "types"]
 
 _MODULES = {
-    "Event": "event",
-    "JsonlSink": "emitter",
-    "MemorySink": "emitter",
-    "Sink": "emitter",
-    "load_run": "report",
-    "report": "report",
+    "emitter": "JsonlSink MemorySink Sink",
+    "event": "Event",
+    "report": "load_run report",
     "types": "types",
 }
 

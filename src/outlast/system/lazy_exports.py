@@ -14,17 +14,18 @@ from typing import Any
 def exports(
     package: str, modules: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The `__getattr__` and the `__dir__` of a package; `modules` has, for each exported name, the
-    module of the package that defines it; a module is exported under its own name.
+    """The `__getattr__` and the `__dir__` of a package; `modules` has, for each module of it, the
+    names in it that the package exports; a module is exported under its own name.
     """
     namespace = vars(sys.modules[package])
+    module_of = {name: module for module, names in modules.items() for name in names.split()}
 
     def getattr_(name: str) -> Any:
-        if name not in modules:
+        if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = importlib.import_module(f"{package}.{modules[name]}")
-        value = module if name == modules[name] else getattr(module, name)
+        module = importlib.import_module(f"{package}.{module_of[name]}")
+        value = module if name == module_of[name] else getattr(module, name)
         namespace[name] = value  # once
         return value
 
-    return getattr_, lambda: sorted({*namespace, *modules})
+    return getattr_, lambda: sorted({*namespace, *module_of})

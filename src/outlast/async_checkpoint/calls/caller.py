@@ -16,8 +16,6 @@ from outlast.coordination.collectives import least, raise_together, rank_of
 from outlast.coordination.stores.store import MemoryStore
 from outlast.errors import AsyncCallError
 
-__all__ = ["DistributedAsyncCaller"]
-
 log = logging.getLogger("outlast.async_checkpoint")
 
 _NONE: Mapping[str, Any] = MappingProxyType({})

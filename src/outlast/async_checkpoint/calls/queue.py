@@ -31,8 +31,6 @@ from outlast.errors import AsyncCallError
 from outlast.system.arguments import Duration, as_int, as_wait
 from outlast.system.error_text import describe
 
-__all__ = ["AsyncCallsQueue", "AsyncRequest"]
-
 log = logging.getLogger("outlast.async_checkpoint")
 
 _STORE_S = 10.0

@@ -47,8 +47,6 @@ from outlast.system.arguments import as_int
 from outlast.system.devices import on_accelerator
 from outlast.system.streams import Event, current_stream, recorded, to_host
 
-__all__ = ["FiniteCheck", "RunningFiniteCheck"]
-
 log = logging.getLogger("outlast.elastic")
 
 _GRADIENT_ELEMENTS = 1 << 16
