@@ -27,7 +27,8 @@ step, and a job that is over ends the call, or rank 0 reads the log again for th
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+
+import msgspec
 
 from outlast.coordination.decision import ViewRecord
 from outlast.coordination.membership import COMPLETED, MembershipProtocol
@@ -49,11 +50,6 @@ class LeaveRequest:
     succeeded: bool = True  # other processes take their places at once
     saves: bool = False
     joiners: tuple[int, ...] = ()
-
-    @classmethod
-    def parse(cls, record: dict[str, Any]) -> LeaveRequest:
-        members, joiners = tuple(record["members"]), tuple(record["joiners"])
-        return cls(**{**record, "members": members, "joiners": joiners})
 
 
 async def holder(
@@ -200,5 +196,4 @@ def leave_key(iteration: int, number: int) -> str:
 
 
 async def _requests(membership: MembershipProtocol) -> list[LeaveRequest]:
-    found = lines(await membership.link.read(_LOG))
-    return [LeaveRequest.parse(each) for each in found]
+    return msgspec.convert(lines(await membership.link.read(_LOG)), list[LeaveRequest])

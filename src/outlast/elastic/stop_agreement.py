@@ -32,6 +32,8 @@ import socket
 import threading
 from typing import Any
 
+import msgspec
+
 from outlast.coordination.call_ledger import CallFailure, CallLedger, Round
 from outlast.coordination.moves import LeaveRequest
 from outlast.coordination.waits import waits
@@ -132,7 +134,7 @@ class StopAgreement:
             return
         with self._changed:
             if (leave := decision.get("leave")) is not None:
-                self.leave = LeaveRequest.parse(leave)
+                self.leave = msgspec.convert(leave, LeaveRequest)
             self._last_step = _NEVER if decision.get("after") is None else decision["after"]
             self._changed.notify_all()
 

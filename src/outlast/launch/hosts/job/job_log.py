@@ -31,10 +31,11 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import msgspec
+
 from outlast.coordination.records import lines
 from outlast.coordination.replicated.operations import Operation, OperationStore
 from outlast.launch.agent.death_log import Death
-from outlast.launch.agent.decisions import Decision
 from outlast.launch.hosts.plan import JobPlan
 from outlast.system.sockets import listen
 
@@ -136,18 +137,16 @@ class JobLog:
         return {line["host"]: line["failed"] for line in self._lines(f"job/links/{attempt}/{key}")}
 
     def fail(self, death: Death) -> None:
-        fields = {**dataclasses.asdict(death), "decision": death.decision.value}
-        self._append("job/failures", death={**fields, "host": self._name})
+        named = dataclasses.replace(death, host=self._name)
+        self._append("job/failures", death=msgspec.to_builtins(named))
 
     def failures(self) -> list[Death]:
         """The failed workers of all hosts, in the order of the reports, which is that of `when`:
         the clocks of two hosts cannot be compared.
         """
-        deaths = [line["death"] for line in self._lines("job/failures")]
-        return [
-            Death(**{**death, "decision": Decision(death["decision"]), "when": float(when)})
-            for when, death in enumerate(deaths)
-        ]
+        found = enumerate(self._lines("job/failures"))
+        deaths = [{**line["death"], "when": when} for when, line in found]
+        return msgspec.convert(deaths, list[Death])
 
     def forget_before(self, attempt: int) -> None:
         """Deletes the keys of the attempts before `attempt`. `job/forgotten` at last: by it, the
