@@ -25,6 +25,7 @@ from outlast.errors import LaunchError
 from outlast.launch.commands.shared import UNFIT
 from outlast.launch.environment import launcher_environment
 from outlast.launch.workers import exec_shim
+from outlast.system.error_text import first_line
 
 _ENDPOINTS = 3
 # What a launcher that has ended for the whole job leaves to the others to end as well.
@@ -179,7 +180,7 @@ class _Job:
                 try:
                     result = ray.get(future)
                 except RayActorError as e:
-                    print(f"host {bundle} is lost: {_first_line(e)}", file=sys.stderr)
+                    print(f"host {bundle} is lost: {first_line(e)}", file=sys.stderr)
                     self.endpoints.pop(bundle, None)
                     if replace and code is None:
                         self._start_actor(bundle)
@@ -237,7 +238,3 @@ class _Job:
         for bundle in set(self.running.values()):
             ray.get(self.actors[bundle].stop.remote())
             return  # one launcher tells the others
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

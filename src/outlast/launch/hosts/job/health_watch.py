@@ -10,6 +10,7 @@ from collections.abc import Callable
 from outlast.launch.agent.resources import JobResources
 from outlast.launch.config.job_spec import HealthSpec
 from outlast.launch.health.host_check import CheckProcess
+from outlast.launch.hosts.job.neighbors import CheckRun
 
 
 class HealthWatch:
@@ -22,31 +23,21 @@ class HealthWatch:
     ) -> None:
         self._resources, self._failed = resources, failed
         self._spec = dataclasses.replace(spec, level="off")
-        self._lock, self._over = threading.Lock(), threading.Event()
-        self._check: CheckProcess | None = None
+        self._run, self._over = CheckRun(resources.checks), threading.Event()
         # A daemon: a process that cannot be killed must not keep this one alive.
-        threading.Thread(target=self._run, name="health", daemon=True).start()
+        threading.Thread(target=self._repeat, name="health", daemon=True).start()
 
     def close(self) -> None:
-        with self._lock:
-            self._over.set()
-            if self._check is not None:
-                self._check.kill()
+        self._over.set()
+        self._run.cancel()
 
-    def _run(self) -> None:
+    def _repeat(self) -> None:
+        start = functools.partial(CheckProcess, dataclasses.asdict(self._spec), self._spec.limit_s)
         while not self._over.wait(self._spec.interval_s):
-            with self._lock:
-                if self._over.is_set():
-                    return
-                self._check = check = CheckProcess(
-                    dataclasses.asdict(self._spec), self._spec.limit_s
-                )
-                self._resources.checks.append(check.pid)
+            if (check := self._run.start(start)) is None:
+                return
             failure = check.failure()
-            with self._lock:
-                self._check = None
-                left = check.end()
-            self._resources.checks.remove(check.pid)
+            left = self._run.end()
             if failure and not self._over.is_set():
                 reason = f"it is not healthy: {failure}{left}"
                 self._resources.loop.call_from_thread(functools.partial(self._failed, reason))

@@ -45,7 +45,7 @@ class HostNeighbors:
     ) -> None:
         self._log, self._me, self._own = log, me, own
         self._limit_s = limit_s or 0.0
-        self._run: _Run | None = None
+        self._run: CheckRun | None = None
         self._listener: socket.socket | None = None
         if limit_s is None:
             return
@@ -58,7 +58,7 @@ class HostNeighbors:
         self.cancel()
         if self._me.id not in entry.hosts:
             return
-        self._run = run = _Run(self._own)
+        self._run = run = CheckRun(self._own)
         others = [b if a == self._me.id else a for a, b in self._pairs(entry)]
 
         def work() -> None:
@@ -103,7 +103,7 @@ class HostNeighbors:
     def _pairs(self, entry: Check) -> list[tuple[str, str]]:
         return [pair for pair in _ring(entry.hosts) if self._me.id in pair]
 
-    def _failed(self, run: _Run, entry: Check, plan: JobPlan) -> dict[str, str]:
+    def _failed(self, run: CheckRun, entry: Check, plan: JobPlan) -> dict[str, str]:
         assert self._listener is not None
         ports, me = self._log.ports("check"), self._me.id
         interface = environment.gloo_interface(self._me.address)
@@ -137,8 +137,10 @@ class HostNeighbors:
         return {other: why for other, why in failed.items() if why}
 
 
-class _Run:
-    """The processes of one check. One thread starts and ends them, another may cancel it."""
+class CheckRun:
+    """The processes of one check, whose IDs `own` has. One thread starts and ends them, another may
+    cancel it.
+    """
 
     def __init__(self, own: MutableSequence[int]) -> None:
         self.figures: list[str] = []
@@ -162,12 +164,15 @@ class _Run:
             for process in self._processes:
                 process.kill()
 
-    def end(self) -> None:
+    def end(self) -> str:
+        """Kills what is left of them; in words if that does not help."""
+        left = ""
         with self._lock:
             for process in self._processes:
-                process.end()
+                left += process.end()
                 self._own.remove(process.pid)
             self._processes.clear()
+        return left
 
 
 def next_check(
