@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from outlast.campaign.figures import Stage, believed_partial, fired_faults, unexplained
 from outlast.campaign.plan import RoundPlan
@@ -77,7 +77,7 @@ def test_a_fault_has_the_times_of_the_restart_that_names_its_process(tmp_path: P
 def test_a_restart_without_a_named_process_is_that_of_the_last_fault(tmp_path: Path) -> None:
     fired = tmp_path / "fired"
     fired.mkdir(mode=0o700)
-    plan = dataclasses.replace(PLAN, faults=(PlannedFault(rank=0, kind=Kind.KILL_MONITOR),) * 2)
+    plan = structs.replace(PLAN, faults=(PlannedFault(rank=0, kind=Kind.KILL_MONITOR),) * 2)
     for key, time in (("planned-0", 23.0), ("planned-1", 23.9)):
         record = {"key": key, "kind": "kill_monitor", "rank": 0, "step": 3, "pid": 10, "time": time}
         (fired / key).write_text(json.dumps(record))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from msgspec import structs
 
 from campaign import stand_in
 from outlast.campaign import campaign, job, round
@@ -70,7 +70,7 @@ def test_a_host_that_loses_power_is_replaced_by_a_fresh_one(
 @pytest.mark.usefixtures("_allowed")
 def test_a_round_of_moves_makes_no_step_again(tmp_path: Path) -> None:
     faults = tuple(LauncherFault(action, 5 + 15 * n) for n, action in enumerate(MOVES))
-    plan = dataclasses.replace(PLAN, steps=120, launcher=faults)
+    plan = structs.replace(PLAN, steps=120, launcher=faults)
     result = stand_in.campaign(tmp_path, ranks=3)[0].replay(plan)
     assert not result.failures, result.rounds[0].problems
     assert [one.kind for one in result.fired] == [str(action) for action in MOVES]
@@ -92,7 +92,7 @@ def test_a_round_on_hosts_of_which_one_after_another_is_cut_off(
     monkeypatch.setattr(job, "_CUT_OFF_S", 0.1)
     lost = (Action.HOST_CUT_OFF, Action.HOST_LOST)
     faults = tuple(LauncherFault(action, 2) for action in lost)
-    plan = dataclasses.replace(PLAN, launcher=faults)
+    plan = structs.replace(PLAN, launcher=faults)
     stand_in.use(monkeypatch, "slow")
     before = {process.pid for process in _unshared()}
     result = stand_in.campaign(tmp_path)[0].replay(plan)

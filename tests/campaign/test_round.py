@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import threading
@@ -10,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from campaign import launchers, stand_in
 from outlast.campaign.campaign import CampaignError
@@ -56,7 +56,7 @@ def test_each_problem_is_found(tmp_path: Path, script: str, kind: str, text: str
 
 @pytest.mark.parametrize(("action", "code"), [(Action.STOP, 143), (Action.KILL_LAUNCHER, -9)])
 def test_a_stopped_job_is_resumed(tmp_path: Path, action: Action, code: int) -> None:
-    plan = dataclasses.replace(PLAN, launcher=(LauncherFault(action, launchers.STOPPED_AT),))
+    plan = structs.replace(PLAN, launcher=(LauncherFault(action, launchers.STOPPED_AT),))
     result = run(tmp_path, "waits", plan)
     assert not result.failures
     assert result.rounds[0].exit_codes == [code, 0]
@@ -118,7 +118,7 @@ def test_rounds_run_side_by_side_and_an_error_ends_them(
 
 def test_a_failed_round_leaves_its_plan_and_the_shortened_one(tmp_path: Path) -> None:
     faults = tuple(LauncherFault(Action.STOP, 100 + number) for number in range(3))
-    plan = dataclasses.replace(PLAN, launcher=faults)
+    plan = structs.replace(PLAN, launcher=faults)
     result = run(tmp_path, "wrong_loss", plan)
     ((failed, shortened),) = result.failures
     assert failed.repeated

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from typer.testing import CliRunner
 
 from async_checkpoint import made
@@ -139,7 +139,7 @@ def test_a_planned_damage_is_no_difference(script: Program, tmp_path: Path) -> N
     flip_byte(next(damaged.rglob("all")), 0)
     (found,) = script.differences(expected, damaged, PLAN)
     assert "the last checkpoint is damaged" in found
-    planned = dataclasses.replace(PLAN, faults=(fail_at(0, kind="torn_write", step=1),))
+    planned = structs.replace(PLAN, faults=(fail_at(0, kind="torn_write", step=1),))
     assert script.differences(expected, damaged, planned) == []
 
 

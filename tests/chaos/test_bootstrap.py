@@ -185,7 +185,7 @@ def test_without_a_script_the_usage_is_shown(tmp_path: Path, arguments: tuple[st
 def test_an_invalid_plan_is_an_error_of_one_line(tmp_path: Path) -> None:
     result = run(tmp_path, "x.py", faults=plan(tmp_path, {"rank": 0, "kind": "flood"}))
     assert result.returncode == 2
-    assert "faults[0]: field 'kind' is 'flood'" in result.stderr
+    assert "'flood' - at `$.faults[0].kind`; it must be one of: " in result.stderr
     assert "Traceback" not in result.stderr
 
 

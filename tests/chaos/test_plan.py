@@ -52,44 +52,68 @@ def test_a_plan_is_read_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ([], "plan: is []; it must be an object with fields of these names: faults, random"),
+        ([], "plan: Expected `object`, got `array`"),
         ({}, "plan: no faults; give 'faults', 'random', or both"),
-        ({"fault": []}, "plan: unknown field 'fault'; it must be one of: faults, random"),
-        ({"faults": {}}, "plan: field 'faults' is {}; it must be a list"),
-        ({"faults": [3]}, "faults[0]: is 3; it must be an object with"),
-        ({"faults": [{"kind": "hang"}]}, "faults[0]: field 'rank' is missing"),
-        ({"faults": [{"rank": 1}]}, "faults[0]: field 'kind' is missing"),
+        ({"fault": []}, "plan: Object contains unknown field `fault`"),
+        ({"faults": {}}, "plan: Expected `array`, got `object` - at `$.faults`"),
+        ({"faults": [3]}, "Expected `object`, got `int` - at `$.faults[0]`"),
+        ({"faults": [{"kind": "hang"}]}, "missing required field `rank` - at `$.faults[0]`"),
+        ({"faults": [{"rank": 1}]}, "missing required field `kind` - at `$.faults[0]`"),
         (
             {"faults": [{"rank": 0, "kind": "hang"}, {"rank": -1, "kind": "hang"}]},
-            "faults[1]: field 'rank' is -1; it must be an integer of at least 0",
+            "Expected `int` >= 0 - at `$.faults[1].rank`",
         ),
-        ({"faults": [{"rank": True, "kind": "hang"}]}, "'rank' is True; it must be an integer"),
+        ({"faults": [{"rank": True, "kind": "hang"}]}, "Expected `int`, got `bool`"),
         (
             {"faults": [{"rank": 1, "kind": "meteorite"}]},
-            "faults[0]: field 'kind' is 'meteorite'; it must be one of: exception, system_exit",
+            "'meteorite' - at `$.faults[0].kind`; it must be one of: exception, system_exit",
         ),
-        ({"faults": [{"rank": 1, "kind": ["hang"]}]}, "field 'kind' is ['hang']"),
-        ({"faults": [{"rank": 1, "kind": "hang", "step": 1.5}]}, "'step' is 1.5"),
+        ({"faults": [{"rank": 1, "kind": ["hang"]}]}, "got `array` - at `$.faults[0].kind`"),
+        (
+            {"faults": [{"rank": 1, "kind": "hang", "step": 1.5}]},
+            "got `float` - at `$.faults[0].step`",
+        ),
         (
             {"faults": [{"rank": 1, "kind": "hang", "after_seconds": "soon"}]},
-            "'after_seconds' is 'soon'; it must be a number from 0",
+            "at `$.faults[0].after_seconds`",
         ),
-        ({"faults": [{"rank": 1, "kind": "hang", "after_seconds": float("nan")}]}, "is nan"),
-        ({"faults": [{"rank": 1, "kind": "hang", "setp": 1}]}, "unknown field 'setp'"),
+        (
+            {"faults": [{"rank": 1, "kind": "hang", "after_seconds": float("nan")}]},
+            "after_seconds must be finite, not nan - at `$.faults[0]`",
+        ),
+        (
+            {"faults": [{"rank": 1, "kind": "hang", "setp": 1}]},
+            "unknown field `setp` - at `$.faults[0]`",
+        ),
         (
             {"faults": [{"rank": 1, "kind": "hang", "phase": "lunch"}]},
-            "faults[0]: field 'phase' is 'lunch'; it must be one of: step, entry, collective",
+            "'lunch' - at `$.faults[0].phase`; it must be one of: step, entry, collective",
         ),
         (
             {"faults": [{"rank": 1, "kind": "sigkill", "seconds": 1}]},
-            "faults[0]: kind 'sigkill' takes no 'seconds'; the kinds that do are: sigstop, ",
+            "kind 'sigkill' takes no 'seconds'; the kinds that do are: sigstop, ",
         ),
-        ({"faults": [{"rank": 1, "kind": "slow_disk", "seconds": -1}]}, "'seconds' is -1"),
-        ({"random": {**RANDOM, "rate_per_step": 2}}, "it must be a number from 0 to 1"),
-        ({"random": {**RANDOM, "kinds": []}}, "it must be a list with at least one element"),
-        ({"random": {**RANDOM, "kinds": ["x"]}}, "random: field 'kinds[0]' is 'x'"),
-        ({"random": {**RANDOM, "ranks": [0, -1]}}, "random: field 'ranks[1]' is -1"),
-        ({"random": {"seed": 1}}, "random: field 'rate_per_step' is missing"),
+        (
+            {"faults": [{"rank": 1, "kind": "slow_disk", "seconds": -1}]},
+            "seconds must not be negative, not -1",
+        ),
+        (
+            {"random": {**RANDOM, "rate_per_step": 2}},
+            "Expected `float` <= 1.0 - at `$.random.rate_per_step`",
+        ),
+        (
+            {"random": {**RANDOM, "kinds": []}},
+            "Expected `array` of length >= 1 - at `$.random.kinds`",
+        ),
+        (
+            {"random": {**RANDOM, "kinds": ["x"]}},
+            "'x' - at `$.random.kinds[0]`; it must be one of: exception",
+        ),
+        (
+            {"random": {**RANDOM, "ranks": [0, -1]}},
+            "Expected `int` >= 0 - at `$.random.ranks[1]`",
+        ),
+        ({"random": {"seed": 1}}, "missing required field `rate_per_step` - at `$.random`"),
     ],
 )
 def test_errors_name_entry_field_and_allowed_values(values: Any, message: str) -> None:
@@ -106,7 +130,7 @@ def test_errors_name_the_file(tmp_path: Path) -> None:
     with pytest.raises(ChaosError, match=r"plan\.json: not JSON"):
         Plan.load(path)
     path.write_text('{"faults": [{"rank": 1}]}')
-    with pytest.raises(ChaosError, match=r"plan\.json: faults\[0\]: field 'kind' is missing"):
+    with pytest.raises(ChaosError, match=r"plan\.json: plan: .* `kind` - at `\$\.faults\[0\]`"):
         Plan.load(path)
 
 

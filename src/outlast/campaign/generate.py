@@ -13,6 +13,8 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
+from msgspec import structs
+
 from outlast.campaign.plan import OF_HOSTS, Action, LauncherFault, RoundPlan
 from outlast.chaos import Kind, Phase, PlannedFault
 
@@ -106,7 +108,7 @@ def _plan_on_hosts(seed: int, number: int, shape: Shape, cards: Iterator[Card]) 
     apart = shape.steps // (count + 1)
     steps = [(index + 1) * apart - draw.randrange(GAP_STEPS) for index in range(count)]
     launcher = tuple(LauncherFault(Action(next(cards)), step) for step in steps)
-    return dataclasses.replace(reference_plan(seed, shape), number=number, launcher=launcher)
+    return structs.replace(reference_plan(seed, shape), number=number, launcher=launcher)
 
 
 def _deal(seed: str, cards: Sequence[T]) -> Iterator[T]:

@@ -12,15 +12,16 @@ the launcher when the training has reached a step.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, TypeAlias
+
+import msgspec
 
 from outlast import chaos
-from outlast.chaos.plan import Fields, load_json
+from outlast.chaos.plan import Count, Entry, load_json, read
 from outlast.errors import ChaosError
 
 
@@ -46,12 +47,11 @@ class Action(str, enum.Enum):
         return self.value
 
 
-@dataclasses.dataclass(frozen=True)
-class LauncherFault:
+class LauncherFault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An action on the launcher, once a rank has completed `step`."""
 
     action: Action
-    step: int
+    step: Count
 
 
 MOVES = (Action.HOST_LEAVES, Action.HOST_JOINS, Action.RANK_MOVES)
@@ -61,16 +61,16 @@ _FEWEST_HOSTS = 3
 """Of fewer, one cannot be lost whichever it is."""
 
 Fault = chaos.PlannedFault | LauncherFault
+_Some: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RoundPlan:
+class RoundPlan(Entry, frozen=True, omit_defaults=False):
     """The plan of a round."""
 
-    seed: int  # of the campaign; also that of the training
-    number: int  # of the round in the campaign
-    ranks: int  # how many
-    steps: int  # of the training
+    seed: Count  # of the campaign; also that of the training
+    number: Count  # of the round in the campaign
+    ranks: _Some  # how many
+    steps: _Some  # of the training
     faults: tuple[chaos.PlannedFault, ...] = ()  # inside the ranks
     launcher: tuple[LauncherFault, ...] = ()  # to the launcher, in the order of their steps
 
@@ -89,47 +89,22 @@ class RoundPlan:
         return any(fault.action in MOVES for fault in self.launcher)
 
     def only(self, faults: Sequence[Fault]) -> RoundPlan:
-        return dataclasses.replace(
+        return msgspec.structs.replace(
             self,
             faults=tuple(f for f in self.faults if f in faults),
             launcher=tuple(f for f in self.launcher if f in faults),
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        values["faults"] = chaos.Plan(faults=self.faults).to_dict().get("faults", [])
-        values["launcher"] = [{"action": f.action.value, "step": f.step} for f in self.launcher]
-        return values
-
     def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=2)
+        return json.dumps(msgspec.to_builtins(self), indent=2)
 
     @classmethod
     def load(cls, path: Path) -> RoundPlan:
         """Reads the plan of a round; a `ChaosError` names the file and the field."""
-        names = [field.name for field in dataclasses.fields(cls)]
-        values = load_json(path)
-        if not isinstance(values, dict) or sorted(values) != sorted(names):
-            raise ChaosError(
-                f"{path}: the plan of a round has exactly these fields: {', '.join(names)}"
-            )
-        fields = Fields(values, f"{path}: plan", names)
-        entries = [
-            Fields(entry, f"{path}: launcher[{index}]", ("action", "step"))
-            for index, entry in enumerate(fields.items("launcher"))
-        ]
-        launcher = [
-            LauncherFault(one.choice("action", Action), one.integer("step")) for one in entries
-        ]
-        plan = cls(
-            seed=fields.integer("seed"),
-            number=fields.integer("number"),
-            ranks=fields.integer("ranks", least=1),
-            steps=fields.integer("steps", least=1),
-            faults=chaos.Plan.parse_faults(fields.items("faults"), f"{path}: "),
-            # They are taken one after the other.
-            launcher=tuple(sorted(launcher, key=lambda fault: fault.step)),
-        )
+        plan = read(load_json(path), cls, f"{path}: plan", action=Action)
+        # They are taken one after the other.
+        launcher = tuple(sorted(plan.launcher, key=lambda fault: fault.step))
+        plan = msgspec.structs.replace(plan, launcher=launcher)
         if why := plan._impossible():
             raise ChaosError(f"{path}: {why}")
         return plan

@@ -17,6 +17,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.status import Status
@@ -83,9 +84,9 @@ class RoundResult:
         return [f"{kind}: {text}" for kind, texts in self.problems.items() for text in texts]
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as plain values; `CampaignResult.to_json` lists the failures apart."""
-        values = {**dataclasses.asdict(self), "plan": self.plan.to_dict()}
-        return {name: values[name] for name in values if name not in _OF_FAILURES}
+        """The result for JSON; `CampaignResult.to_json` lists the failures apart."""
+        values = dataclasses.asdict(self).items()
+        return {name: value for name, value in values if name not in _OF_FAILURES}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,14 +160,9 @@ class CampaignResult:
 
     def to_json(self) -> str:
         values = {
-            "seed": self.seed,
-            "ranks": self.ranks,
-            "device": self.device,
-            "command": self.command,
-            "jobs": self.jobs,
+            **vars(self),
             "machine": describe(),
             "date": datetime.date.today().isoformat(),
-            "seconds": self.seconds,
             "goodput": self.goodput,
             "faults": len(self.fired),
             "rounds": [one.to_dict() for one in self.rounds],
@@ -175,13 +171,13 @@ class CampaignResult:
                     "round": one.plan.number,
                     "problems": one.wrong(),
                     "repeated": one.repeated,
-                    "shortened": shortened.to_dict(),
+                    "shortened": shortened,
                     "folder": one.folder,
                 }
                 for one, shortened in self.failures
             ],
         }
-        return json.dumps(values, indent=2)
+        return json.dumps(values, indent=2, default=msgspec.to_builtins)
 
 
 class Display:

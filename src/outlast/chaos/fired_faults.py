@@ -122,19 +122,9 @@ def planned_events(plan: Path, state: Path) -> list[PlannedFault]:
         if key not in records
     ]
     for key, record in records.items():
-        events.append(
-            PlannedFault(
-                key=key,
-                name=record["kind"],
-                rank=record["rank"],
-                iteration=record["iteration"],
-                host=record["host"],
-                pid=record["pid"],
-                time=record["time"],
-                due=planned[key].conditions if key in planned else "random",
-                fired=True,
-            )
-        )
+        fired = {name: record[name] for name in ("key", "rank", "iteration", "host", "pid", "time")}
+        due = planned[key].conditions if key in planned else "random"
+        events.append(PlannedFault(**fired, name=record["kind"], due=due, fired=True))
     return events
 
 

@@ -17,22 +17,24 @@ conditions fires when its rank first enters the training function; with a `phase
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import json
-import math
 import os
 import random
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
+
+import msgspec
 
 from outlast.chaos.kinds import Kind, Phase
 from outlast.errors import ChaosError
 from outlast.system.arguments import Duration, as_timedelta, seconds
 
-E = TypeVar("E", bound=enum.Enum)
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+_Kinds: TypeAlias = Annotated[tuple[Kind, ...], msgspec.Meta(min_length=1)]
+_Ranks: TypeAlias = Annotated[tuple[Count, ...], msgspec.Meta(min_length=1)]
+_Share: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1)]
 T = TypeVar("T")
 
 
@@ -47,8 +49,13 @@ class Moment:
     phase: Phase = Phase.STEP
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlannedFault:
+class Entry(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """An object of a plan, as JSON has it: no other fields, and none that has its default."""
+
+
+class PlannedFault(Entry, frozen=True):
     """One fault of one rank.
 
     Attributes:
@@ -63,25 +70,25 @@ class PlannedFault:
         ChaosError: if `seconds` is given for a kind that has no duration.
     """
 
-    rank: int
+    rank: Count
     kind: Kind
-    iteration: int | None = None
-    step: int | None = None
+    iteration: Count | None = None
+    step: Count | None = None
     after_seconds: Duration | None = None
     phase: Phase = Phase.STEP
     seconds: Duration | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "phase", Phase(self.phase))
+        msgspec.structs.force_setattr(self, "phase", Phase(self.phase))
         if self.seconds is not None and self.kind.default_seconds is None:
             timed = ", ".join(kind for kind in Kind if kind.default_seconds is not None)
-            raise ChaosError(
+            raise _NoSeconds(
                 f"kind {str(self.kind)!r} takes no 'seconds'; the kinds that do are: {timed}"
             )
         for name in ("seconds", "after_seconds"):
             if (value := getattr(self, name)) is not None:
                 duration = as_timedelta(name, value, allow_zero=True)
-                object.__setattr__(self, name, duration.total_seconds())
+                msgspec.structs.force_setattr(self, name, duration.total_seconds())
 
     def due(self, moment: Moment) -> bool:
         return (
@@ -101,8 +108,7 @@ class PlannedFault:
         return ", ".join(f"{name} {value}" for name, value in found.items() if value is not None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RandomFaults:
+class RandomFaults(Entry, frozen=True):
     """Random faults, reproducible by the seed.
 
     Attributes:
@@ -112,11 +118,11 @@ class RandomFaults:
         ranks: the ranks that may have faults; all by default.
     """
 
-    seed: int
-    rate_per_step: float
-    kinds: tuple[Kind, ...]
-    max_faults: int
-    ranks: tuple[int, ...] | None = None
+    seed: Count
+    rate_per_step: _Share
+    kinds: _Kinds
+    max_faults: Count
+    ranks: _Ranks | None = None
 
     def draw(self, moment: Moment) -> Kind | None:
         """The fault of this rank at this step of this iteration, or none."""
@@ -128,8 +134,7 @@ class RandomFaults:
         return generator.choice(self.kinds) if generator.random() < self.rate_per_step else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(Entry, frozen=True):
     """Planned faults, random faults, or both."""
 
     faults: tuple[PlannedFault, ...] = ()
@@ -148,32 +153,14 @@ class Plan:
     @classmethod
     def parse(cls, values: Any, where: str = "") -> Plan:
         """The plan in `values`, an object read from JSON. Errors begin with `where`."""
-        fields = Fields(values, where + "plan", ("faults", "random"))
-        faults = cls.parse_faults(fields.items("faults"), where)
-        random_faults = None
-        if fields.has("random"):
-            random_faults = _parse_random(values["random"], where + "random")
-        if not faults and random_faults is None:
+        plan = read(values, cls, f"{where}plan")
+        if plan == cls():
             raise ChaosError(f"{where}plan: no faults; give 'faults', 'random', or both")
-        return cls(faults=faults, random=random_faults)
-
-    @staticmethod
-    def parse_faults(entries: Sequence[Any], where: str = "") -> tuple[PlannedFault, ...]:
-        """The faults in a list that was read from JSON. Errors begin with `where`."""
-        return tuple(
-            _parse_fault(entry, f"{where}faults[{index}]") for index, entry in enumerate(entries)
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        faults = [_without_defaults(fault) for fault in self.faults]
-        values: dict[str, Any] = {"faults": faults} if faults else {}
-        if self.random is not None:
-            values["random"] = _without_defaults(self.random)
-        return values
+        return plan
 
     def to_json(self) -> str:
         """The plan as `load` reads it."""
-        return json.dumps(self.to_dict(), indent=2)
+        return json.dumps(msgspec.to_builtins(self), indent=2)
 
 
 def fail_at(
@@ -198,40 +185,23 @@ def fail_at(
     )
 
 
-def _parse_fault(values: Any, where: str) -> PlannedFault:
-    fields = Fields(values, where, [field.name for field in dataclasses.fields(PlannedFault)])
-    given: dict[str, Any] = {
-        "rank": fields.integer("rank"),
-        "kind": fields.choice("kind", Kind),
-        **{name: fields.integer(name) for name in ("iteration", "step") if fields.has(name)},
-        **{
-            name: fields.number(name, 0, math.inf)
-            for name in ("after_seconds", "seconds")
-            if fields.has(name)
-        },
-    }
-    if fields.has("phase"):
-        given["phase"] = fields.choice("phase", Phase)
+class _NoSeconds(ChaosError, ValueError):
+    """As a `ValueError`, it gets the place in a plan that is read."""
+
+
+def read(values: Any, kind: type[T], where: str, **choices: type[enum.Enum]) -> T:
+    """The object in `values`, which were read from JSON and which errors call `where`. A
+    `ChaosError` names the field, and what is allowed: of an enumeration, the values in `choices`.
+    """
+    allowed: dict[str, type[enum.Enum]] = {"kind": Kind, "phase": Phase, **choices}
     try:
-        return PlannedFault(**given)
-    except ChaosError as error:
-        raise ChaosError(f"{where}: {error}") from None
-
-
-def _parse_random(values: Any, where: str) -> RandomFaults:
-    fields = Fields(values, where, [field.name for field in dataclasses.fields(RandomFaults)])
-    return RandomFaults(
-        seed=fields.integer("seed"),
-        rate_per_step=fields.number("rate_per_step", 0, 1),
-        kinds=fields.each("kinds", lambda value, name: fields.as_choice(value, name, Kind)),
-        max_faults=fields.integer("max_faults"),
-        ranks=fields.each("ranks", fields.as_integer) if fields.has("ranks") else None,
-    )
-
-
-def _without_defaults(of: PlannedFault | RandomFaults) -> dict[str, Any]:
-    values = dataclasses.asdict(of)
-    return {name: v for name, v in values.items() if v is not None and v is not Phase.STEP}
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        for name, known in allowed.items():
+            if text.startswith("Invalid enum value") and f".{name}" in text:
+                text += f"; it must be one of: {', '.join(map(str, known))}"
+        raise ChaosError(f"{where}: {text}") from None
 
 
 def load_json(path: Path) -> Any:
@@ -242,78 +212,3 @@ def load_json(path: Path) -> Any:
         raise ChaosError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ChaosError(f"{path}: not JSON: {error}") from error
-
-
-class Fields:
-    """The fields of one object of a plan, which errors call `where`. Every method raises
-    `ChaosError` for an invalid value; the error names the field and the allowed values.
-    """
-
-    def __init__(self, values: Any, where: str, allowed: Sequence[str]) -> None:
-        self._where = where
-        names = ", ".join(allowed)
-        if not isinstance(values, dict):
-            raise ChaosError(
-                f"{where}: is {_show(values)}; it must be an object with fields of these names: "
-                f"{names}"
-            )
-        unknown = [name for name in values if name not in allowed]
-        if unknown:
-            raise ChaosError(f"{where}: unknown field {unknown[0]!r}; it must be one of: {names}")
-        self._values = values
-
-    def has(self, name: str) -> bool:
-        return self._values.get(name) is not None
-
-    def integer(self, name: str, least: int = 0) -> int:
-        return self.as_integer(self._get(name), name, least)
-
-    def number(self, name: str, low: float, high: float) -> float:
-        value = self._get(name)
-        fits = isinstance(value, int | float) and not isinstance(value, bool)
-        if not fits or not math.isfinite(value) or not low <= value <= high:
-            allowed = f"from {low}" if high == math.inf else f"from {low} to {high}"
-            raise self._wrong(name, value, f"a number {allowed}")
-        return float(value)
-
-    def choice(self, name: str, choices: type[E]) -> E:
-        return self.as_choice(self._get(name), name, choices)
-
-    def items(self, name: str) -> list[Any]:
-        """The elements of a list, unchecked; empty if the field is absent."""
-        value = self._values.get(name)
-        if value is not None and not isinstance(value, list):
-            raise self._wrong(name, value, "a list")
-        return value or []
-
-    def each(self, name: str, check: Callable[[Any, str], T]) -> tuple[T, ...]:
-        """A list of at least one element, each as `check` returns it."""
-        value = self._get(name)
-        if not isinstance(value, list) or not value:
-            raise self._wrong(name, value, "a list with at least one element")
-        return tuple(check(item, f"{name}[{index}]") for index, item in enumerate(value))
-
-    def as_integer(self, value: Any, name: str, least: int = 0) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise self._wrong(name, value, f"an integer of at least {least}")
-        return value
-
-    def as_choice(self, value: Any, name: str, choices: type[E]) -> E:
-        """Checks a value, which errors call `name`."""
-        allowed = [choice.value for choice in choices]
-        if value not in allowed:
-            raise self._wrong(name, value, f"one of: {', '.join(allowed)}")
-        return choices(value)
-
-    def _get(self, name: str) -> Any:
-        if name not in self._values:
-            raise ChaosError(f"{self._where}: field {name!r} is missing")
-        return self._values[name]
-
-    def _wrong(self, name: str, value: Any, allowed: str) -> ChaosError:
-        return ChaosError(f"{self._where}: field {name!r} is {_show(value)}; it must be {allowed}")
-
-
-def _show(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -11,7 +11,7 @@ import numbers
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
-Duration: TypeAlias = "datetime.timedelta | float"
+Duration: TypeAlias = datetime.timedelta | float
 """A number of seconds, or a `datetime.timedelta`."""
 
 
