@@ -179,7 +179,7 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
     ),
     "the leader's own host learns last": (
         Node._apply,
-        "self._host.learn(self._voter.table.state.covered)",
+        "self.host.learn(self._voter.table.state.covered)",
         "pass",
     ),
 }

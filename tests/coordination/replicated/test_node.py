@@ -122,7 +122,7 @@ def test_hosts_and_decisions_are_one_chain() -> None:
     left = {"do": "host lost", "host": "h2", "reason": "it has finished", "left": True}
     assert json.loads(bytes_of(group.results[waiting])) == left
     assert group.do("h0", "claim", "chain/5", b"too late") == group.results[waiting]
-    refused = group.nodes["h2"].refused
+    refused = group.nodes["h2"].host.refused
     assert refused is not None
     assert refused.orderly
 
@@ -188,7 +188,7 @@ def test_new_voters_decide_alone_when_a_quorum_has_them_on_disk() -> None:
     leader, *others = group.nodes.values()
     assert leader.voters == frozenset(), "they change"
     assert group.do("h1", "put", "k", b"v") is None
-    assert all(r.lease_until > group.now for r in group.nodes.values())
+    assert all(r.host.until > group.now for r in group.nodes.values())
     group.wrote("h1", "h2")
     group.run(1.0)
     assert leader.voters == frozenset(), "h0 is alone a quorum of those before"

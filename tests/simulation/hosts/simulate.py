@@ -72,12 +72,12 @@ class HostSimulation(World):
 
     def _ask_to_join(self, host: SimulatedHost) -> None:
         """The host service repeats this until the host is admitted."""
-        if not host.alive or host.node.refused or host.name in self.model.hosts:
+        if not host.alive or host.node.host.refused or host.name in self.model.hosts:
             return
         self.at(self.now + 0.5, self._ask_to_join, host)
         others = [h for h in self.hosts.values() if h.alive and not h.paused]
         other = self.random.choice([*others, host])
-        reached = self.hosts.get(other.node.leader or "", other)
+        reached = self.hosts.get(other.node.host.leader or "", other)
         if (host.name, reached.name) not in self.cut and reached.alive and not reached.paused:
             reached.node.add_host(HostInfo(host.name), reached.clock(self.now))
             reached.end_round()

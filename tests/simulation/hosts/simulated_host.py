@@ -64,7 +64,7 @@ class SimulatedHost(HostClock):
 
     def lease_end(self) -> float:
         """Until when this host may act, by the true clock."""
-        return self.true(self.node.lease_until)
+        return self.true(self.node.host.until)
 
     # ------------------------------------------------------------------ events
     def begin(self) -> None:
@@ -153,7 +153,7 @@ class SimulatedHost(HostClock):
         """Sends what there is to send, takes the results, and checks what must hold."""
         sim, node = self.sim, self.node
         sending = node.outbox()
-        self.page = node.read_lease
+        self.page = node.host.covered, node.host.reads_until
         for to, message in sending:
             sim.send(self.name, to, message)
         self._keep(node.configurations)
@@ -164,7 +164,7 @@ class SimulatedHost(HostClock):
                 call.result, call.end = result, sim.now
                 sim.saw_answer(call)
         self._observe()
-        if node.refused is not None and node.refused.orderly:
+        if node.host.refused is not None and node.host.refused.orderly:
             self.alive = False
             return
         # A little later, because a rounded time may be a little early, and nothing due yet.

@@ -49,6 +49,8 @@ class Node:
     `now` is read from a monotonic clock after the message was taken from its connection: a lease
     that is valid at `now` was valid after the request was sent.
 
+    `host` has what this host may do, and whom it follows.
+
     Args:
         me: the id of this host, unique for this process: it never comes back.
         founding: the configuration of the founder: itself. `None` for all others; they become part
@@ -68,7 +70,7 @@ class Node:
     ) -> None:
         self.me, self.timing = me, timing
         self._voter = Voter(me, timing, founding, kept)
-        self._host = OwnHost(me, timing, founder=founding is not None)
+        self.host = OwnHost(me, timing, founder=founding is not None)
         self._campaigns = Campaigns(self._voter, rng)
         self._election: Election | None = None
         self._leader: Leader | None = None
@@ -90,14 +92,6 @@ class Node:
         return leader is not None and leader.ready and leader.lease_valid(self._now)
 
     @property
-    def term(self) -> int:
-        return self._host.term
-
-    @property
-    def leader(self) -> str | None:
-        return self._host.leader
-
-    @property
     def voters(self) -> frozenset[str]:
         """The voters, if this host knows: none while they change, or where it never was a voter."""
         log = self._voter.log
@@ -117,25 +111,6 @@ class Node:
         if told is not None:
             self._outbox.append(told)
 
-    @property
-    def lease_until(self) -> float:
-        """Until when this host may act, by its own clock. It may have passed, and may be extended
-        again, as long as the host is not `refused`.
-        """
-        return self._host.until
-
-    @property
-    def read_lease(self) -> tuple[int, float]:
-        """How many covered keys this host knows of, and until when nobody is told of a further one,
-        by its own clock, see `read_leases`. The ranks must be able to see it before anything that
-        `outbox` or `results` has returned leaves the host.
-        """
-        return self._host.covered, self._host.reads_until
-
-    @property
-    def refused(self) -> Refusal | None:
-        return self._host.refused
-
     # ------------------------------------------------------------------ time and messages
     def tick(self, now: float) -> None:
         self._now = self._ticked = now
@@ -149,7 +124,7 @@ class Node:
             self._hand_over(leader)
         elif now >= self._campaigns.due() and self._may_lead():
             self._campaign(pre_vote=True)
-        self._host.check_lease(now)
+        self.host.check_lease(now)
 
     def _announce(self, leader: Leader) -> None:
         for host in leader.leases.announce_to(self._now):
@@ -159,15 +134,15 @@ class Node:
         """The lease of the leader's own host counts from the moment that a quorum has answered."""
         if leader.ready and self.me not in leader.leases.losing:
             granted = leader.read_leases.granted(self.me)
-            self._host.extend(leader.quorum_heard(self._now), granted)
+            self.host.extend(leader.quorum_heard(self._now), granted)
 
     def next_tick(self) -> float:
         """When `tick` is due at the latest."""
         if self._leader is not None:
-            return min(self._ticked + self.timing.append_interval, self._host.due())
+            return min(self._ticked + self.timing.append_interval, self.host.due())
         campaign = self._campaigns.due() if self._may_lead() else float("inf")
-        lease_end = self._host.until if self._host.until > self._now else float("inf")
-        return min(campaign, self._host.due(), lease_end)
+        lease_end = self.host.until if self.host.until > self._now else float("inf")
+        return min(campaign, self.host.due(), lease_end)
 
     def receive(self, sender: str, message: Message, now: float) -> None:
         self._now = now
@@ -189,7 +164,7 @@ class Node:
             if (message.term, sender) == (voter.term, voter.leader) and self._may_lead():
                 self._campaign(pre_vote=False, handover=True)
         elif isinstance(message, Announce | Grant | Answers | Refusal | Recall):
-            self._host.receive(sender, message, voter.term, now)
+            self.host.receive(sender, message, voter.term, now)
         elif self._leader is not None:
             self._lead(self._leader, sender, message)
         elif sender in voter.table.gone:
@@ -198,13 +173,13 @@ class Node:
 
     def outbox(self) -> list[tuple[str, Message]]:
         """The messages to send, each with its receiver; taken. Ends a round of inputs."""
-        for message in self._host.messages(self._now):
-            assert self._host.leader is not None
-            if self._host.leader != self.me:
-                self._outbox.append((self._host.leader, message))
+        for message in self.host.messages(self._now):
+            assert self.host.leader is not None
+            if self.host.leader != self.me:
+                self._outbox.append((self.host.leader, message))
             elif self._leader is not None:
                 self._lead(self._leader, self.me, message)
-            if self._host.is_out_of_touch(self._now) and isinstance(message, Heartbeat | Leave):
+            if self.host.is_out_of_touch(self._now) and isinstance(message, Heartbeat | Leave):
                 # This host may have been removed, and so may the leader: every voter can say so.
                 self._outbox += [(name, message) for name in self._voter.others]
         if self._leader is not None:
@@ -217,18 +192,18 @@ class Node:
     def submit(self, operation: Operation, now: float) -> int:
         """Starts an operation; returns its ticket. It is performed exactly once."""
         self._now = now
-        return self._host.submit(operation, now)
+        return self.host.submit(operation, now)
 
     def results(self) -> list[tuple[int, Result]]:
         """The tickets of finished operations with their results; taken.
 
         A result may be `Failed` once the lease is over; the operation may have been performed.
         """
-        return self._host.requests.results()
+        return self.host.requests.results()
 
     def cancel(self, ticket: int) -> None:
         """Forgets an operation, without a result. For waits: others may still be performed."""
-        self._host.requests.cancel(ticket)
+        self.host.requests.cancel(ticket)
 
     # ------------------------------------------------------------------ hosts
     def add_host(self, info: HostInfo, now: float) -> bool:
@@ -247,7 +222,7 @@ class Node:
         """
         self._now = now
         self._leaving = self._leaving or (reason, now)
-        self._host.leave(reason)
+        self.host.leave(reason)
 
     def _hand_over(self, leader: Leader) -> None:
         """A leader that leaves: another takes over first. If there is none, it is the last host."""
@@ -271,7 +246,7 @@ class Node:
 
     # ------------------------------------------------------------------ elections
     def _may_lead(self) -> bool:
-        return self._leader is None and self.refused is None and self._campaigns.possible
+        return self._leader is None and self.host.refused is None and self._campaigns.possible
 
     def _campaign(self, *, pre_vote: bool, handover: bool = False) -> None:
         self._election = self._campaigns.begin(self._now, pre_vote=pre_vote, handover=handover)
@@ -356,7 +331,7 @@ class Node:
         if gone.left and not settled and not alone:
             return
         if host == self.me:
-            self._host.refuse(Refusal(gone.reason, gone.left))
+            self.host.refuse(Refusal(gone.reason, gone.left))
         else:
             self._outbox.append((host, Refusal(gone.reason, gone.left)))
 
@@ -370,11 +345,11 @@ class Node:
                 leader.leases.begin(others)
                 leader.read_leases.begin(self._voter.table)
                 self._announce(leader)
-                self._host.follow(self.me, leader.term, self._now)
+                self.host.follow(self.me, leader.term, self._now)
                 self._renew(leader)
             if self._began:
                 leader.read_leases.follow(self._voter.table)
-            self._host.learn(self._voter.table.state.covered)
+            self.host.learn(self._voter.table.state.covered)
             for change, results in performed:
                 leader.serving.performed(change, results)
                 self._follow_up(leader, change)
@@ -382,7 +357,7 @@ class Node:
                 self._outbox.append((host, Recall(leader.read_leases.covered)))
             for host, answers in leader.serving.answers():
                 if host == self.me:
-                    self._host.requests.answered(answers)
+                    self.host.requests.answered(answers)
                 else:
                     self._outbox.append((host, Answers(answers)))
             if self.me in self._voter.table.gone:
@@ -393,7 +368,7 @@ class Node:
     def _follow_up(self, leader: Leader, change: Change) -> None:
         gone = self._voter.table.gone
         if isinstance(change, HostJoined) and change.info.id == self.me:
-            self._host.requests.send_again(self._now)
+            self.host.requests.send_again(self._now)
         elif isinstance(change, HostJoined) and change.info.id not in gone:
             leader.leases.admitted(change.info.id, self._now)
             self._outbox.append((change.info.id, Announce(leader.term)))

@@ -118,9 +118,12 @@ class OwnHost:
 
     Attributes:
         leader, term: the leader that this host knows, and its term.
-        until: until when this host may act.
+        until: until when this host may act, by its own clock. It may have passed, and may be
+            extended again, as long as the host is not `refused`.
         covered, reads_until: the read lease: the number of covered keys that this host knows, and
-            until when nobody is told of a further one.
+            until when nobody is told of a further one, see `read_leases`. The ranks must be able to
+            see both before anything that the node's `outbox` or `results` has returned leaves the
+            host.
         joined: whether this host had a lease at any time.
         refused: why this host must not act any more, for good.
     """

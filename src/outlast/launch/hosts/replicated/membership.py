@@ -191,7 +191,7 @@ class Membership:
                 self._admits_itself = not self._node.add_host(self._me, now)
                 self._submitted = True
             sending = self._node.outbox()
-            self._page.renew_reads(*self._node.read_lease)
+            self._page.renew_reads(self._node.host.covered, self._node.host.reads_until)
             self._keep_voters()
             for host, message in sending:
                 self._send(host, message)
@@ -269,20 +269,20 @@ class Membership:
         )
 
     def _observe(self) -> None:
-        node = self._node
-        if node.refused is not None:
-            left = node.refused.orderly and self._leaving
-            self._end("" if left else f"the others went on without it: {node.refused.reason}")
+        own = self._node.host
+        if own.refused is not None:
+            left = own.refused.orderly and self._leaving
+            self._end("" if left else f"the others went on without it: {own.refused.reason}")
             return
-        leader = node.leader or ""
-        if node.lease_until != self._lease_until:
-            self._lease_until = node.lease_until
+        leader = own.leader or ""
+        if own.until != self._lease_until:
+            self._lease_until = own.until
             if self._lease_until > NEVER:
                 self._follower.start()  # before, no leader would answer
                 self._page.renew(self._lease_until)
                 self._changed()
-        if (leader, node.term) != (self.leader, self.term):
-            self.leader, self.term = leader, node.term
+        if (leader, own.term) != (self.leader, self.term):
+            self.leader, self.term = leader, own.term
             self._changed()
 
     def _schedule(self) -> None:
