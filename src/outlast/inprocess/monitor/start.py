@@ -7,6 +7,10 @@ main process's process group does not reach it. It exits by itself, when the mai
 it, or has ended and been reported. A monitor that serves the store stays until every member has
 said goodbye or is known to be lost.
 
+A standby process forks that of its first call while it waits (`fork_ahead`). To fork it in the
+restart would take as long as half of a call's other preparations, and most of its memory would be
+copied then, page by page, at the first write to each.
+
 A call that failed on this rank does not wait for that: the other ranks may still be leaving it. The
 next call of this process on the same port waits instead, until the port is free.
 
@@ -20,14 +24,19 @@ import dataclasses
 import fcntl
 import json
 import os
+import pickle
 import socket
 import sys
+from collections.abc import Callable
 
 import psutil
 
+from outlast.coordination.repeated_faults import RepeatedFaults
 from outlast.errors import StoreError
 from outlast.inprocess.monitor.loop import MonitorLoop
 from outlast.inprocess.monitor.reports import MonitorPlan, write_line
+from outlast.inprocess.monitor.shared_page import SharedPage
+from outlast.inprocess.store import TCPStore
 from outlast.system.error_text import first_line
 from outlast.system.fork import fork_detached
 from outlast.system.processes import open_process, readable
@@ -35,6 +44,11 @@ from outlast.system.processes import open_process, readable
 # Monitor processes that outlived a call of this process, because other ranks need the store that
 # they serve, and the port of that store. Not by descriptor: nothing is held open between calls.
 _earlier_servers: list[tuple[psutil.Process, int]] = []
+
+# The process that was forked ahead, behind the one that has forked it.
+_ahead: tuple[int, int, socket.socket] | None = None
+_RULES = (type(None), RepeatedFaults)
+_LENGTH = 4
 
 
 class MonitorHandle:
@@ -89,10 +103,7 @@ def start_monitor(plan: MonitorPlan) -> MonitorHandle:
         log = os.open(target, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     except OSError as e:
         raise StoreError(f"the monitor process cannot write to its log: {e}") from e
-    ours, theirs = socket.socketpair()
-    main = os.getpid()
-    pid = fork_detached(lambda: _run_child(plan, main, theirs, log), new_session=True)
-    theirs.close()
+    pid, ours = _told(plan, log) or _fork(lambda end, main: _run_child(plan, main, end, log))
     os.close(log)
     if not plan.serve:
         return MonitorHandle(pid, ours, plan.endpoint, False)
@@ -108,6 +119,55 @@ def start_monitor(plan: MonitorPlan) -> MonitorHandle:
         raise StoreError(reply["error"])
     endpoint = plan.endpoint and (plan.endpoint[0], reply["port"])
     return MonitorHandle(pid, ours, endpoint, True)
+
+
+def fork_ahead() -> None:
+    """Forks the monitor process of the first call of this process: it waits for its plan."""
+    global _ahead
+    _ahead = os.getpid(), *_fork(_await_plan)
+
+
+def _fork(body: Callable[[socket.socket, int], None]) -> tuple[int, socket.socket]:
+    ours, theirs = socket.socketpair()
+    main = os.getpid()
+    with theirs:
+        return fork_detached(lambda: body(theirs, main), new_session=True), ours
+
+
+def _told(plan: MonitorPlan, log: int) -> tuple[int, socket.socket] | None:
+    """The process that was forked ahead, which has got this plan; `None` if there is none for it:
+    it has no objects of the program, whose script had not run, and serves no store.
+    """
+    global _ahead
+    (main, pid, ours), _ahead = _ahead or (0, 0, None), None
+    if ours is None or main != os.getpid():
+        return None
+    with contextlib.suppress(OSError, TypeError, AttributeError, pickle.PicklingError):
+        told = pickle.dumps(({**vars(plan), "page": None}, dict(os.environ)))
+        of_outlast = plan.factory is TCPStore and type(plan.rules.repeated) in _RULES
+        if of_outlast and not plan.serve and plan.page.descriptor >= 0:
+            socket.send_fds(ours, [len(told).to_bytes(_LENGTH, "big")], [log, plan.page.descriptor])
+            ours.sendall(told)
+            return pid, ours
+    ours.shutdown(socket.SHUT_RDWR)  # not only closed: a child of this process may have it, too
+    ours.close()
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0)
+    return None
+
+
+def _await_plan(end: socket.socket, main: int) -> None:
+    end = _replace_descriptors(end, os.open(os.devnull, os.O_WRONLY))
+    length, descriptors, _, _ = socket.recv_fds(end, _LENGTH, 2)
+    told = end.recv(int.from_bytes(length, "big"), socket.MSG_WAITALL)
+    if not told:
+        return  # the standby process has ended, or its call has another one
+    log, page = descriptors
+    values, environment = pickle.loads(told)
+    os.environ.update(environment)
+    plan = MonitorPlan(**{**values, "page": SharedPage.at(page)})
+    plan.page.close()
+    _run_child(plan, main, end, log)
 
 
 def _await_earlier_servers(endpoint: tuple[str, int], timeout: float) -> None:

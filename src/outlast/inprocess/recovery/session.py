@@ -149,6 +149,10 @@ class _Session:
             stack.enter_context(observed_by(self.page))
             stack.enter_context(exported())
             stack.enter_context(apart_from_bars())
+            # These look at all modules: after the fork of the monitor process, each page that a
+            # count of references is on would be copied.
+            stack.enter_context(host.releaser.keeping_destroyed())
+            stack.enter_context(symmetric_memory.noted())
             serves = bool(self.ready) and launch.rank == 0 and not launch.replacement
             host.monitor = MonitorSupervisor(
                 self._monitor_plan,
@@ -165,8 +169,6 @@ class _Session:
             stack.callback(lambda: host.releaser.end())
             stack.callback(host.stores.close)
             host.stores.watch()  # until the first iteration: a rank may be lost before that
-            stack.enter_context(host.releaser.keeping_destroyed())
-            stack.enter_context(symmetric_memory.noted())
             self.endpoint = monitor.endpoint
             factory, kwargs = self.settings.store_factory, self.store_kwargs
             patience = host.durations.barrier

@@ -150,7 +150,9 @@ def prepare(settings: Settings) -> int:
             _import_later(source, found.changes_environment)
             if reads:
                 raise ImportLeft(number, f"a module {_READS % reads[0]}")
-    gc.collect()
+    if "outlast.inprocess" in sys.modules and not settings.chaos:
+        importlib.import_module("outlast.inprocess.monitor.start").fork_ahead()
+    gc.collect()  # after the fork: it writes to the pages that both have, and so parts them now
     return int(found.ends_at)
 
 
