@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from launch.runs import WORKER, Ready, Run, ends
@@ -209,6 +210,24 @@ def test_a_standby_that_dies_harms_nothing_and_is_replaced(tmp_path: Path) -> No
         second = run.ready(0)
         assert second.pid == pid
         assert run.complete(second, first[1]) == 0
+
+
+def test_the_monitor_process_of_its_call_waits_with_it(tmp_path: Path) -> None:
+    script = "from outlast import inprocess\n" + WORKER
+    with Run(tmp_path, script, "--nproc-per-node=2", "--standby=1") as run:
+        first = run.start_job(2)
+        pid = standby_pid(run)
+        (monitor,) = psutil.Process(pid).children()
+        Ready(pid, 9, {}, {}).kill(signal.SIGKILL)
+        assert ends(monitor.pid)
+        pid = standby_pid(run, 1)
+        (monitor,) = psutil.Process(pid).children()
+        first[0].kill()
+        second = run.ready(0)
+        assert second.pid == pid
+        assert psutil.Process(pid).children() == [monitor]
+        assert run.complete(second, first[1]) == 0
+        assert ends(monitor.pid)  # without a call, with its process
 
 
 def test_a_standby_that_died_unnoticed_is_not_used(tmp_path: Path) -> None:
