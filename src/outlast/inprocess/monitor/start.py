@@ -140,7 +140,10 @@ def _told(plan: MonitorPlan, log: int) -> tuple[int, socket.socket] | None:
     """
     global _ahead
     (main, pid, ours), _ahead = _ahead or (0, 0, None), None
-    if ours is None or main != os.getpid():
+    if ours is None:
+        return None
+    if main != os.getpid():  # it is another one's child
+        ours.close()
         return None
     with contextlib.suppress(OSError, TypeError, AttributeError, pickle.PicklingError):
         told = pickle.dumps(({**vars(plan), "page": None}, dict(os.environ)))
