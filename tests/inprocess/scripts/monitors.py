@@ -85,7 +85,6 @@ def dismissed() -> None:
 def dismissed_ahead() -> None:
     """The same, for one that has waited for its plan."""
     fork_ahead()
-    os.environ["OUTLAST_STORE"] = "127.0.0.1:1"  # set later, and not in the process that waits
     children = psutil.Process().children()
     assert [_dismiss()] == [child.pid for child in children]
 
