@@ -148,6 +148,7 @@ def _told(plan: MonitorPlan, log: int) -> tuple[int, socket.socket] | None:
     with contextlib.suppress(OSError, TypeError, AttributeError, pickle.PicklingError):
         told = pickle.dumps(({**vars(plan), "page": None}, dict(os.environ)))
         of_outlast = plan.factory is TCPStore and type(plan.rules.repeated) in _RULES
+        of_outlast &= b"__main__" not in told
         if of_outlast and not plan.serve and plan.page.descriptor >= 0:
             socket.send_fds(ours, [len(told).to_bytes(_LENGTH, "big")], [log, plan.page.descriptor])
             ours.sendall(told)

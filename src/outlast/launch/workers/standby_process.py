@@ -153,7 +153,8 @@ def prepare(settings: Settings) -> int:
             if reads:
                 raise ImportLeft(number, f"a module {_READS % reads[0]}")
     if "outlast.inprocess" in sys.modules and not settings.chaos:
-        importlib.import_module("outlast.inprocess.monitor.start").fork_ahead()
+        with contextlib.suppress(OSError):  # the call forks one itself
+            importlib.import_module("outlast.inprocess.monitor.start").fork_ahead()
     gc.collect()  # after the fork: it writes to pages that both have, so they are copied now
     return int(found.ends_at)
 
