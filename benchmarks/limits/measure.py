@@ -43,7 +43,9 @@ def _useful(
 
 
 def _step(name: str, seconds: float) -> Callable[[bool], Figures]:
-    """The time that live state adds to a step; and its processor time, of each rank."""
+    """The time that live state adds to a step; and its processor time, of each rank, and of the
+    training thread within `job.step()`.
+    """
 
     def measure(quick: bool) -> Figures:
         found = step_cost(name, 1.0 if quick else seconds)
@@ -53,6 +55,7 @@ def _step(name: str, seconds: float) -> Callable[[bool], Figures]:
             "time": statistics.median(live[0] - plain[0] for plain, live in pairs),
             "pass": found.get("counters", 0.0),
             "processor": statistics.median((live[1] - plain[1]) / 2 for plain, live in pairs),
+            "thread": statistics.median(live[2] - plain[2] for plain, live in pairs),
         }
 
     return measure

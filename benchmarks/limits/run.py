@@ -192,6 +192,7 @@ _ROWS = (
     _total("SIGKILL, 1 GiB, kept", copies=1.3),
     _by_limit("SIGKILL, 1 GiB, kept"),
     _step("step, 10 tensors", "time", 0.06),
+    _step("step, 10 tensors", "thread", 0.06),
     _step("step, 1,000 tensors", "processor", 0.3),
     _step("step, 10,000 tensors", "processor", 3.0),
     _ratio(

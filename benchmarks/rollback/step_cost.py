@@ -4,6 +4,9 @@ with it, with and without a mirror of each rank's own state on another host.
 Segments alternate in the same two processes, in the order A B B A; each pair gives one ratio. Each
 segment has a new `Job` in an empty folder, whose first save is over before the time is taken.
 
+On a machine with other work, times are noise. So the processor time of the training thread within
+`job.step()` is measured too: without what the hooks in the backward pass and the optimizer do.
+
 The limit: a write after `job.step()` is found by what torch counts for each tensor, which Python
 can only ask one by one. So one pass over these counters is timed in the same training: the caches
 are as a step has left them.
@@ -43,8 +46,10 @@ SEGMENT_S = 0.6
 _WARM_STEPS = 5
 _LEAST_PAIRS = 2
 
-_Cost: TypeAlias = tuple[float, float]
-"""Of one step: its time, and its processor time of both ranks together."""
+_Cost: TypeAlias = tuple[float, float, float]
+"""Of one step: its time, and its processor time of both ranks together; and that of the training
+thread of this rank within `job.step()`, the median.
+"""
 
 
 def step_cost(name: str, seconds: float, *, mirrors: bool = False) -> dict[str, Any]:
@@ -137,16 +142,19 @@ class _Training:
     def steps(self, count: int, job: outlast.Job | None = None) -> _Cost:
         """Trains; returns the cost of a step, of the slower rank."""
         dist.barrier()
+        within = [0.0]
         start, used = time.perf_counter(), time.process_time()
         for _ in range(count):
             self._train()
             if job is not None:
+                before = time.thread_time()
                 job.step()
+                within.append(time.thread_time() - before)
         taken = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
         processor = torch.tensor([time.process_time() - used], dtype=torch.float64)
         dist.all_reduce(taken, dist.ReduceOp.MAX)
         dist.all_reduce(processor)
-        return taken.item() / count, processor.item() / count
+        return taken.item() / count, processor.item() / count, statistics.median(within)
 
 
 def _agreed(value: float) -> float:
