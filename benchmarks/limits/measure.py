@@ -53,7 +53,8 @@ def _step(name: str, seconds: float) -> Callable[[bool], Figures]:
         return {
             "plain": statistics.median(plain[0] for plain, _ in pairs),
             "time": statistics.median(live[0] - plain[0] for plain, live in pairs),
-            "pass": found.get("counters", 0.0),
+            "pass": found["counters"],
+            "looks": found["looks"],
             "processor": statistics.median((live[1] - plain[1]) / 2 for plain, live in pairs),
             "thread": statistics.median(live[2] - plain[2] for plain, live in pairs),
         }

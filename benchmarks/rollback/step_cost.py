@@ -8,22 +8,27 @@ On a machine with other work, times are noise. So the processor time of the trai
 `job.step()` is measured too: without what the hooks in the backward pass and the optimizer do.
 
 The limit: a write after `job.step()` is found by what torch counts for each tensor, which Python
-can only ask one by one. So one pass over these counters is timed in the same training: the caches
-are as a step has left them.
+can only ask one by one, and a step may have drawn random numbers. So one pass over these counters,
+and one over them and the three generators, by their own functions, are timed in the same training:
+the caches are as a step has left them.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import operator
 import os
+import random
 import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -84,11 +89,12 @@ def _rank(slot: int, name: str, seconds: float, folder: Path, mirrors: bool) -> 
                     cost = training.segment(path, kept or mirrors, int(count))
                     (live if kept else plain).append(cost)
             dist.barrier()
-        counters = training.pass_over_counters()
+        counters = training.after_steps(training.look_at_counters)
+        looks = training.after_steps(training.look)
         if slot == 0:
             size = sum(p.nbytes for p in training.model.parameters())
             costs = {"plain": plain, "live": live, "size_bytes": 3 * size, "steps": int(count)}
-            costs["counters"] = counters
+            costs |= {"counters": counters, "looks": looks}
             (folder / "costs.json").write_text(json.dumps(costs))
         dist.barrier()
         dist.destroy_process_group()
@@ -108,6 +114,7 @@ class _Training:
         self.ddp = DistributedDataParallel(self.model)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-5)
         self.inputs = torch.randn(batch, inputs)
+        self._parameters = list(self.model.parameters())
 
     def segment(self, path: Path, live: bool, count: int) -> _Cost:
         """The cost of a step with a new job."""
@@ -122,15 +129,23 @@ class _Training:
         dist.barrier()
         return cost
 
-    def pass_over_counters(self) -> float:
-        """The processor time to read how often each parameter and moment was written to."""
-        moments = [each for state in self.optimizer.state.values() for each in state.values()]
-        tensors = [*self.model.parameters(), *moments]
+    def look_at_counters(self) -> None:
+        """How often each parameter and moment was written to."""
+        moments = (each for state in self.optimizer.state.values() for each in state.values())
+        list(map(operator.attrgetter("_version"), itertools.chain(self._parameters, moments)))
+
+    def look(self) -> None:
+        """The same, and the state of each generator of random numbers."""
+        self.look_at_counters()
+        torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+
+    def after_steps(self, look: Callable[[], None]) -> float:
+        """The processor time of a look right after a step."""
         taken = []
-        for _ in range(_WARM_STEPS):
+        for _ in range(4 * _WARM_STEPS):
             self._train()
             start = time.thread_time()
-            list(map(operator.attrgetter("_version"), tensors))
+            look()
             taken.append(time.thread_time() - start)
         return statistics.median(taken)
 
