@@ -22,7 +22,8 @@ Path = tuple[Any, ...]
 _DEEP = 150  # levels, for messages
 ANY_SIZE = "outlast_any_size"  # the attribute of a tensor that `of_any_size` returns
 # Most leaves are of these types: to look at the type alone makes a walk twice as fast.
-PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)})
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+PLAIN = _TENSORS | {int, float, bool, str, type(None)}
 
 
 class Last(Generic[V]):
@@ -71,8 +72,19 @@ def nodes(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 def leaf_numbers(state: Any) -> dict[Path, int]:
     """The place of each leaf among all leaves of a state, by its path."""
-    leaves = (path for path, value in nodes(state) if is_leaf(value))
-    return {path: number for number, path in enumerate(leaves)}
+    found: dict[Path, int] = {}
+
+    def add(value: Any, path: Path) -> None:
+        is_list = isinstance(value, list)
+        for key, each in inner_of(value):
+            at = (*path, (key,) if is_list else key)
+            if type(each) in PLAIN or is_leaf(each):
+                found[at] = len(found)
+            else:
+                add(each, at)
+
+    add(state, ())
+    return found
 
 
 def wrappers(state: Any) -> list[tuple[Path, dict[str, Any]]]:
@@ -174,7 +186,11 @@ def _walk(value: Any, signature: list[Any], leaves: list[Any]) -> None:
     elif isinstance(value, Mapping):
         signature.append((tuple(value), tuple(map(type, value)), type(value)))  # True == 1
         for each in value.values():
-            _walk(each, signature, leaves)
+            if type(each) in _TENSORS:  # here: a call for each one would take as long again
+                leaves.append(each)
+                signature.append((each.shape, each.dtype, each.layout))
+            else:
+                _walk(each, signature, leaves)
     elif isinstance(value, list):
         signature.append(len(value))
         for each in value:

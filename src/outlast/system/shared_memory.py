@@ -33,6 +33,9 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 move = _libc.memmove
 move.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 move.restype = None
+move_quickly = ctypes.PyDLL(None).memmove
+"""Likewise, and keeps the GIL: for a few bytes, to get it again takes longer than the copy."""
+move_quickly.argtypes, move_quickly.restype = move.argtypes, None
 
 
 def page_up(size_bytes: int) -> int:

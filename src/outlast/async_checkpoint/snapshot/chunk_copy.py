@@ -19,9 +19,11 @@ given back, to the next save, only after `call_off`, which waits for the other t
 from __future__ import annotations
 
 import bisect
+import collections
 import dataclasses
+import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,10 +32,11 @@ import xxhash
 from outlast.async_checkpoint.snapshot.device_copy import CopyPair
 from outlast.async_checkpoint.state_dict import Last
 from outlast.async_checkpoint.storage.manifest import pieces
-from outlast.system.shared_memory import SharedMemory, allocate, memory_at, move
+from outlast.system.shared_memory import SharedMemory, allocate, memory_at, move, move_quickly
 
 # Fits a core's own cache: after the copy, it is still there to be hashed.
 _CACHED_BYTES = 768 << 10
+_AT_ONCE = 256  # small copies
 _MAX_THREADS = 8  # fewer saturate the memory bandwidth of a host
 
 
@@ -217,6 +220,23 @@ class EagerCopy:
             self._take()
         except Exception as e:  # noqa: BLE001 - `run` raises it
             self._error = e
+
+
+class SmallCopies:
+    """Copies many small contiguous tensors (to, from, size), in this thread: training waits longer
+    for another one that needs the GIL for each of them. The caller keeps their memory alive.
+    """
+
+    def __init__(self, copies: Iterable[tuple[int, int, int]]) -> None:
+        self._copies = iter(copies)
+
+    def run(self) -> None:
+        while some := list(itertools.islice(self._copies, _AT_ONCE)):  # then others may run
+            collections.deque(map(move_quickly, *zip(*some, strict=True)), maxlen=0)
+
+    def call_off(self) -> None:
+        """It has no other thread that copies."""
+        self._copies = iter(())
 
 
 class _Helper(threading.Thread):

@@ -18,10 +18,11 @@ _MAX_DEPTH = 8  # in case a wrapper refers to itself
 
 def is_contiguous_cpu(tensor: torch.Tensor) -> bool:
     """Whether the tensor is contiguous in CPU memory, and large enough to be copied by itself."""
-    return tensor.nbytes >= _WORTH_A_CALL and tensor.is_cpu and _has_bytes(tensor)
+    return tensor.nbytes >= _WORTH_A_CALL and tensor.is_cpu and has_bytes(tensor)
 
 
-def _has_bytes(tensor: torch.Tensor) -> bool:
+def has_bytes(tensor: torch.Tensor) -> bool:
+    """Whether its bytes are at its address, in their order."""
     # A subclass that wraps other tensors has neither memory nor an address.
     return tensor.is_contiguous() and tensor.data_ptr() != 0
 
@@ -33,9 +34,13 @@ class Writes:
         self, sources: Iterable[torch.Tensor], name_of: Callable[[torch.Tensor], str] = str
     ) -> None:
         self._name_of = name_of
-        # A tensor made in inference mode has no count, and cannot be written to outside of it.
-        self._sources = [source for source in sources if not source.is_inference()]
-        self._versions = [source._version for source in self._sources]
+        self._sources = list(sources)
+        try:
+            self._versions = [source._version for source in self._sources]
+        except RuntimeError:
+            # A tensor made in inference mode has no count, and cannot be written to outside of it.
+            self._sources = [source for source in self._sources if not source.is_inference()]
+            self._versions = [source._version for source in self._sources]
 
     def found(self) -> str:
         """Which tensors were written to, in words; empty if none was."""
@@ -56,7 +61,7 @@ def can_overlap(tensor: torch.Tensor, owned: set[int]) -> bool:
     """
     if not (tensor.is_cpu or on_accelerator(tensor)) or tensor.is_inference():
         return False
-    return _has_bytes(tensor) and tensor.data_ptr() in owned
+    return has_bytes(tensor) and tensor.data_ptr() in owned
 
 
 def addresses_of_optimizers(optimizers: Iterable[Optimizer]) -> set[int]:

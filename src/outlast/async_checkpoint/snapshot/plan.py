@@ -111,6 +111,8 @@ def describe(state_dict: Mapping[str, Any]) -> list[Item]:
             place = tuple(data.chunk.offsets), tuple(data.chunk.sizes), tuple(data.size)
             found = Item(name, paths[name], "tensor", *place, _dtype(name, data.properties.dtype))
         planned.setdefault(name, []).append(found)
+    if not rest:
+        return items
     return [e for item in items for e in ([item] if item.kind else planned.get(item.name, ()))]
 
 
@@ -124,13 +126,12 @@ def _add(value: Any, path: Path, before: str, items: list[Item], rest: dict[str,
     for key, each in inner_of(value):
         at = (*path, (key,) if is_list else key)
         name, kind = before + str(key), type(each)
-        if kind in _TENSORS and each.layout is torch.strided and not each.is_quantized:
+        if kind in _TENSORS and each.dtype in _DTYPES and each.layout is torch.strided:
             if each.is_meta or each.is_nested:
                 check_savable(at, each)
             sizes = tuple(each.shape)
             offsets = (0,) * len(sizes)
-            dtype = _DTYPES.get(each.dtype) or _dtype(name, each.dtype)
-            items.append(Item(name, at, "tensor", offsets, sizes, sizes, dtype))
+            items.append(Item(name, at, "tensor", offsets, sizes, sizes, _DTYPES[each.dtype]))
             continue
         if isinstance(each, torch.Tensor):
             check_savable(at, each)
@@ -235,7 +236,10 @@ def share_out(
             if item.kind == "container":
                 continue
             part = item, ranks
-            other, begun = first.setdefault(item.name, part)
+            if (before := first.setdefault(item.name, part)) is part:
+                held[item.key] = part
+                continue
+            other, begun = before
             if (item.kind, item.shape, item.dtype) != (other.kind, other.shape, other.dtype):
                 raise CheckpointError(
                     f"{item.name!r} is {_described(other)} on rank {begun[0]}, but "
@@ -253,23 +257,22 @@ def share_out(
             small = (size_bytes := item.size_bytes) <= _SMALL_BYTES
             owner[key] = min(holding) if small else min(holding, key=lambda rank: load[rank])
             load[owner[key]] += size_bytes + 1
-    _check_covered(item for item, _ in held.values())
+    _check_covered([item for item, _ in held.values()])
     shares: dict[int, list[Key]] = {rank: [] for rank in plans}
-    for items, ranks in groups.values():
-        for item in items:
-            if (rank := owner.get(key := item.key, -1)) in ranks:
-                shares[rank].append(key)
+    for key in held:
+        shares[owner[key]].append(key)
     return shares
 
 
-def _check_covered(parts: Iterable[Item]) -> None:
-    first: dict[str, Item] = {}
-    several: dict[str, list[Item]] = {}
-    for item in parts:
-        if item.kind == "tensor" and (known := first.setdefault(item.name, item)) is not item:
-            several.setdefault(item.name, [known]).append(item)
-    for name, one in first.items():
-        items, shape = several.get(name, [one]), one.shape
+def _check_covered(parts: Sequence[Item]) -> None:
+    # Other tensors are one part each: equal offsets are one key.
+    cut = {i.name: i.shape for i in parts if i.sizes != i.shape or any(i.offsets)}
+    of_name: dict[str, list[Item]] = {name: [] for name in cut}
+    for item in parts if cut else ():
+        if item.name in cut:
+            of_name[item.name].append(item)
+    for name, items in of_name.items():
+        shape = cut[name]
         if not is_covered(shape, [(item.offsets, item.sizes) for item in items]):
             volume = sum(math.prod(item.sizes) for item in items)
             raise CheckpointError(

@@ -31,12 +31,18 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from outlast.async_checkpoint.snapshot.buffers import SnapshotBuffer
-from outlast.async_checkpoint.snapshot.chunk_copy import ChunkCache, Chunks, EagerCopy
+from outlast.async_checkpoint.snapshot.chunk_copy import (
+    ChunkCache,
+    Chunks,
+    EagerCopy,
+    SmallCopies,
+)
 from outlast.async_checkpoint.snapshot.device_copy import CopyPair, DeviceChunks, DeviceCopy
 from outlast.async_checkpoint.snapshot.overlap import (
     Writes,
     addresses_of_optimizers,
     can_overlap,
+    has_bytes,
     is_contiguous_cpu,
 )
 from outlast.async_checkpoint.snapshot.structure import Structure
@@ -50,6 +56,7 @@ from outlast.system.devices import on_accelerator, on_this_device
 
 # The writer, which writes pieces of this size, is notified whenever this much has been copied.
 _REPORTED_BYTES = 16 << 20
+_FEW = 1000  # small tensors, which can be copied during training
 TORN = "before the optimizer's step, during the copy of a save"
 """In the message of a `TornSnapshot`, on all ranks."""
 
@@ -82,7 +89,7 @@ class Snapshot:
             self.sealed.set()
         self.error: CheckpointError | None = None
         self._writer = writer
-        self._now: DeviceCopy | EagerCopy | None = None
+        self._now: DeviceCopy | EagerCopy | SmallCopies | None = None
         # Of the copy during training:
         self._thread: threading.Thread | None = None
         self._hook: RemovableHandle | None = None
@@ -105,7 +112,7 @@ class Snapshot:
     def size_bytes(self) -> int:
         return sum(size for _, _, size in self.description["layout"]) + len(self.values)
 
-    def copy_now(self, copy: DeviceCopy | EagerCopy) -> None:
+    def copy_now(self, copy: DeviceCopy | EagerCopy | SmallCopies) -> None:
         self._now = copy  # first: an interrupt may come during the copy
         copy.run()
         self._now = None  # what holds the snapshot must not hold the model
@@ -257,19 +264,31 @@ class Snapshotter:
         with torch.no_grad():  # as in a restore: the views of DTensors
             sources = structure.sources(leaves)
         optimizers = self._optimizers  # another thread may call `abandon`
-        later, now = self._split(list(zip(sources, buffer.targets, strict=True)), optimizers)
+        # Many small tensors are copied now, and at once.
+        small = structure.small if len(structure.small) > _FEW else ()
+        moved = [i for i in small if sources[i].is_cpu and has_bytes(sources[i])]
+        rest = set(range(len(sources))).difference(moved)
+        pairs = [(sources[i], buffer.targets[i]) for i in sorted(rest)]
+        later, now = self._split(pairs, optimizers if pairs else ())
         by_chunks = [pair for pair in now if is_contiguous_cpu(pair[0])]
         by_torch = [pair for pair in now if not is_contiguous_cpu(pair[0])]
         files = structure.files
         # The copy hashes only where training does not wait for it (`snapshot/chunk_copy.py`).
         by_device = bool(later) and on_accelerator(later[0][0])
-        snapshot.hashed = bool(later) and not by_device and self._are_private(sources)
+        snapshot.hashed = bool(later) and not by_device and self._are_private(later)
 
         def name_of(tensor: torch.Tensor) -> str:
             pairs = zip(structure.tensors, sources, strict=True)
             return next(item.name for item, source in pairs if source is tensor)
 
-        writes = Writes((source for source, _ in now), name_of)
+        writes = Writes([*(sources[i] for i in moved), *(source for source, _ in now)], name_of)
+        extents, data_ptr = structure.extents, torch.Tensor.data_ptr
+        snapshot.copy_now(
+            SmallCopies(
+                (memory.address + extents[i].buffer_at, data_ptr(sources[i]), extents[i].data_bytes)
+                for i in moved
+            )
+        )
         snapshot.copy_now(DeviceCopy(by_torch))
         eager = self._now.chunks(memory, files, by_chunks, hashed=False)
         snapshot.copy_now(EagerCopy(by_chunks, eager))
@@ -288,15 +307,11 @@ class Snapshotter:
         snapshot.copy_later(later, chunks, optimizers, writes)
         return snapshot
 
-    def _are_private(self, sources: Sequence[torch.Tensor]) -> bool:
-        """Whether only this process can write to the tensors."""
+    def _are_private(self, copies: Sequence[CopyPair]) -> bool:
+        """Whether only this process can write to the tensors, in CPU memory."""
         # Sharing a tensor with another process moves it to another address.
-        addresses = [source.data_ptr() for source in sources]
-        shared = (
-            source.untyped_storage().is_shared()
-            for source in sources
-            if source.device.type == "cpu"
-        )
+        addresses = [source.data_ptr() for source, _ in copies]
+        shared = (source.untyped_storage().is_shared() for source, _ in copies)
         return self._private.of(addresses, lambda: not any(shared))
 
     @staticmethod

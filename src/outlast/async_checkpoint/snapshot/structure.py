@@ -27,6 +27,7 @@ from outlast.async_checkpoint.plain_values import Unsavable, encode
 from outlast.async_checkpoint.snapshot.plan import Item, Key
 from outlast.async_checkpoint.state_dict import Last, leaf_numbers, look_up
 from outlast.async_checkpoint.storage.entries import (
+    ITEM_BYTES,
     Container,
     Shard,
     TensorEntry,
@@ -42,7 +43,9 @@ _ALIGNMENT = 64  # of a tensor's stream; torch aligns the tensor's bytes in it t
 # A file that has this size gets no more tensors, so that several files are written and read in
 # parallel. A tensor is never split.
 FILE_BYTES = 256 << 20
-_SMALL = 64 << 10  # a larger tensor keeps its place in the order of the state
+_TOGETHER_BYTES = 64 << 10  # a larger tensor keeps its place in the order of the state
+_BEYOND_STORAGES = 1 << 44  # an address that is no offset in a storage
+_SMALL_BYTES = 8 << 10  # in the time of Python's work for one part, this much is copied
 
 
 def values_file(rank: int) -> str:
@@ -50,18 +53,14 @@ def values_file(rank: int) -> str:
     return f"__{rank}_values.distcp"
 
 
-@dataclasses.dataclass(frozen=True)
-class Frame:
+class Frame(NamedTuple):
     """The bytes that `torch.save` writes around the data of a tensor, which has these strides."""
 
     head: bytes
     data_bytes: int
     tail: bytes
     strides: tuple[int, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        return len(self.head) + self.data_bytes + len(self.tail)
+    size_bytes: int
 
 
 class _Recorder:
@@ -92,7 +91,8 @@ def frame(dtype: str, shape: tuple[int, ...]) -> Frame:
     with torch.serialization.skip_data():
         torch.save(tensor, recorder)  # type: ignore[arg-type]  # all that it uses of a file
     head, tail = map(bytes, recorder.parts)
-    return Frame(head, recorder.skipped, tail, tensor.stride())
+    size_bytes = len(head) + recorder.skipped + len(tail)
+    return Frame(head, recorder.skipped, tail, tensor.stride(), size_bytes)
 
 
 class TensorExtent(NamedTuple):
@@ -106,6 +106,28 @@ class TensorExtent(NamedTuple):
     buffer_at: int
 
 
+class Targets(Sequence[torch.Tensor]):
+    """The views of a buffer, one for each tensor of the structure that it is laid out for. They are
+    made when they are used: most tensors are copied by their addresses.
+    """
+
+    def __init__(self, memory: SharedMemory, structure: Structure) -> None:
+        # There is none of a rank that saves no tensor.
+        self._whole = torch.frombuffer(memory.view if structure.tensors else bytearray(1), dtype=torch.uint8)
+        self._structure = structure
+
+    def __len__(self) -> int:
+        return len(self._structure.tensors)
+
+    def __getitem__(self, number: Any) -> Any:
+        item, extent = self._structure.tensors[number], self._structure.extents[number]
+        data = self._whole[extent.buffer_at :][: extent.data_bytes]
+        dtype = getattr(torch, item.dtype)
+        if not extent.data_bytes:  # it has no aligned offset
+            return torch.empty(item.sizes, dtype=dtype)
+        return data.view(dtype).as_strided(item.sizes, frame(item.dtype, item.sizes).strides)
+
+
 class Structure:
     """The parts of a state dict that this rank saves: those of `items` whose key is in `keys`. The
     same ones give the same structure on any rank.
@@ -113,6 +135,7 @@ class Structure:
     Attributes:
         items: as given.
         tensors, extents: the tensors, and the place of each.
+        small: which of them are worth no call, by their numbers.
         values: what is pickled.
         entries, containers: of tensors and of dicts, as a manifest has them.
         value_entries: likewise of `values`; where they are in their file differs between saves.
@@ -132,6 +155,8 @@ class Structure:
         self.containers: dict[str, Container] = {}
         self.files: list[tuple[str, int, int]] = []
         self.size_bytes = 0
+        self.small: list[int] = []
+        self._frames: list[Frame] = []
         self._lay_out(set(keys), rank)
         values = [[name, entry.path, entry.order] for name, entry in self.value_entries]
         index = {"tensors": self.entries, "values": values, "containers": self.containers}
@@ -140,31 +165,14 @@ class Structure:
         self._leaves: list[int] = []
         self._pickled: dict[str, Last[bytes]] = collections.defaultdict(Last)
 
-    def inscribe(self, memory: SharedMemory) -> list[torch.Tensor]:
+    def inscribe(self, memory: SharedMemory) -> Targets:
         """Writes the frames into the buffer; returns the views of it that a save fills."""
-        targets = []
-        whole = torch.frombuffer(memory.view, dtype=torch.uint8) if self.tensors else None
-        of_dtype: dict[str, torch.Tensor] = {}
-        for item, extent in zip(self.tensors, self.extents, strict=True):
-            around = frame(item.dtype, item.sizes)
+        view = memory.view
+        for around, extent in zip(self._frames, self.extents, strict=True):
             begin, end = extent.buffer_at, extent.buffer_at + extent.data_bytes
-            memory.view[begin - len(around.head) : begin] = around.head
-            memory.view[end : end + len(around.tail)] = around.tail
-            dtype = getattr(torch, item.dtype)
-            if whole is None or not extent.data_bytes:  # an empty tensor has no aligned offset
-                targets.append(torch.empty(item.sizes, dtype=dtype))
-                continue
-            typed = of_dtype.get(item.dtype)
-            if typed is None:
-                typed = of_dtype[item.dtype] = whole.view(dtype)
-            at, rest = divmod(begin, typed.element_size())
-            if rest:
-                raise CheckpointUnsavable(
-                    f"a {item.dtype} would lie at byte {begin} of its file: set torch's "
-                    "serialization.config.save.storage_alignment to a multiple of 16"
-                )
-            targets.append(typed.as_strided(item.sizes, around.strides, at))
-        return targets
+            view[begin - len(around.head) : begin] = around.head
+            view[end : end + len(around.tail)] = around.tail
+        return Targets(memory, self)
 
     def number(self, state_dict: Mapping[str, Any]) -> None:
         """Stores the position of each tensor among the leaves of a state dict of this structure."""
@@ -223,7 +231,7 @@ class Structure:
         begin, at = 0, 0  # offset of the current file in the buffer; offset in the file
         file, of_values = f"__{rank}_0.distcp", values_file(rank)
         # The smallest together: a rank that lacks some (counts of steps) reads whole chunks.
-        by_size = sorted(enumerate(self.items), key=lambda each: min(each[1].size_bytes, _SMALL))
+        by_size = sorted(enumerate(self.items), key=lambda each: min(each[1].size_bytes, _TOGETHER_BYTES))
         for order, item in by_size:
             if item.kind == "container":
                 kind: Any = item.dtype
@@ -237,6 +245,11 @@ class Structure:
             else:
                 around = frame(item.dtype, item.sizes)
                 data_at, size, many = at + len(around.head), around.size_bytes, around.data_bytes
+                if many and data_at % ITEM_BYTES[item.dtype]:
+                    raise CheckpointUnsavable(
+                        f"a {item.dtype} would lie at byte {data_at} of its file: set torch's "
+                        "serialization.config.save.storage_alignment to a multiple of 16"
+                    )
                 extent = TensorExtent(file, at, size, data_at, many, begin + data_at)
                 shard = Shard(item.offsets, item.sizes, file, data_at)
                 whole = self.entries.get(item.name)
@@ -244,8 +257,11 @@ class Structure:
                     whole = TensorEntry(item.path, item.dtype, item.shape, [], order)
                     self.entries[item.name] = whole
                 whole.shards.append(shard)
+                if 0 < many <= _SMALL_BYTES:
+                    self.small.append(len(self.tensors))
                 self.tensors.append(item)
                 self.extents.append(extent)
+                self._frames.append(around)
                 at += -(-size // _ALIGNMENT) * _ALIGNMENT
                 if at >= FILE_BYTES:
                     self.files.append((file, begin, page_up(at)))
@@ -285,8 +301,9 @@ def _without_rest(value: Any) -> Any:
 def check_not_freed(parts: Iterable[tuple[Item, torch.Tensor]]) -> None:
     """Names a tensor whose storage was freed: to copy it would end the process."""
     for item, tensor in parts:
-        start = tensor.storage_offset() * tensor.itemsize
-        if type(tensor) is torch.Tensor and tensor.nbytes and tensor.data_ptr() == start:
+        if type(tensor) is not torch.Tensor or (at := tensor.data_ptr()) >= _BEYOND_STORAGES:
+            continue
+        if tensor.nbytes and at == tensor.storage_offset() * tensor.itemsize:
             raise CheckpointUnsavable(f"{item.name!r} has no data: its storage was freed")
 
 
