@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import tempfile
 import threading
 import time
@@ -26,6 +27,7 @@ from benchmarks.checkpoint.limits import Writing, settle
 from benchmarks.lib.rank_processes import FOLDER, RankProcesses, wrapped
 from benchmarks.lib.sheets import Sheet, ms
 from outlast import inprocess
+from outlast.system.files import fsync_folder
 
 __all__ = ["measure", "run", "sheets"]
 
@@ -103,10 +105,31 @@ def _restores(parameters: int, folder: Path, rank: int) -> None:
         load = partial(optimizer.load_state_dict, state[1])
         found.time("limit: torch's load of the optimizer", load)
         settle()
-        plain = Writing(folder, sum(tensor.nbytes for tensor in tensors), 1).time(direct=False)
+        size_bytes = sum(tensor.nbytes for tensor in tensors)
+        plain = Writing(folder, size_bytes, 1).time(direct=False)
         found.rows["limit: a plain write of the bytes with fsync"] = [plain]
+        settle()
+        commit = partial(_plain_commit, folder, bytes(size_bytes))
+        found.time("limit: the same, with the files and the order of a commit", commit)
     (folder / f"_restores{rank}.json").write_text(json.dumps(found.rows))
     dist.destroy_process_group()
+
+
+def _plain_commit(folder: Path, content: bytes) -> None:
+    """Writes a file of tensors, then two that tell of it, and renames their folder, each durably:
+    without this order, a power failure could leave a checkpoint that looks complete.
+    """
+    working, final = folder / "working", folder / "final"
+    working.mkdir()
+    for names in (("tensors",), ("metadata", "manifest")):
+        for name in names:
+            with open(working / name, "wb") as file:
+                file.write(content if name == "tensors" else content[: len(content) // 4])
+                file.flush()
+                os.fsync(file.fileno())
+        fsync_folder(working)
+    working.rename(final)
+    fsync_folder(folder)
 
 
 class _Training:

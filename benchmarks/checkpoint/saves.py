@@ -12,8 +12,9 @@ import functools
 import json
 import os
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,14 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from benchmarks.checkpoint.limits import Writing, copy_time, settle
+from benchmarks.checkpoint.limits import Writing, copy_in_threads, copy_time, settle
 from benchmarks.checkpoint.restores import restores
 from benchmarks.checkpoint.training_state import Size, Training
 from benchmarks.checkpoint.ways import OURS, PEERS, Way, chosen, make
 from benchmarks.lib.rank_processes import FOLDER, RankProcesses
 
 __all__ = [
+    "BESIDE",
     "PATIENCE_S",
     "StepTimer",
     "Timed",
@@ -39,6 +41,7 @@ __all__ = [
 ]
 
 PATIENCE_S = 1800.0
+BESIDE = "memcpy beside a pass"
 
 Timed = dict[str, list[float]]
 
@@ -135,6 +138,7 @@ def _rank(size: Size, ranks: int, rounds: int, quick: bool, peers: bool) -> dict
             "raw write": lambda _: {"seconds": writing.time(direct=False)},
             "raw write, O_DIRECT": lambda _: {"seconds": writing.time(direct=True)},
             "a forward and backward pass": lambda _: {"seconds": _timed(job.pass_through)},
+            BESIDE: lambda _: _copy_beside(job, tensors, buffers),
             **{
                 name: functools.partial(one_save, way, name, job, timer)
                 for name, way in ways.items()
@@ -180,6 +184,18 @@ def one_save(way: Way, name: str, job: Training, timer: StepTimer, step: int) ->
         "durable": time.perf_counter() - began,
         "pass": passing,
     }
+
+
+def _copy_beside(
+    job: Training, tensors: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
+) -> dict[str, float]:
+    """How long training waits for plain threads that copy during a pass: the limit of a save that
+    overlaps with one, which has to share the cores with it.
+    """
+    copying = threading.Thread(target=copy_in_threads, args=(tensors, buffers))
+    copying.start()
+    passing = _timed(job.pass_through)
+    return {"seconds": _timed(copying.join), "pass": passing}
 
 
 class StepTimer:

@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.checkpoint.first_save import COPY
 from benchmarks.checkpoint.memory import WHAT
+from benchmarks.checkpoint.saves import BESIDE
 from benchmarks.checkpoint.ways import OURS
 from benchmarks.inprocess.soak import slope
 from benchmarks.lib.sheets import Sheet, median, ms
@@ -103,6 +104,7 @@ def _saves(each: _Figures) -> Sheet:
     copy, raw = each.of("memcpy"), each.raw_write
     rows = [
         ("memcpy into warm buffers", ms(copy), "1.00", "-", "-"),
+        (f"{BESIDE}: the rest", ms(each.of(BESIDE)), _times(each.of(BESIDE) / copy), "-", "-"),
         *((name, "-", "-", ms(each.of(name)), _times(each.of(name) / raw)) for name in _RAW_WRITES),
     ]
     for name, timed in each.seconds.items():

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.checkpoint.saves import BESIDE
 from benchmarks.lib.sheets import Sheet
 from benchmarks.limits.measure import MEASUREMENTS
 
@@ -148,6 +149,13 @@ def _ratios(ranks: str, restored: float) -> list[_Row]:
         ),
         _ratio(what, group, disk, read, 0.9, is_least=True),
         _ratio(f"overlapped save, {ranks}: blocked, by a copy", group, overlapped, copy, 0.15),
+        _ratio(
+            f"the same of plain threads that copy beside a pass, {ranks}: its limit",
+            group,
+            f"{BESIDE}: seconds",
+            copy,
+            0.15,
+        ),
         _ratio(f"eager save, {ranks}: blocked, by a copy", group, eager, copy, 1.1),
     ]
 

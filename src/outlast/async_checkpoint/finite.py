@@ -44,8 +44,6 @@ def not_finite_in(buffer: SnapshotBuffer, names: Collection[str]) -> list[str]:
     if structure is None:
         return []
     wanted = set(names)
-    found = set()
-    for item, tensor in zip(structure.tensors, targets, strict=True):
-        if item.name in wanted and not all(map(is_finite, tensor.view(-1).split(_CHUNK))):
-            found.add(item.name)
-    return sorted(found)
+    tensors = ((n, i.name) for n, i in enumerate(structure.tensors) if i.name in wanted)
+    parts = ((name, targets[number].view(-1).split(_CHUNK)) for number, name in tensors)
+    return sorted({name for name, each in parts if not all(map(is_finite, each))})

@@ -50,8 +50,8 @@ def of_any_size(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_leaf(value: Any) -> bool:
     """Whether a walk does not go into `value`."""
-    if type(value) in PLAIN:
-        return True
+    if type(value) in PLAIN or type(value) is dict:  # most are of these types
+        return type(value) is not dict
     is_wrapper = isinstance(value, torch.Tensor) and wraps(value)
     return not (is_wrapper or isinstance(value, Mapping | list))
 
@@ -163,6 +163,8 @@ def too_deep(state: Any) -> CheckpointUnsavable:
 
 def inner_of(value: Any) -> Iterator[tuple[Any, Any]]:
     """The keys or indexes, and the values, of a dict, a list, or a tensor that wraps others."""
+    if type(value) is dict:
+        return iter(list(value.items()))
     found = inner(value) if isinstance(value, torch.Tensor) else value
     return iter(list(enumerate(found) if isinstance(found, list) else found.items()))
 

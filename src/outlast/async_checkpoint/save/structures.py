@@ -316,6 +316,6 @@ def _encode_share(items: Sequence[Item], keys: Sequence[Key]) -> tuple[str, list
     mine = set(keys)
     parts: tuple[list[int], list[int]] = [], []
     for i, item in enumerate(items):
-        parts[bool(mine) and item.key in mine].append(i)
+        parts[bool(mine) and (item.name, item.offsets) in mine].append(i)
     left, taken = parts
     return ("+", taken) if len(taken) <= len(left) else ("-", left)

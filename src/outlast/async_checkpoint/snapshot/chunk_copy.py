@@ -23,7 +23,7 @@ import collections
 import dataclasses
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -222,21 +222,12 @@ class EagerCopy:
             self._error = e
 
 
-class SmallCopies:
-    """Copies many small contiguous tensors (to, from, size), in this thread: training waits longer
-    for another one that needs the GIL for each of them. The caller keeps their memory alive.
+def copy_small(copies: Iterator[tuple[int, int, int]]) -> None:
+    """Copies many small contiguous tensors (to, from, size) in this thread: with a call for each
+    that releases the GIL, training would wait for other threads each time.
     """
-
-    def __init__(self, copies: Iterable[tuple[int, int, int]]) -> None:
-        self._copies = iter(copies)
-
-    def run(self) -> None:
-        while some := list(itertools.islice(self._copies, _AT_ONCE)):  # then others may run
-            collections.deque(map(move_quickly, *zip(*some, strict=True)), maxlen=0)
-
-    def call_off(self) -> None:
-        """It has no other thread that copies."""
-        self._copies = iter(())
+    while some := list(itertools.islice(copies, _AT_ONCE)):  # between these, others may run
+        collections.deque(map(move_quickly, *zip(*some, strict=True)), maxlen=0)
 
 
 class _Helper(threading.Thread):

@@ -18,11 +18,10 @@ _MAX_DEPTH = 8  # in case a wrapper refers to itself
 
 def is_contiguous_cpu(tensor: torch.Tensor) -> bool:
     """Whether the tensor is contiguous in CPU memory, and large enough to be copied by itself."""
-    return tensor.nbytes >= _WORTH_A_CALL and tensor.is_cpu and has_bytes(tensor)
+    return tensor.nbytes >= _WORTH_A_CALL and tensor.is_cpu and _has_bytes(tensor)
 
 
-def has_bytes(tensor: torch.Tensor) -> bool:
-    """Whether its bytes are at its address, in their order."""
+def _has_bytes(tensor: torch.Tensor) -> bool:
     # A subclass that wraps other tensors has neither memory nor an address.
     return tensor.is_contiguous() and tensor.data_ptr() != 0
 
@@ -61,7 +60,7 @@ def can_overlap(tensor: torch.Tensor, owned: set[int]) -> bool:
     """
     if not (tensor.is_cpu or on_accelerator(tensor)) or tensor.is_inference():
         return False
-    return has_bytes(tensor) and tensor.data_ptr() in owned
+    return _has_bytes(tensor) and tensor.data_ptr() in owned
 
 
 def addresses_of_optimizers(optimizers: Iterable[Optimizer]) -> set[int]:

@@ -10,6 +10,7 @@ Ranks exchange JSON, so nothing from another host is unpickled.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -129,9 +130,11 @@ def _add(value: Any, path: Path, before: str, items: list[Item], rest: dict[str,
         if kind in _TENSORS and each.dtype in _DTYPES and each.layout is torch.strided:
             if each.is_meta or each.is_nested:
                 check_savable(at, each)
-            sizes = tuple(each.shape)
-            offsets = (0,) * len(sizes)
+            offsets, sizes = _whole(each.shape)
             items.append(Item(name, at, "tensor", offsets, sizes, sizes, _DTYPES[each.dtype]))
+            continue
+        if kind is dict and each:
+            _add(each, at, f"{name}.", items, rest)
             continue
         if isinstance(each, torch.Tensor):
             check_savable(at, each)
@@ -145,6 +148,11 @@ def _add(value: Any, path: Path, before: str, items: list[Item], rest: dict[str,
             if of_dict and (not each or of_dict != "dict"):
                 items.append(Item(name, at, "container", dtype=of_dict))
             _add(each, at, f"{name}.", items, rest)
+
+
+@functools.lru_cache(maxsize=65536)
+def _whole(shape: torch.Size) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return (0,) * len(shape), tuple(shape)
 
 
 def _is_one_value(value: list[Any]) -> bool:
@@ -181,7 +189,7 @@ def _check_has_data(name: str, leaf: Any) -> None:
 
 
 def _check_keys(path: Path, found: Mapping[Any, Any]) -> None:
-    if all(type(key) is str for key in found):
+    if set(map(type, found)) <= {str}:
         return
     where = ".".join(map(str, torch_path(path)))
     texts: set[str] = set()
@@ -233,16 +241,17 @@ def share_out(
             groups.setdefault(id(items), (items, []))[1].append(rank)
     for items, ranks in groups.values():
         for item in items:
-            if item.kind == "container":
+            name, _, kind, offsets, _, shape, dtype = item
+            if kind == "container":
                 continue
             part = item, ranks
-            if (before := first.setdefault(item.name, part)) is part:
-                held[item.key] = part
+            if (before := first.setdefault(name, part)) is part:
+                held[name, offsets] = part
                 continue
             other, begun = before
-            if (item.kind, item.shape, item.dtype) != (other.kind, other.shape, other.dtype):
+            if (kind, shape, dtype) != (other.kind, other.shape, other.dtype):
                 raise CheckpointError(
-                    f"{item.name!r} is {_described(other)} on rank {begun[0]}, but "
+                    f"{name!r} is {_described(other)} on rank {begun[0]}, but "
                     f"{_described(item)} on rank {ranks[0]}: parts that differ between ranks need "
                     "different names"
                 )
@@ -266,7 +275,7 @@ def share_out(
 
 def _check_covered(parts: Sequence[Item]) -> None:
     # Other tensors are one part each: equal offsets are one key.
-    cut = {i.name: i.shape for i in parts if i.sizes != i.shape or any(i.offsets)}
+    cut = {name: s for name, _, _, at, sizes, s, _ in parts if sizes != s or any(at)}
     of_name: dict[str, list[Item]] = {name: [] for name in cut}
     for item in parts if cut else ():
         if item.name in cut:

@@ -31,18 +31,12 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from outlast.async_checkpoint.snapshot.buffers import SnapshotBuffer
-from outlast.async_checkpoint.snapshot.chunk_copy import (
-    ChunkCache,
-    Chunks,
-    EagerCopy,
-    SmallCopies,
-)
+from outlast.async_checkpoint.snapshot.chunk_copy import ChunkCache, Chunks, EagerCopy, copy_small
 from outlast.async_checkpoint.snapshot.device_copy import CopyPair, DeviceChunks, DeviceCopy
 from outlast.async_checkpoint.snapshot.overlap import (
     Writes,
     addresses_of_optimizers,
     can_overlap,
-    has_bytes,
     is_contiguous_cpu,
 )
 from outlast.async_checkpoint.snapshot.structure import Structure
@@ -89,7 +83,7 @@ class Snapshot:
             self.sealed.set()
         self.error: CheckpointError | None = None
         self._writer = writer
-        self._now: DeviceCopy | EagerCopy | SmallCopies | None = None
+        self._now: DeviceCopy | EagerCopy | None = None
         # Of the copy during training:
         self._thread: threading.Thread | None = None
         self._hook: RemovableHandle | None = None
@@ -112,7 +106,7 @@ class Snapshot:
     def size_bytes(self) -> int:
         return sum(size for _, _, size in self.description["layout"]) + len(self.values)
 
-    def copy_now(self, copy: DeviceCopy | EagerCopy | SmallCopies) -> None:
+    def copy_now(self, copy: DeviceCopy | EagerCopy) -> None:
         self._now = copy  # first: an interrupt may come during the copy
         copy.run()
         self._now = None  # what holds the snapshot must not hold the model
@@ -264,9 +258,12 @@ class Snapshotter:
         with torch.no_grad():  # as in a restore: the views of DTensors
             sources = structure.sources(leaves)
         optimizers = self._optimizers  # another thread may call `abandon`
-        # Many small tensors are copied now, and at once.
+        # Of many small tensors, none is worth the work for a view and for a part of a chunk.
         small = structure.small if len(structure.small) > _FEW else ()
-        moved = [i for i in small if sources[i].is_cpu and has_bytes(sources[i])]
+        addresses = [source.data_ptr() for source in sources] if small else []
+        moved = [
+            i for i in small if sources[i].is_cpu and sources[i].is_contiguous() and addresses[i]
+        ]
         rest = set(range(len(sources))).difference(moved)
         pairs = [(sources[i], buffer.targets[i]) for i in sorted(rest)]
         later, now = self._split(pairs, optimizers if pairs else ())
@@ -282,12 +279,10 @@ class Snapshotter:
             return next(item.name for item, source in pairs if source is tensor)
 
         writes = Writes([*(sources[i] for i in moved), *(source for source, _ in now)], name_of)
-        extents, data_ptr = structure.extents, torch.Tensor.data_ptr
-        snapshot.copy_now(
-            SmallCopies(
-                (memory.address + extents[i].buffer_at, data_ptr(sources[i]), extents[i].data_bytes)
-                for i in moved
-            )
+        extents = structure.extents
+        copy_small(
+            (memory.address + extents[i].buffer_at, addresses[i], extents[i].data_bytes)
+            for i in moved
         )
         snapshot.copy_now(DeviceCopy(by_torch))
         eager = self._now.chunks(memory, files, by_chunks, hashed=False)

@@ -13,7 +13,6 @@ a skipped record at zero, which `torch.load` does not check; our checksums are i
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import io
 import json
@@ -107,25 +106,32 @@ class TensorExtent(NamedTuple):
 
 
 class Targets(Sequence[torch.Tensor]):
-    """The views of a buffer, one for each tensor of the structure that it is laid out for. They are
-    made when they are used: most tensors are copied by their addresses.
+    """The views of a buffer, one for each tensor of the structure that it is laid out for: made at
+    the first use, because many tensors are copied by their addresses only.
     """
 
     def __init__(self, memory: SharedMemory, structure: Structure) -> None:
-        # There is none of a rank that saves no tensor.
-        self._whole = torch.frombuffer(memory.view if structure.tensors else bytearray(1), dtype=torch.uint8)
-        self._structure = structure
+        self._memory, self._structure = memory, structure
+        self._of_dtype: dict[str, torch.Tensor] = {}
+        self._made: dict[int, torch.Tensor] = {}
 
     def __len__(self) -> int:
         return len(self._structure.tensors)
 
     def __getitem__(self, number: Any) -> Any:
+        if number not in self._made:
+            self._made[number] = self._make(number)
+        return self._made[number]
+
+    def _make(self, number: int) -> torch.Tensor:
         item, extent = self._structure.tensors[number], self._structure.extents[number]
-        data = self._whole[extent.buffer_at :][: extent.data_bytes]
-        dtype = getattr(torch, item.dtype)
+        dtype, strides = getattr(torch, item.dtype), frame(item.dtype, item.sizes).strides
         if not extent.data_bytes:  # it has no aligned offset
             return torch.empty(item.sizes, dtype=dtype)
-        return data.view(dtype).as_strided(item.sizes, frame(item.dtype, item.sizes).strides)
+        if (typed := self._of_dtype.get(item.dtype)) is None:
+            typed = torch.frombuffer(self._memory.view, dtype=torch.uint8).view(dtype)
+            self._of_dtype[item.dtype] = typed
+        return typed.as_strided(item.sizes, strides, extent.buffer_at // typed.element_size())
 
 
 class Structure:
@@ -231,32 +237,32 @@ class Structure:
         begin, at = 0, 0  # offset of the current file in the buffer; offset in the file
         file, of_values = f"__{rank}_0.distcp", values_file(rank)
         # The smallest together: a rank that lacks some (counts of steps) reads whole chunks.
-        by_size = sorted(enumerate(self.items), key=lambda each: min(each[1].size_bytes, _TOGETHER_BYTES))
+        least = _TOGETHER_BYTES
+        by_size = sorted(enumerate(self.items), key=lambda each: min(each[1].size_bytes, least))
         for order, item in by_size:
-            if item.kind == "container":
-                kind: Any = item.dtype
-                self.containers[item.name] = Container(item.path, kind, order)
-            elif not chosen or item.key not in chosen:
+            name, path, kind, offsets, sizes, shape, dtype = item
+            if kind == "container":
+                of_dict: Any = dtype
+                self.containers[name] = Container(path, of_dict, order)
+            elif not chosen or (name, offsets) not in chosen:
                 continue
-            elif item.kind == "value":
+            elif kind == "value":
                 self.values.append(item)
-                entry = ValueEntry(item.path, of_values, 0, 0, order)
-                self.value_entries.append((item.name, entry))
+                self.value_entries.append((name, ValueEntry(path, of_values, 0, 0, order)))
             else:
-                around = frame(item.dtype, item.sizes)
-                data_at, size, many = at + len(around.head), around.size_bytes, around.data_bytes
-                if many and data_at % ITEM_BYTES[item.dtype]:
+                head, many, _, _, size = around = frame(dtype, sizes)
+                data_at = at + len(head)
+                if many and data_at % ITEM_BYTES[dtype]:
                     raise CheckpointUnsavable(
-                        f"a {item.dtype} would lie at byte {data_at} of its file: set torch's "
+                        f"a {dtype} would lie at byte {data_at} of its file: set torch's "
                         "serialization.config.save.storage_alignment to a multiple of 16"
                     )
                 extent = TensorExtent(file, at, size, data_at, many, begin + data_at)
-                shard = Shard(item.offsets, item.sizes, file, data_at)
-                whole = self.entries.get(item.name)
-                if whole is None:
-                    whole = TensorEntry(item.path, item.dtype, item.shape, [], order)
-                    self.entries[item.name] = whole
-                whole.shards.append(shard)
+                shard = Shard(offsets, sizes, file, data_at)
+                if (whole := self.entries.get(name)) is None:
+                    self.entries[name] = TensorEntry(path, dtype, shape, [shard], order)
+                else:
+                    whole.shards.append(shard)
                 if 0 < many <= _SMALL_BYTES:
                     self.small.append(len(self.tensors))
                 self.tensors.append(item)
