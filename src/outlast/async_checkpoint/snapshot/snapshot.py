@@ -6,7 +6,8 @@ writer process, the copies to other hosts and the save itself are told by its se
 An eager save returns when everything is copied. An overlapped save returns at once: tensors that
 only an optimizer changes (its parameters and its state) are copied during the next forward and
 backward pass, by a thread, or by the device while a thread waits for it. The optimizer's `step`
-waits, in a torch hook, for the rest. All others, such as batch-norm statistics, are copied at once.
+waits, in a torch hook, for the rest. All others, such as batch-norm statistics, are copied at once;
+and so are small tensors, if there are many.
 
 A snapshot must be the state at the moment of the save (C2), so a write to a tensor that is still
 being copied must be detected. torch counts the writes to a tensor (`_version`); a write counts when
