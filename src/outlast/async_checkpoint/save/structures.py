@@ -48,6 +48,7 @@ from outlast.async_checkpoint.storage.entries import (
 )
 from outlast.async_checkpoint.storage.manifest import CHUNK_BYTES, Manifest, checksum, pieces
 from outlast.errors import CheckpointError
+from outlast.system.main_program import without_collections
 
 METADATA = ".metadata"
 
@@ -271,10 +272,10 @@ class Structures:
         else:
             # If this is interrupted, rank 0 may know of the new structure: then they agree again.
             self.present = None
-            self._memo.sent = encode_plan(items)
+            self._memo.sent = without_collections(lambda: encode_plan(items))
             answer = ranks.agree(b"\n".join(self._memo.sent))
             structure = self._own(items, *answer[str(self._rank)])
-        structure.number(state_dict)
+        without_collections(lambda: structure.number(state_dict))
         self._signature, self.present = signature, structure
         self._memo.agreed(self)
         return structure
@@ -304,7 +305,9 @@ class Structures:
             )
         else:
             keys, self.catalog = self._memo.share(new)
-        return {str(r): _encode_share(_flat(plan), keys[r]) for r, plan in new.items()}
+        return without_collections(
+            lambda: {str(r): _encode_share(_flat(plan), keys[r]) for r, plan in new.items()}
+        )
 
 
 def _flat(plan: Plan) -> list[Item]:
