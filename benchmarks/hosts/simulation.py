@@ -433,10 +433,10 @@ def _shared_results() -> Iterator[None]:
     dense: dict[int, bool] = {}
     same_view, decode = Machine._same_view, functools.lru_cache(decode_record)
 
-    def same_view_once(self: Machine, arrived: dict[int, dict[str, Any]]) -> bool:
-        if id(arrived) not in dense:
-            dense[id(arrived)] = same_view(self, arrived)
-        return dense[id(arrived)]
+    def same_view_once(self: Machine, values: dict[str, list[Any]]) -> bool:
+        if id(values) not in dense:
+            dense[id(values)] = same_view(self, values)
+        return dense[id(values)]
 
     def patch(where: Any, name: str, new: Any) -> None:
         stack.enter_context(mock.patch.object(where, name, new))
@@ -446,6 +446,6 @@ def _shared_results() -> Iterator[None]:
             patch(module, "decode_record", decode)
         patch(membership, "encode_record", functools.lru_cache(encode_record))
         patch(ViewRecord, "slots", functools.lru_cache(ViewRecord.slots))
-        patch(barrier, "summary", functools.lru_cache(barrier.summary))
+        patch(barrier, "columns", functools.lru_cache(barrier.columns))
         patch(Machine, "_same_view", same_view_once)
         yield

@@ -33,7 +33,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from outlast.coordination.ops import Link
-from outlast.coordination.records import lines, pack_records, unpack_records
+from outlast.coordination.records import lines, pack_records, unpack_columns, unpack_records
 
 LEDGER = "ledger"
 
@@ -51,6 +51,11 @@ async def lost_members(link: Link) -> frozenset[int]:
 def summary(done: bytes) -> dict[int, dict[str, Any]]:
     """The record of each member that has arrived, from the value of the key `done`."""
     return {record["member"]: record for record in unpack_records(done)}
+
+
+def columns(done: bytes) -> dict[str, list[Any]]:
+    """The values of `summary`, by their names."""
+    return unpack_columns(done)
 
 
 async def log(link: Link, name: str) -> dict[int, dict[str, Any]]:

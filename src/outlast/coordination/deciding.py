@@ -68,7 +68,7 @@ class Decisions:
         self._rules: Rules | None = None
         # What this process knows already, and what never changes.
         self._decisions: dict[int, Decision] = {}  # the last two
-        self._started: tuple[int, dict[int, dict[str, Any]]] = -1, {}
+        self._started: tuple[int, bytes | None] = -1, None  # the end of its barrier
 
     async def rules(self) -> Rules:
         """The rules of the call: those of the process that was first."""
@@ -119,8 +119,8 @@ class Decisions:
         while len(self._decisions) > 2:
             del self._decisions[min(self._decisions)]
 
-    def started(self, iteration: int, arrived: dict[int, dict[str, Any]]) -> None:
-        self._started = iteration, arrived
+    def started(self, iteration: int, done: bytes) -> None:
+        self._started = iteration, done
 
     async def decide(
         self, iteration: int, after: Reached, expired: Held | None = None
@@ -189,7 +189,7 @@ class Decisions:
             keys.append(barrier.done_key(f"start/{iteration}"))
         log, losses, failed, joins, stop, over, first, *done = await self.link.read_all(*keys)
         if done and done[0] is not None:
-            self.started(iteration, barrier.summary(done[0]))
+            self.started(iteration, done[0])
         arrived, ledger = barrier.arrivals(log), _records(LostRecord, losses)
         lost = {record.member for record in ledger}
         if before.view.expected - arrived.keys() - lost:
@@ -215,11 +215,10 @@ class Decisions:
 
     async def roster(self, decision: Decision) -> tuple[dict[int, int], int]:
         """The member at each rank, and the world size: as announced, or else as decided."""
-        iteration, arrived = self._started
+        name, (iteration, done) = f"start/{decision.view.iteration}", self._started
         if iteration != decision.view.iteration:
-            name = f"start/{decision.view.iteration}"
             done = await self.link.read(barrier.done_key(name))
-            arrived = await barrier.log(self.link, name) if done is None else barrier.summary(done)
+        arrived = await barrier.log(self.link, name) if done is None else barrier.summary(done)
         if not arrived:
             slots = decision.view.slots()
             return {r: m for r, m in enumerate(slots) if m is not None}, len(slots)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-from outlast.coordination.stores.store import Combines, Store, read_all
+from outlast.coordination.stores.store import Store, combines, read_all
 from outlast.coordination.stores.store import drive as drive
 from outlast.errors import InternalError
 
@@ -101,7 +101,7 @@ def perform_on(store: Store) -> Callable[[Op], Any]:
         if op.name == "add":
             return store.add(op.key, op.amount)
         if op.name == "add_and_read":
-            if isinstance(store, Combines):
+            if combines(store):
                 return store.add_and_read(op.key, op.amount, *op.others)
             return store.add(op.key, op.amount), store.read(*op.others) or b""
         if op.name == "read_all":

@@ -131,9 +131,14 @@ def pack_records(records: list[dict[str, Any]]) -> bytes:
     return json.dumps(columns, separators=(",", ":")).encode()
 
 
+def unpack_columns(data: bytes) -> dict[str, list[Any]]:
+    """The values of all records by name: without an object for each record."""
+    return {name: unpack(runs) for name, runs in json.loads(data).items()}
+
+
 def unpack_records(data: bytes) -> list[dict[str, Any]]:
     """The inverse of `pack_records`."""
-    columns = {name: unpack(runs) for name, runs in json.loads(data).items()}
+    columns = unpack_columns(data)
     return [
         dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
     ]

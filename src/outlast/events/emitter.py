@@ -170,12 +170,19 @@ class Emitter:
         self.place = Place() if place is None else place
         self._failed = False
 
+    @property
+    def drops(self) -> bool:
+        """Whether there is no log: then events need not be made either."""
+        return isinstance(self.sink, NullSink)
+
     def emit(self, event: Event) -> None:
         """Stamps `event` and writes it. Fields that the event sets itself are kept, so that a
         monitor can report on another process.
 
         A sink that fails (on a full disk, for example) must not stop the job: it is logged once.
         """
+        if self.drops:
+            return
         try:
             stamped = dataclasses.replace(
                 event,
@@ -199,4 +206,5 @@ class Emitter:
         start = self.clock.now()
         yield span
         span.seconds = self.clock.now() - start
-        self.emit(event(seconds=span.seconds, **fields))  # type: ignore[call-arg,arg-type]
+        if not self.drops:
+            self.emit(event(seconds=span.seconds, **fields))  # type: ignore[call-arg,arg-type]

@@ -8,12 +8,10 @@ may release the GIL; a thread that begins or ends takes the GIL then, and waits 
 
 from __future__ import annotations
 
-import functools
 import gc
 import operator
 import os
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable, Collection, Iterator
 from types import FrameType
@@ -22,6 +20,7 @@ from typing import Any
 from outlast.system.error_text import printable
 
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_LIBRARY = os.path.dirname(os.__file__) + os.sep  # `sysconfig` would import a large module
 _COLLECTS_IN_ALLOCATIONS = sys.version_info < (3, 12)
 _call = operator.methodcaller("__call__")
 
@@ -86,7 +85,7 @@ def in_standard_library(frame: FrameType) -> bool:
     if file == "<string>":  # the constructor of a named tuple, as asyncio's selectors make them
         return str(frame.f_globals.get("__name__")).startswith("namedtuple_")
     installed = "site-packages" in file or "dist-packages" in file
-    return file.startswith((*_standard_library(), "<frozen ")) and not installed
+    return file.startswith((_LIBRARY, "<frozen ")) and not installed
 
 
 def in_own_code(frame: FrameType | None) -> bool:
@@ -123,12 +122,7 @@ def _is_installed(file: str) -> bool:
     folders = file.split(os.sep)
     if "site-packages" in folders or "dist-packages" in folders:
         return True
-    return file.startswith((*_standard_library(), "<frozen "))
-
-
-@functools.cache
-def _standard_library() -> tuple[str, ...]:
-    return tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
+    return file.startswith((_LIBRARY, "<frozen "))
 
 
 def _remove_own(found: traceback.TracebackException, seen: set[int]) -> None:

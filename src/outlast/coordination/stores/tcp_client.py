@@ -36,7 +36,6 @@ WORD = struct.Struct("=I")
 _NONCE = 0x6F75746C
 _ONE_KEY = LENGTH.pack(1)
 _PRESENT = 0
-_SOON_S = 1.0
 
 
 class Query(enum.IntEnum):
@@ -137,25 +136,21 @@ class TcpClient:
                 await_answer(connection)
                 return _receive_bytes(connection)
             # Repeated, because torch's server also ends the waits for a key when a claim on it is
-            # refused and leaves it absent. It answers the WAIT at once if the key is present.
-            check_and_wait = _request(Query.CHECK, _ONE_KEY, _key(key))
-            check_and_wait += _request(Query.WAIT, _ONE_KEY, _key(key))
+            # refused and leaves it absent. It answers the WAIT at once if the key is present. To
+            # CHECK before would be one more answer to wake up for, in each wait of each rank.
             value: bytes | None = None
             while value is None:
-                connection.sendall(check_and_wait)
-                is_present = _receive(connection, 1)[0] == _PRESENT
-                # Unanswered for so long, the key was deleted after the CHECK.
-                if not is_present or not readable(connection.fileno(), timeout=_SOON_S):
-                    await_answer(connection)
+                _send(connection, Query.WAIT, _ONE_KEY, _key(key))
+                await_answer(connection)
                 _receive(connection, 1)
-                value = _get(connection, key) if is_present else None
+                value = _get(connection, key) if _present(connection, (key,)) else None
             return value
 
         try:
             return self._perform(work)
         except KeyTimeout:
             # A key that is there is found, however short the timeout and however late the answer.
-            value = self.read(key) if self.host_server else None
+            value = self.read(key)
             if value is None:
                 raise
             return value

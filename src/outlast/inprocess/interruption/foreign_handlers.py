@@ -36,6 +36,7 @@ class ForeignHandlers:
         self.kept: list[tuple[int, Exception]] = []
         self.held = False
         self._guards: dict[int, _Guard] = {}
+        self._seen: list[Any] = []  # the handlers when they were guarded last
 
     def hold(self) -> None:
         """Guards Python's handlers, new ones too, in the main thread: no other runs handlers."""
@@ -45,6 +46,8 @@ class ForeignHandlers:
         # `_signal` is C; `signal` makes enums, in tens of thousands of bytecodes. This runs at each
         # transition, and an interrupt that waits for its end is tried again at each bytecode.
         handlers: list[Any] = list(map(_signal.getsignal, _NUMBERS))
+        if handlers == self._seen:
+            return
         pairs = zip(_NUMBERS, handlers, strict=True)
         for number, handler in compress(pairs, map(callable, handlers)):
             if handler is signal.default_int_handler:
@@ -52,9 +55,10 @@ class ForeignHandlers:
             if not str(getattr(handler, "__module__", "")).startswith("outlast."):
                 guard = self._guards[number] = _Guard(handler, self)
                 signal.signal(number, guard)
+        self._seen = handlers
 
     def release(self) -> None:
-        self.held = False
+        self.held, self._seen = False, []
         for number, guard in self._guards.items():
             installed: Any = signal.getsignal(number)
             if installed is guard:

@@ -67,15 +67,25 @@ class StackSample:
 
 
 def sample_stack(
-    interrupter: Interrupter, page: SharedPage, now: float, since_ns: int
+    interrupter: Interrupter, page: SharedPage, now: float, since_ns: int, least_hang: float
 ) -> StackSample | None:
-    """Samples from another thread; `None` while the function's thread runs no user code."""
+    """Samples from another thread; `None` while the function's thread runs no user code, or if it
+    has made progress in the last `least_hang` seconds: then it has no hang to report.
+    """
     if page.activity not in (Activity.USER, Activity.FUNCTION):
+        return None
+    if not _may_hang(page, now, least_hang):
         return None
     if page.activity == Activity.FUNCTION and not interrupter.in_function():
         return None  # it has just left it, for an error, whose place is known: `sample_of_error`
     places = interrupter.where(), interrupter.user_place()
     return _sample(places, interrupter.waits_for_others(), page, now, since_ns)
+
+
+def _may_hang(page: SharedPage, now: float, least_hang: float) -> bool:
+    """Whether `RankFaults.hang_report` may need a sample."""
+    waited = loop.wait.seconds >= least_hang and loop.wait.is_recent(time.time_ns())
+    return waited or now - page.pinged >= least_hang or page.reported_soft == page.iteration
 
 
 def sample_of_error(
@@ -87,8 +97,9 @@ def sample_of_error(
     """
     sample = watch.sample
     is_earlier = sample is None or sample.idle < least_hang <= sample.pause
-    if not is_earlier or not is_consequence(error):
-        return sample
+    is_needed = sample is not None or _may_hang(page, now, least_hang)
+    if not (is_earlier and is_needed and is_consequence(error)):
+        return watch.sample  # of the monitor thread, which may have sampled meanwhile
     where = places_of(reversed(list(traceback.walk_tb(error.__traceback__))))
     place = where, user_place(error)
     if sample is None:
@@ -162,8 +173,9 @@ class MonitorThread:
         page: SharedPage,
         abort: Callable[[bool], None],
         emitter: Emitter,
+        least_hang: float = 0.0,
     ) -> None:
-        self._connection = connection
+        self._connection, self._least_hang = connection, least_hang
         self._atomic_section, self._interrupter, self._page = atomic_section, interrupter, page
         self._abort, self._emitter = abort, emitter
         self._watches: queue.SimpleQueue[tuple[str, IterationWatch] | None] = queue.SimpleQueue()
@@ -218,7 +230,8 @@ class MonitorThread:
     def _end_iteration(self, watch: IterationWatch, reason: str) -> None:
         if not watch.left.is_set():
             now = self._emitter.clock.now()
-            sample = sample_stack(self._interrupter, self._page, now, watch.since_ns)
+            of = self._interrupter, self._page
+            sample = sample_stack(*of, now, watch.since_ns, self._least_hang)
             watch.sample = watch.sample or sample  # the function may be left by now
         watch.ending.set()
         self._emitter.emit(Seen(reason=reason))

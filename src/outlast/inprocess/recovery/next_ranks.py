@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from outlast.coordination.barrier import summary
 from outlast.coordination.decision import ViewRecord
 from outlast.coordination.ops import Link
 from outlast.errors import RestartError
@@ -44,7 +45,7 @@ async def exchange_values(
     if all(value is None for value in values):
         return
     name = f"values/{record.iteration}"
-    arrived = await pass_barrier(link, host, name, record, member, values=values)
+    arrived = summary(await pass_barrier(link, host, name, record, member, values=values))
     for n, part in enumerate(parts):
         found = {slots.index(m): each["values"][n] for m, each in arrived.items() if m in slots}
         part.receive({slot: value for slot, value in found.items() if value is not None})

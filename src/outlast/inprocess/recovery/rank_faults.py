@@ -55,7 +55,7 @@ class RankFaults:
         self.pings = 0  # in the function, in this iteration
         self.durations = durations
         # Half of the shortest timeout that any rank can have: how long a hung one made no progress.
-        self._least_hang = min(durations.least_soft, durations.ping) / 2
+        self.least_hang = min(durations.least_soft, durations.ping) / 2
         self.reported_cause = False  # this rank has shown the user why the job ends
         self.torch_log = QuietTorchLog()  # silent while connections are expected to fail
         self._shown = ""
@@ -123,7 +123,7 @@ class RankFaults:
 
     def note_decision(self, decision: Decision) -> None:
         """Writes the decision to the event log, if this is one of the ranks that do."""
-        if self.place.member not in decision.witnesses:
+        if self.emitter.drops or self.place.member not in decision.witnesses:
             return
         view, cause = decision.view, decision.cause
         self.emitter.emit(
@@ -211,8 +211,8 @@ class RankFaults:
         own = self.page.reported_soft == iteration
         if sample is None:
             return None
-        woken = loop.wait.seconds >= self._least_hang and loop.wait.is_recent(sample.until_ns)
-        if not (own or woken or sample.unpinged >= self._least_hang):
+        woken = loop.wait.seconds >= self.least_hang and loop.wait.is_recent(sample.until_ns)
+        if not (own or woken or sample.unpinged >= self.least_hang):
             return None
         faults = await membership.faults(iteration)
         reported = [f.idle for f in faults if f.interruption == hung.value and not f.own_report]
@@ -291,7 +291,8 @@ class RankFaults:
 
     def _noted(self, record: FaultRecord) -> FaultRecord:
         log.debug("rank %d: recording a fault: %s", record.rank, record.cause)
-        self.emitter.emit(record.event())
+        if not self.emitter.drops:
+            self.emitter.emit(record.event())
         return record
 
 

@@ -153,7 +153,7 @@ class RankHost(RankFaults):
             self.atomic_section.function_left()
             if error is not None:
                 now = self.clock.now()
-                watch.sample = sample_of_error(error, page, now, watch, self._least_hang)
+                watch.sample = sample_of_error(error, page, now, watch, self.least_hang)
                 self.modes.restore()
                 count_restart()
         self.pings, self.ran = page.pings, self.clock.now() - page.pinged

@@ -183,6 +183,7 @@ class _Session:
                 self.page,
                 host.run_abort,
                 self.emitter,
+                host.least_hang,
             )
             stack.callback(host.torch_log.end)
             stack.callback(host.release)

@@ -237,7 +237,7 @@ class Machine:
     async def _start(self) -> RecoveryState:
         k = self.place.iteration
         with self.host.timing("start"):
-            arrived = await pass_barrier(
+            done = await pass_barrier(
                 self.link,
                 self.host,
                 f"start/{k}",
@@ -247,19 +247,19 @@ class Machine:
                 world_size=self.place.world_size,
                 store=self.host.serve(),
             )
-        self.membership.started(k, arrived)
-        if self._same_view(arrived):
-            self.store = next(each["store"] for each in arrived.values() if each["rank"] == 0)
+        self.membership.started(k, done)
+        values = barrier.columns(done)
+        if self._same_view(values):
+            self.store = values["store"][values["rank"].index(0)]
             return RecoveryState.INITIALIZE
         await self.membership.end(k, RESTART)
         return RecoveryState.SETTLE
 
-    def _same_view(self, arrived: dict[int, dict[str, Any]]) -> bool:
+    def _same_view(self, values: dict[str, list[Any]]) -> bool:
         """Checks R1: ranks dense from 0, world sizes equal. A gap is a member that was lost before
         it arrived. Two members with the same rank can only result from a wrong rank assignment.
         """
-        ranks = sorted(each["rank"] for each in arrived.values())
-        sizes = {each["world_size"] for each in arrived.values()}
+        ranks, sizes = sorted(values["rank"]), set(values["world_size"])
         if len(set(ranks)) != len(ranks) or len(sizes) > 1:
             raise InternalError(
                 f"the rank assignment gave ranks {ranks} and world sizes {sorted(sizes)}: "

@@ -163,8 +163,10 @@ async def _next_record(
 
 async def pass_barrier(
     link: Link, host: Host, name: str, view: ViewRecord, member: int, **record: Any
-) -> dict[int, dict[str, Any]]:
-    """Waits at a barrier of the view; returns all members' records, or raises `RankTimeout`."""
+) -> bytes:
+    """Waits at a barrier of the view; returns its `barrier.summary`, which only those unpack that
+    need each record, or raises `RankTimeout`.
+    """
     done = await barrier.arrive(link, name, member, view.expected, **record)
     durations, now = host.durations, host.clock.now
     deadline, pause = now() + durations.barrier, durations.backstop
@@ -178,7 +180,7 @@ async def pass_barrier(
                 missing = await barrier.missing(link, name, view.expected)
                 raise RankTimeout(_describe(host, name, view, missing, member)) from None
             pause *= 2
-    return barrier.summary(done)
+    return done
 
 
 async def leave_if_lost(membership: MembershipProtocol, member: int) -> None:
