@@ -43,12 +43,13 @@ def run(quick: bool) -> dict[str, Any]:
     return {"floors": found, "undisturbed": false_alarms.false_alarms(ALARM_FLOOR_MS, steps)}
 
 
-def measure(floor_ms: int, hangs: int) -> dict[str, Any]:
-    print(f"hang: floor {floor_ms} ms, {hangs} hangs", flush=True)
+def measure(floor_ms: int, hangs: int, *, raises: bool = False) -> dict[str, Any]:
+    """With `raises`, the rank raises an exception instead: what a hang's restart is compared to."""
+    print(f"hang: floor {floor_ms} ms, {hangs} {'exceptions' if raises else 'hangs'}", flush=True)
     board = TimestampBoard(RANKS, hangs * 3 + 16)
     with RankProcesses(f"hang-{floor_ms}", RANKS) as processes:
         processes.env["OUTLAST_EVENTS_DIR"] = str(processes.folder)
-        processes.start_all(lambda slot: _rank(board, slot, floor_ms, hangs))
+        processes.start_all(lambda slot: _rank(board, slot, floor_ms, hangs, raises))
         processes.wait_all(120 + 5 * hangs)
         seen = _times(processes.folder, "rank*.jsonl", "seen")
         steps = json.loads((processes.folder / "steps.json").read_text())
@@ -70,7 +71,7 @@ def measure(floor_ms: int, hangs: int) -> dict[str, Any]:
     }
 
 
-def _rank(board: TimestampBoard, slot: int, floor_ms: int, hangs: int) -> None:
+def _rank(board: TimestampBoard, slot: int, floor_ms: int, hangs: int, raises: bool) -> None:
     timeout = inprocess.Adaptive(floor=datetime.timedelta(milliseconds=floor_ms))
 
     def train(call: inprocess.CallWrapper) -> None:
@@ -92,6 +93,8 @@ def _rank(board: TimestampBoard, slot: int, floor_ms: int, hangs: int) -> None:
             return
         if slot == trial % RANKS:
             board.fail(iteration, slot)
+            if raises:
+                raise RuntimeError("planned")
             time.sleep(3600)
         dist.all_reduce(data)
 

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from outlast.coordination.barrier import LEDGER, arrive, complete, done_key, missing, summary
+from outlast.coordination.barrier import (
+    LEDGER,
+    arrive,
+    columns,
+    complete,
+    done_key,
+    missing,
+    summary,
+)
 from outlast.coordination.ops import Link, Op, drive, perform_on
 from outlast.coordination.records import LostRecord, to_line
 from outlast.coordination.stores.store import MemoryStore
@@ -184,6 +192,7 @@ def test_all_that_pass_read_the_same_and_not_the_log() -> None:
         0: {"member": 0, "rank": 0, "step": 7},
         2: {"member": 2, "rank": 2, "step": 7},
     }
+    assert columns(done) == {"member": [0, 2], "rank": [0, 2], "step": [7, 7]}
 
 
 @pytest.mark.parametrize("size", [100, 10_000])

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -343,3 +344,14 @@ def test_other_files_and_folders_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_bytes(line(1))
     (tmp_path / "folder.jsonl").mkdir()
     assert Follower(tmp_path).poll() == []
+
+
+def test_an_event_that_nobody_reads_is_not_made() -> None:
+    def make(**fields: object) -> Seen:
+        raise AssertionError("it is made")
+
+    kind: Any = make
+    emitter = Emitter()
+    with emitter.span(kind):
+        pass
+    assert emitter.drops

@@ -35,6 +35,20 @@ def test_what_a_handler_raises_is_kept_only_outside_the_function(
     assert signal.getsignal(signal.SIGUSR2) is not handler
 
 
+def test_a_handler_that_is_set_between_two_looks_is_guarded(handlers: ForeignHandlers) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        for _ in range(3):  # nothing changes: the look ends early
+            handlers.hold()
+        for _ in range(2):
+            signal.signal(signal.SIGUSR1, handler)
+            handlers.hold()
+            assert signal.getsignal(signal.SIGUSR1) is not handler
+    finally:
+        handlers.release()
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_an_interrupt_that_waits_has_few_points_at_which_it_asks_again(
     handlers: ForeignHandlers,
 ) -> None:

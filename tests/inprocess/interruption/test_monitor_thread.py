@@ -130,6 +130,20 @@ def test_the_function_is_interrupted_after_the_abort(rig: Rig) -> None:
         pass
 
 
+@pytest.mark.parametrize(
+    ("least_hang", "reported", "sampled"), [(5.0, -1, True), (5.1, -1, False), (5.1, 0, True)]
+)
+def test_only_a_rank_that_may_hang_is_sampled(
+    rig: Rig, least_hang: float, reported: int, sampled: bool
+) -> None:
+    """It has made no progress for five seconds; `reported`: its soft timeout is over."""
+    rig.page.iteration, rig.page.reported_soft = 0, reported
+    rig.monitor._least_hang = least_hang
+    watch = rig.run(RESTART)
+    assert watch.wait(NET_S) == RESTART
+    assert (watch.sample is not None) == sampled
+
+
 def test_a_thread_that_has_just_left_the_function_is_not_sampled_in_its_caller(rig: Rig) -> None:
     def abort(again: bool) -> None:
         rig.aborts.append(again)

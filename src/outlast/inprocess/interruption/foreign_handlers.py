@@ -36,7 +36,7 @@ class ForeignHandlers:
         self.kept: list[tuple[int, Exception]] = []
         self.held = False
         self._guards: dict[int, _Guard] = {}
-        self._seen: list[Any] = []  # the handlers when they were guarded last
+        self._seen: list[Any] = []  # the handlers when a look has found nothing to guard
 
     def hold(self) -> None:
         """Guards Python's handlers, new ones too, in the main thread: no other runs handlers."""
@@ -48,14 +48,15 @@ class ForeignHandlers:
         handlers: list[Any] = list(map(_signal.getsignal, _NUMBERS))
         if handlers == self._seen:
             return
-        pairs = zip(_NUMBERS, handlers, strict=True)
+        pairs, seen = zip(_NUMBERS, handlers, strict=True), handlers
         for number, handler in compress(pairs, map(callable, handlers)):
             if handler is signal.default_int_handler:
                 continue
             if not str(getattr(handler, "__module__", "")).startswith("outlast."):
-                guard = self._guards[number] = _Guard(handler, self)
+                guard, seen = _Guard(handler, self), []
+                self._guards[number] = guard
                 signal.signal(number, guard)
-        self._seen = handlers
+        self._seen = seen  # at the end: an interrupt may come before
 
     def release(self) -> None:
         self.held, self._seen = False, []
