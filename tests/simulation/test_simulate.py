@@ -209,7 +209,7 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
     ),
     "a start with gaps is a start": (
         Machine._start,
-        "if self._same_view(arrived):",
+        "if self._same_view(values):",
         "if True:",
     ),
     "a decision does not know the lost": (
