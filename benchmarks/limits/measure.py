@@ -113,6 +113,8 @@ def _hang(quick: bool) -> Figures:
 MEASUREMENTS: dict[str, Callable[[bool], Figures]] = {
     "exception, 1 MiB": _useful(1, 2, False, "exception", 12),
     "exception, 1 MiB, torch alone": _useful(1, 2, False, "exception", 12, bare=True),
+    "exception, 1 MiB, 4 ranks, torch alone": _useful(1, 4, False, "exception", 12, bare=True),
+    "SIGKILL, 1 MiB, torch alone": _useful(1, 2, False, "sigkill", 6, bare=True),
     "exception, 1 MiB, kept": _useful(1, 2, True, "exception", 12),
     "exception, 1 MiB, 4 ranks": _useful(1, 4, False, "exception", 12),
     "SIGKILL, 1 MiB": _useful(1, 2, False, "sigkill", 6),

@@ -96,6 +96,15 @@ def _by_limit(name: str) -> _Row:
     return _Row(f"the same, {name}, by a copy into new memory and the model", figure, goal)
 
 
+def _without_job(name: str) -> _Row:
+    """The limit of a job: two rounds of all ranks, and loads, by torch alone in its place."""
+    return _Row(
+        f"to a useful step, {name}; goal: of torch alone in place of a job, its limit",
+        lambda found: 1e3 * found[name]["total"],
+        lambda found: 1e3 * found[f"{name}, torch alone"]["total"],
+    )
+
+
 def _ratio(
     what: str, group: str, figure: str, by: str, goal: float, *, is_least: bool = False
 ) -> _Row:
@@ -180,21 +189,19 @@ def _restart(ranks: int) -> _Row:
 _ROWS = (
     _total("exception, 1 MiB, kept"),
     _total("exception, 1 MiB"),
-    _Row(
-        "the same; goal: without a job, by two rounds and loads of torch alone, which is its limit",
-        lambda found: 1e3 * found["exception, 1 MiB"]["total"],
-        lambda found: 1e3 * found["exception, 1 MiB, torch alone"]["total"],
-    ),
+    _without_job("exception, 1 MiB"),
     _Row(
         "to a useful step, exception, 1 MiB, 4 ranks; goal: 1.5 times that of 2",
         lambda found: 1e3 * found["exception, 1 MiB, 4 ranks"]["total"],
         lambda found: 1.5e3 * found["exception, 1 MiB"]["total"],
     ),
+    _without_job("exception, 1 MiB, 4 ranks"),
     _Row(
         "to a useful step, SIGKILL, 1 MiB",
         lambda found: 1e3 * found["SIGKILL, 1 MiB"]["total"],
         lambda _: 100.0,
     ),
+    _without_job("SIGKILL, 1 MiB"),
     _total("SIGKILL, 256 MiB, kept", copies=1.3),
     _by_limit("SIGKILL, 256 MiB, kept"),
     _total("SIGKILL, 1 GiB, kept", copies=1.3),
