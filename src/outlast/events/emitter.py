@@ -173,7 +173,7 @@ class Emitter:
     @property
     def drops(self) -> bool:
         """Whether there is no log: then events need not be made either."""
-        return isinstance(self.sink, NullSink)
+        return type(self.sink) is NullSink
 
     def emit(self, event: Event) -> None:
         """Stamps `event` and writes it. Fields that the event sets itself are kept, so that a
