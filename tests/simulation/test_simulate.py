@@ -11,14 +11,21 @@ from typing import Any
 import pytest
 
 from inprocess.mutations import mutate, simulation_finds
+from outlast.clock import MonotonicClock
 from outlast.coordination import barrier, decision, records
 from outlast.coordination.decision import Facts, next_record
 from outlast.coordination.membership import MembershipProtocol
+from outlast.coordination.ops import Link, drive, perform_on
+from outlast.coordination.records import to_line
+from outlast.coordination.stores.store import MemoryStore
 from outlast.errors import RestartError
-from outlast.inprocess.recovery.host_protocol import GrowPolicy
+from outlast.events.emitter import Place
+from outlast.inprocess.recovery.host_protocol import GrowPolicy, RecoveryState
 from outlast.inprocess.recovery.state_machine import Machine
 from outlast.inprocess.recovery.waits import _next_record, end_iteration_to_join
+from outlast.inprocess.timeouts import Timeouts
 from simulation.fault_budget import Schedule
+from simulation.minimal_host import MinimalHost
 from simulation.simulate import Result, simulate
 
 SEEDS = 10_000
@@ -75,6 +82,19 @@ def test_a_newcomer_is_turned_away_where_the_job_does_not_grow() -> None:
     for error in turned_away:
         assert type(error) is RestartError
         assert "takes in no new processes" in str(error)
+
+
+def test_members_that_were_all_mistaken_for_lost_before_the_start_go_on_to_learn_it() -> None:
+    perform = perform_on(MemoryStore())
+    host: Any = MinimalHost()
+    host.place, host.durations = Place(member=0, rank=0, world_size=2), Timeouts().in_seconds()
+    host.clock = MonotonicClock()
+    machine = Machine(host, Link(), 2)
+    for member in range(2):
+        lost = to_line(records.LostRecord(member, "no heartbeat"))
+        drive(machine.link.append(barrier.LEDGER, lost), perform)
+    drive(barrier.complete(machine.link, "start/0", frozenset({0, 1})), perform)
+    assert drive(machine._start(), perform) is RecoveryState.SETTLE
 
 
 def stopped(seed: int) -> Result:

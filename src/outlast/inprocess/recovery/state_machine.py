@@ -257,9 +257,10 @@ class Machine:
 
     def _same_view(self, values: dict[str, list[Any]]) -> bool:
         """Checks R1: ranks dense from 0, world sizes equal. A gap is a member that was lost before
-        it arrived. Two members with the same rank can only result from a wrong rank assignment.
+        it arrived; there are no values if all were. Two members with the same rank can only result
+        from a wrong rank assignment.
         """
-        ranks, sizes = sorted(values["rank"]), set(values["world_size"])
+        ranks, sizes = sorted(values.get("rank", ())), set(values.get("world_size", ()))
         if len(set(ranks)) != len(ranks) or len(sizes) > 1:
             raise InternalError(
                 f"the rank assignment gave ranks {ranks} and world sizes {sorted(sizes)}: "
