@@ -65,7 +65,7 @@ class OwnStore(TCPStore):
     """A store of the program: a process that was forked before its script does not know it."""
 
 
-@pytest.mark.parametrize("other", ["serves", "store", "died", "forked"])
+@pytest.mark.parametrize("other", ["serves", "store", "died", "forked", "closed"])
 def test_one_that_was_forked_ahead_gets_no_plan_but_its_own(
     monkeypatch: pytest.MonkeyPatch, other: str
 ) -> None:
@@ -75,7 +75,7 @@ def test_one_that_was_forked_ahead_gets_no_plan_but_its_own(
     start.fork_ahead()
     assert start._ahead is not None
     main, pid = start._ahead[:2]
-    waits = psutil.Process(pid)
+    waits, own = psutil.Process(pid), -1
     if other == "serves":
         monkeypatch.setattr(start, "_await_earlier_servers", lambda *_: None)
         plan.serve, plan.durations = True, SimpleNamespace(barrier=NET_S)
@@ -84,12 +84,19 @@ def test_one_that_was_forked_ahead_gets_no_plan_but_its_own(
     if other == "died":
         waits.kill()
         waits.wait()
+    if other == "closed":  # by the program, whose next file has the number
+        os.close(start._ahead[2].fileno())
+        own = os.open(os.devnull, os.O_RDONLY)
+        assert own == start._ahead[2].fileno()
     if other == "forked":  # this process is a child of the one that has forked it
         monkeypatch.setattr(start.os, "getpid", lambda: main + 1)
     monkeypatch.setattr(start, "_fork", lambda body: (12345, FakeSocket()))
     assert start.start_monitor(plan).pid == 12345
     monkeypatch.undo()
     plan.page.close()
+    if own >= 0:
+        os.close(own)
+        waits.wait()
     psutil.wait_procs([waits], timeout=NET_S)
     assert not waits.is_running()
 

@@ -46,7 +46,7 @@ from outlast.system.processes import open_process, readable
 _earlier_servers: list[tuple[psutil.Process, int]] = []
 
 # The process that was forked ahead, behind the one that has forked it.
-_ahead: tuple[int, int, socket.socket] | None = None
+_ahead: tuple[int, int, socket.socket, os.stat_result] | None = None
 _RULES = (type(None), RepeatedFaults)
 _LENGTH = 4
 
@@ -124,7 +124,8 @@ def start_monitor(plan: MonitorPlan) -> MonitorHandle:
 def fork_ahead() -> None:
     """Forks the monitor process of the first call of this process: it waits for its plan."""
     global _ahead
-    _ahead = os.getpid(), *_fork(_await_plan)
+    pid, ours = _fork(_await_plan)
+    _ahead = os.getpid(), pid, ours, os.fstat(ours.fileno())
 
 
 def _fork(body: Callable[[socket.socket, int], None]) -> tuple[int, socket.socket]:
@@ -139,8 +140,11 @@ def _told(plan: MonitorPlan, log: int) -> tuple[int, socket.socket] | None:
     it has no objects of the program, whose script had not run, and serves no store.
     """
     global _ahead
-    (main, pid, ours), _ahead = _ahead or (0, 0, None), None
-    if ours is None:
+    if _ahead is None:
+        return None
+    (main, pid, ours, file), _ahead = _ahead, None
+    if not _is_open(ours.fileno(), file):  # the program has closed all descriptors, as daemons do
+        ours.detach()
         return None
     if main != os.getpid():  # it is another one's child
         ours.close()
@@ -158,6 +162,14 @@ def _told(plan: MonitorPlan, log: int) -> tuple[int, socket.socket] | None:
     with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, 0)
     return None
+
+
+def _is_open(descriptor: int, file: os.stat_result) -> bool:
+    """Whether it is still open: another file may have the number by now."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), file)
+    except OSError:
+        return False
 
 
 def _await_plan(end: socket.socket, main: int) -> None:
