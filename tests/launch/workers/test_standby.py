@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
 from launch.runs import WORKER, Ready, Run, ends
+from outlast.launch.agent.resources import JobResources
+from outlast.launch.workers.descendants import kill_group
 
 # What a script can see of its process, except for its numbers.
 LOOK = """
@@ -228,6 +233,25 @@ def test_the_monitor_process_of_its_call_waits_with_it(tmp_path: Path) -> None:
         assert psutil.Process(pid).children() == [monitor]
         assert run.complete(second, first[1]) == 0
         assert ends(monitor.pid)  # without a call, with its process
+
+
+def test_its_monitor_process_stays_with_it_between_two_attempts() -> None:
+    workers = SimpleNamespace(standbys=SimpleNamespace(pids=[os.getpid()]))
+    resources: Any = SimpleNamespace(_orphan_killer=None, _metrics=None, checks=[], workers=workers)
+    with subprocess.Popen(["sleep", "600"]) as started:  # as a standby starts it
+        stay = JobResources.own_children(resources)
+        started.kill()
+    assert {os.getpid(), started.pid} <= set(stay)
+
+
+def test_what_may_not_be_looked_at_is_not_of_a_dead_workers_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(_: int) -> int:
+        raise PermissionError  # SELinux, where the container sees the processes of its host
+
+    monkeypatch.setattr(os, "getpgid", refused)
+    assert kill_group(1 << 22) == []
 
 
 def test_a_standby_that_died_unnoticed_is_not_used(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def kill_group(
     """
     killed = []
     for number in psutil.pids():  # a replacement waits for this: few are looked at more closely
-        with contextlib.suppress(psutil.Error, ProcessLookupError):
+        with contextlib.suppress(psutil.Error, OSError):  # it has ended, or is another one's
             if number != pid and os.getpgid(number) == pid:
                 process = psutil.Process(number)
                 own = os.getpid() in (each.pid for each in process.parents())
