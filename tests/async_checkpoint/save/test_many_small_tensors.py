@@ -16,7 +16,7 @@ from outlast.async_checkpoint.snapshot import snapshot as snapshot_module
 from outlast.async_checkpoint.snapshot.chunk_copy import copy_small
 from outlast.async_checkpoint.snapshot.plan import Item, share_out
 from outlast.async_checkpoint.state_dict import leaf_numbers, look_up, signature_and_leaves
-from outlast.errors import CheckpointError
+from outlast.errors import CheckpointError, TornSnapshot
 
 LARGE = 100_000
 
@@ -119,6 +119,46 @@ def test_a_write_by_another_thread_is_detected(
         with pytest.raises(CheckpointError, match="'4' was written to by another thread"):
             handle.wait(NET)
         assert checkpointer.checkpoints() == []
+
+
+def test_all_tensors_are_of_one_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that is copied later: another thread writes to it when the small ones are copied."""
+    owned = parameters()
+    optimizer = torch.optim.SGD(owned, 0.1)
+
+    def copy(copies: Iterator[tuple[int, int, int]]) -> None:
+        copy_small(copies)
+        writing = threading.Thread(target=lambda: owned[1].detach().add_(1))
+        writing.start()
+        writing.join()
+
+    with Checkpointer(tmp_path, overlap=optimizer) as checkpointer:
+        with monkeypatch.context() as patch:
+            patch.setattr(snapshot_module, "copy_small", copy)
+            handle = checkpointer.save(1, {str(n): each for n, each in enumerate(owned)})
+        with pytest.raises(TornSnapshot, match="'1' was written to"):
+            handle.wait(NET)
+        assert checkpointer.checkpoints() == []
+
+
+def test_the_memory_is_mapped_during_the_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread may close it: what is copied to an address that is gone ends the process."""
+
+    def copy(copies: Iterator[tuple[int, int, int]]) -> None:
+        (buffer,) = checkpointer.session.pool.buffers
+        memory = buffer.memory
+        assert memory is not None
+        buffer.drop_memory()
+        assert not memory._map.closed
+        copy_small(copies)
+        raise InterruptedError
+
+    monkeypatch.setattr(snapshot_module, "copy_small", copy)
+    state = {str(number): torch.ones(number) for number in range(1, 9)}
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(InterruptedError):
+        checkpointer.save(1, state)
 
 
 def test_a_whole_tensor_and_a_part_of_it_are_refused() -> None:

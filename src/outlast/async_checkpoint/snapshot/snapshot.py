@@ -279,12 +279,15 @@ class Snapshotter:
             pairs = zip(structure.tensors, sources, strict=True)
             return next(item.name for item, source in pairs if source is tensor)
 
+        # All from one moment: else another thread's write could fall between the two.
         writes = Writes([*(sources[i] for i in moved), *(source for source, _ in now)], name_of)
+        writes_later = Writes((source for source, _ in later), name_of)
         extents = structure.extents
-        copy_small(
-            (memory.address + extents[i].buffer_at, addresses[i], extents[i].data_bytes)
-            for i in moved
-        )
+        with memory.view[:]:  # no tensor keeps it mapped, whoever closes it meanwhile
+            copy_small(
+                (memory.address + extents[i].buffer_at, addresses[i], extents[i].data_bytes)
+                for i in moved
+            )
         snapshot.copy_now(DeviceCopy(by_torch))
         eager = self._now.chunks(memory, files, by_chunks, hashed=False)
         snapshot.copy_now(EagerCopy(by_chunks, eager))
@@ -299,8 +302,7 @@ class Snapshotter:
             if by_device
             else self._later.chunks(memory, files, later, hashed=snapshot.hashed)
         )
-        writes = Writes((source for source, _ in later), name_of)
-        snapshot.copy_later(later, chunks, optimizers, writes)
+        snapshot.copy_later(later, chunks, optimizers, writes_later)
         return snapshot
 
     def _are_private(self, copies: Sequence[CopyPair]) -> bool:
