@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from async_checkpoint.checkpoints import NET, copy_of, folder_of, restored, same, state_of
 from outlast.async_checkpoint import Checkpointer
@@ -227,3 +228,19 @@ def test_an_empty_folder(tmp_path: Path) -> None:
         checkpointer.save(0, {}).wait(NET)
         assert checkpointer.restore({}) == 0
         assert checkpointer.verify(0).tensors == 0
+
+
+def test_torch_converts_it_in_the_order_of_the_state(tmp_path: Path) -> None:
+    """Though small tensors lie at the beginning of a file."""
+    state = {
+        "1": torch.randn(9000),
+        "0": torch.ones(2),
+        "3": torch.randn(40_000),
+        "2": torch.ones(1),
+    }
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state).wait(NET)
+    dcp_to_torch_save(folder_of(tmp_path, 1), tmp_path / "whole.pt")
+    found = torch.load(tmp_path / "whole.pt")
+    assert list(found) == list(state)
+    assert same(found, state)

@@ -138,7 +138,9 @@ class Catalog:
         for structure in self.structures.values():
             for item in (*structure.tensors, *structure.values):
                 paths[item.name] = torch_path(item.path)
-            for item, extent in zip(structure.tensors, structure.extents, strict=True):
+            placed = zip(structure.tensors, structure.extents, strict=True)
+            entries = structure.entries
+            for item, extent in sorted(placed, key=lambda each: entries[each[0].name].order):
                 if (whole := described.get(item.name)) is None:
                     properties = properties_of(item.dtype)
                     whole = TensorStorageMetadata(properties, size(item.shape), [])

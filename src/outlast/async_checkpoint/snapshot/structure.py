@@ -236,18 +236,19 @@ class Structure:
     def _lay_out(self, chosen: Collection[Key], rank: int) -> None:
         begin, at = 0, 0  # offset of the current file in the buffer; offset in the file
         file, of_values = f"__{rank}_0.distcp", values_file(rank)
+        mine: list[tuple[int, Item]] = []
+        for order, item in enumerate(self.items):
+            if item.kind == "container":
+                of_dict: Any = item.dtype
+                self.containers[item.name] = Container(item.path, of_dict, order)
+            elif chosen and (item.name, item.offsets) in chosen:
+                mine.append((order, item))
         # The smallest together: a rank that lacks some (counts of steps) reads whole chunks.
         least = _TOGETHER_BYTES
-        by_size = sorted(enumerate(self.items), key=lambda each: min(each[1].size_bytes, least))
-        for order, item in by_size:
-            name, path, kind, offsets, sizes, shape, dtype = item
-            if kind == "container":
-                of_dict: Any = dtype
-                self.containers[name] = Container(path, of_dict, order)
-            elif not chosen or (name, offsets) not in chosen:
-                continue
-            elif kind == "value":
-                self.values.append(item)
+        mine.sort(key=lambda each: min(each[1].size_bytes, least))
+        for order, (name, path, kind, offsets, sizes, shape, dtype) in mine:
+            if kind == "value":
+                self.values.append(self.items[order])
                 self.value_entries.append((name, ValueEntry(path, of_values, 0, 0, order)))
             else:
                 head, many, _, _, size = around = frame(dtype, sizes)
@@ -265,7 +266,7 @@ class Structure:
                     whole.shards.append(shard)
                 if 0 < many <= _SMALL_BYTES:
                     self.small.append(len(self.tensors))
-                self.tensors.append(item)
+                self.tensors.append(self.items[order])
                 self.extents.append(extent)
                 self._frames.append(around)
                 at += -(-size // _ALIGNMENT) * _ALIGNMENT
@@ -276,6 +277,8 @@ class Structure:
             self.files.append((file, begin, page_up(at)))
             begin += page_up(at)
         self.size_bytes = begin
+        # What reads a checkpoint by its entries, as an export, has the order of the state.
+        self.entries = dict(sorted(self.entries.items(), key=lambda each: each[1].order))
 
 
 def _pickle(item: Item, value: Any) -> bytes:
