@@ -357,3 +357,29 @@ def test_a_restart_ends_the_allocation_in_the_background(
     assert buffer.memory is not None
     assert buffer.usable
     assert not buffer.memory.is_populated  # so the first copy allocates what is left
+
+
+def test_the_next_restore_continues_an_allocation_that_a_restart_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first save costs no more than later ones, also after a fault in the first seconds."""
+    allocate = shared_memory.allocate
+
+    def slowly(address: int, size_bytes: int) -> None:
+        time.sleep(0.02)
+        allocate(address, size_bytes)
+
+    state = {"large": torch.zeros(1 << 24)}
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_memory, "allocate", slowly)
+        first = Checkpointer(tmp_path)
+        first.restore(state)
+        first.abort()
+    with Checkpointer(tmp_path) as checkpointer:
+        (buffer,) = checkpointer.session.pool.buffers
+        assert buffer.memory is None or not buffer.memory.is_populated
+        checkpointer.restore(state)
+        assert checkpointer.session.pool._allocating is not None
+        checkpointer.session.pool._allocating.join(60)
+        assert buffer.memory is not None
+        assert buffer.memory.is_populated

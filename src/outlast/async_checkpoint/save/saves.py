@@ -148,7 +148,11 @@ class Saves:
         saved, so the ranks agree on it now, unless they have before the restart; and buffers are
         allocated in the background.
         """
-        if self._count or self._structures.go_on(present):
+        if self._count:
+            return
+        if self._structures.go_on(present):
+            if self._structures.present is not None:  # the restart has ended their allocation
+                self._session.pool.preallocate(self._structures.present)
             return
         state_dict = present()
         agreement = self._round(self._next_index(), "preparation of saves")

@@ -177,10 +177,11 @@ class BufferPool:
 
     def preallocate(self, structure: Structure) -> None:
         """Allocates memory for snapshots of this structure in the background, so the first save
-        costs no more than later ones. Buffers that have memory keep it, and their snapshots.
+        costs no more than later ones. Buffers that have snapshots keep them.
         """
         with self._freed:
-            fresh = [b for b in self.buffers if b.memory is None and not b.busy]
+            free = [b for b in self.buffers if b.usable and b.snapshot is None]
+            fresh = [b for b in free if b.memory is None or not b.memory.is_populated]
             for buffer in fresh:
                 buffer.busy = True
         if not fresh:
