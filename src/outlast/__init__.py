@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outlast.system.lazy_exports import exports
+from outlast.lazy_exports import exports
 
 if TYPE_CHECKING:
     from outlast import async_checkpoint, chaos, elastic, errors, events, inprocess
