@@ -122,6 +122,10 @@ def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
             '"launcher": [{"action": "stop", "step": 1e999}]',
             r"Expected `int`, got `float` - at `\$\.launcher\[0\]\.step`",
         ),
+        (
+            '"launcher": [{"action": "stop", "at": 3}]',
+            r"field `at` - at `\$\.launcher\[0\]`; it must be one of: action, step$",
+        ),
         ('"launcher": 7', r"Expected `array`, got `int` - at `\$\.launcher`"),
         (
             '"launcher": [{"action": "host_lost", "step": 3}]',

@@ -54,7 +54,7 @@ def test_a_plan_is_read_from_a_file(tmp_path: Path) -> None:
     [
         ([], "plan: Expected `object`, got `array`"),
         ({}, "plan: no faults; give 'faults', 'random', or both"),
-        ({"fault": []}, "plan: Object contains unknown field `fault`"),
+        ({"fault": []}, "unknown field `fault`; it must be one of: faults, random"),
         ({"faults": {}}, "plan: Expected `array`, got `object` - at `$.faults`"),
         ({"faults": [3]}, "Expected `object`, got `int` - at `$.faults[0]`"),
         ({"faults": [{"kind": "hang"}]}, "missing required field `rank` - at `$.faults[0]`"),
@@ -74,8 +74,8 @@ def test_a_plan_is_read_from_a_file(tmp_path: Path) -> None:
             "got `float` - at `$.faults[0].step`",
         ),
         (
-            {"faults": [{"rank": 1, "kind": "hang", "after_seconds": "soon"}]},
-            "at `$.faults[0].after_seconds`",
+            {"faults": [{"rank": 1, "kind": "hang", "after_seconds": "PT3S"}]},
+            "Expected `float | null`, got `str` - at `$.faults[0].after_seconds`",
         ),
         (
             {"faults": [{"rank": 1, "kind": "hang", "after_seconds": float("nan")}]},
@@ -83,7 +83,7 @@ def test_a_plan_is_read_from_a_file(tmp_path: Path) -> None:
         ),
         (
             {"faults": [{"rank": 1, "kind": "hang", "setp": 1}]},
-            "unknown field `setp` - at `$.faults[0]`",
+            "unknown field `setp` - at `$.faults[0]`; it must be one of: rank, kind, iteration",
         ),
         (
             {"faults": [{"rank": 1, "kind": "hang", "phase": "lunch"}]},
@@ -113,6 +113,10 @@ def test_a_plan_is_read_from_a_file(tmp_path: Path) -> None:
             {"random": {**RANDOM, "ranks": [0, -1]}},
             "Expected `int` >= 0 - at `$.random.ranks[1]`",
         ),
+        (
+            {"random": {**RANDOM, "rate": 1}},
+            "unknown field `rate` - at `$.random`; it must be one of: seed, rate_per_step, kinds",
+        ),
         ({"random": {"seed": 1}}, "missing required field `rate_per_step` - at `$.random`"),
     ],
 )
@@ -132,6 +136,12 @@ def test_errors_name_the_file(tmp_path: Path) -> None:
     path.write_text('{"faults": [{"rank": 1}]}')
     with pytest.raises(ChaosError, match=r"plan\.json: plan: .* `kind` - at `\$\.faults\[0\]`"):
         Plan.load(path)
+
+
+@pytest.mark.parametrize("kind", [PlannedFault, RandomFaults, Plan])
+def test_fields_are_given_by_name(kind: Any) -> None:
+    with pytest.raises(TypeError, match="positional"):
+        kind(1, Kind.HANG)
 
 
 def test_all_conditions_must_hold() -> None:

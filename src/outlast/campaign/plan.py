@@ -64,7 +64,7 @@ Fault = chaos.PlannedFault | LauncherFault
 _Some: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 
 
-class RoundPlan(Entry, frozen=True, omit_defaults=False):
+class RoundPlan(Entry, frozen=True, kw_only=True, omit_defaults=False):
     """The plan of a round."""
 
     seed: Count  # of the campaign; also that of the training
@@ -101,7 +101,8 @@ class RoundPlan(Entry, frozen=True, omit_defaults=False):
     @classmethod
     def load(cls, path: Path) -> RoundPlan:
         """Reads the plan of a round; a `ChaosError` names the file and the field."""
-        plan = read(load_json(path), cls, f"{path}: plan", action=Action)
+        names = LauncherFault.__struct_fields__
+        plan = read(load_json(path), cls, f"{path}: plan", action=Action, launcher=names)
         # They are taken one after the other.
         launcher = tuple(sorted(plan.launcher, key=lambda fault: fault.step))
         plan = msgspec.structs.replace(plan, launcher=launcher)

@@ -17,10 +17,12 @@ conditions fires when its rank first enters the training function; with a `phase
 
 from __future__ import annotations
 
-import enum
+import datetime
 import json
 import os
 import random
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar
@@ -35,7 +37,7 @@ Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 _Kinds: TypeAlias = Annotated[tuple[Kind, ...], msgspec.Meta(min_length=1)]
 _Ranks: TypeAlias = Annotated[tuple[Count, ...], msgspec.Meta(min_length=1)]
 _Share: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1)]
-T = TypeVar("T")
+E = TypeVar("E", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +51,11 @@ class Moment:
     phase: Phase = Phase.STEP
 
 
-class Entry(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
-):
+class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """An object of a plan, as JSON has it: no other fields, and none that has its default."""
 
 
-class PlannedFault(Entry, frozen=True):
+class PlannedFault(Entry, frozen=True, kw_only=True):
     """One fault of one rank.
 
     Attributes:
@@ -108,7 +108,7 @@ class PlannedFault(Entry, frozen=True):
         return ", ".join(f"{name} {value}" for name, value in found.items() if value is not None)
 
 
-class RandomFaults(Entry, frozen=True):
+class RandomFaults(Entry, frozen=True, kw_only=True):
     """Random faults, reproducible by the seed.
 
     Attributes:
@@ -134,7 +134,7 @@ class RandomFaults(Entry, frozen=True):
         return generator.choice(self.kinds) if generator.random() < self.rate_per_step else None
 
 
-class Plan(Entry, frozen=True):
+class Plan(Entry, frozen=True, kw_only=True):
     """Planned faults, random faults, or both."""
 
     faults: tuple[PlannedFault, ...] = ()
@@ -189,18 +189,26 @@ class _NoSeconds(ChaosError, ValueError):
     """As a `ValueError`, it gets the place in a plan that is read."""
 
 
-def read(values: Any, kind: type[T], where: str, **choices: type[enum.Enum]) -> T:
+_ALLOWED: dict[str, Iterable[str]] = {
+    "faults": PlannedFault.__struct_fields__,
+    "random": RandomFaults.__struct_fields__,
+    **{"kind": Kind, "kinds": Kind, "phase": Phase},
+}
+
+
+def read(values: Any, kind: type[E], where: str, **allowed: Iterable[str]) -> E:
     """The object in `values`, which were read from JSON and which errors call `where`. A
-    `ChaosError` names the field, and what is allowed: of an enumeration, the values in `choices`.
+    `ChaosError` names the field, and what is allowed: beside `_ALLOWED`, `allowed`, by the field.
     """
-    allowed: dict[str, type[enum.Enum]] = {"kind": Kind, "phase": Phase, **choices}
     try:
-        return msgspec.convert(values, kind)
+        # A duration is a number here: as a built-in type, `timedelta` is read from no text.
+        return msgspec.convert(values, kind, builtin_types=(datetime.timedelta,))
     except msgspec.ValidationError as error:
-        text = str(error)
-        for name, known in allowed.items():
-            if text.startswith("Invalid enum value") and f".{name}" in text:
-                text += f"; it must be one of: {', '.join(map(str, known))}"
+        text = str(error).replace("float | duration", "float")
+        if text.startswith(("Invalid enum value", "Object contains unknown field")):
+            place = re.search(r"(\w+)(\[\d+\])?`$", text.partition(" - at ")[2])
+            known = {**_ALLOWED, **allowed}[place[1]] if place else kind.__struct_fields__
+            text += f"; it must be one of: {', '.join(map(str, known))}"
         raise ChaosError(f"{where}: {text}") from None
 
 
