@@ -187,6 +187,9 @@ class SimulatedHost(HostClock):
             self._waiting_for_disk.append(found)
         elif self.alive:
             self.node.wrote(found)
+            now = self.clock(self.sim.now)
+            if now >= self.node.next_tick():
+                self.node.tick(now)  # as the host service: after a pause, it leads no more
             self.end_round()
 
     def _observe(self) -> None:
