@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+import outlast
+
 IMPORT = """
 import logging, signal, sys
 handlers = [signal.getsignal(s) for s in signal.valid_signals()]
@@ -37,3 +39,10 @@ def test_a_job_without_numpy_is_refused_when_it_is_imported() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode != 0
     assert "ModuleNotFoundError: import of numpy" in done.stderr
+
+
+def test_what_a_test_replaces_in_a_package_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as replaced:
+        replaced.setattr("outlast.elastic.Job", None)
+        assert outlast.Job is None
+    assert outlast.Job is outlast.elastic.Job is not None
