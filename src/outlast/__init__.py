@@ -11,9 +11,8 @@ training have no use for torch, whose import takes seconds.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
-
-from outlast.lazy_exports import exports
 
 if TYPE_CHECKING:
     from outlast import async_checkpoint, chaos, elastic, errors, events, inprocess
@@ -51,24 +50,31 @@ __all__ = [
 ]
 
 _PACKAGES = {
-    "async_checkpoint": "Checkpointer Retention SaveHandle async_checkpoint",
-    "chaos": "chaos",
-    "elastic": "ElasticLoader Job ReplicaCheck ShardedStream StragglerCheck elastic per_rank",
-    "errors": "errors",
-    "events": "events",
-    "inprocess": "CallWrapper Wrapper inprocess",
+    "CallWrapper": "inprocess",
+    "Checkpointer": "async_checkpoint",
+    "ElasticLoader": "elastic",
+    "Job": "elastic",
+    "ReplicaCheck": "elastic",
+    "Retention": "async_checkpoint",
+    "SaveHandle": "async_checkpoint",
+    "ShardedStream": "elastic",
+    "StragglerCheck": "elastic",
+    "Wrapper": "inprocess",
+    "per_rank": "elastic",
 }
-
-_exported, _names = exports(__name__, _PACKAGES)
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return getattr(importlib.import_module(f"{__name__}.{_PACKAGES[name]}"), name)
+    if name in __all__:
+        return importlib.import_module(f"{__name__}.{name}")
     if name == "__version__":
         from importlib.metadata import version
 
         return version("outlast")
-    return _exported(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*_names(), "__version__"})
+    return sorted({*globals(), *__all__, "__version__"})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from outlast.lazy_exports import exports
+from outlast.system.lazy_exports import exports
 
 if TYPE_CHECKING:
     from outlast.async_checkpoint.calls.caller import DistributedAsyncCaller

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from outlast.lazy_exports import exports
+from outlast.system.lazy_exports import exports
 
 if TYPE_CHECKING:
     from outlast.elastic.data.loader import ElasticLoader

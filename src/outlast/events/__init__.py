@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from outlast.lazy_exports import exports
+from outlast.system.lazy_exports import exports
 
 if TYPE_CHECKING:
     from outlast.events import report, types

@@ -25,8 +25,7 @@ def exports(
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module = importlib.import_module(f"{package}.{module_of[name]}")
         value = module if name == module_of[name] else getattr(module, name)
-        if value is module or not hasattr(module, "__path__"):
-            namespace[name] = value  # once; a package has its own, which a user's test may replace
+        namespace[name] = value  # once
         return value
 
     return getattr_, lambda: sorted({*namespace, *module_of})
