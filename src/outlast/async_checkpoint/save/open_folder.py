@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import socket
 import time
 
 from outlast.async_checkpoint.environment import position
@@ -13,13 +15,15 @@ from outlast.async_checkpoint.storage.recycled_files import RECYCLED
 from outlast.async_checkpoint.writer.main import Writer
 from outlast.coordination.agreement import Agreement
 from outlast.coordination.call_ledger import CallFailure
-from outlast.errors import CheckpointError, FolderInUse
+from outlast.errors import CheckpointError, FolderInUse, FolderUnusable
 from outlast.system.error_text import describe
 
 log = logging.getLogger("outlast.checkpoint")
 
 _MEETING_S = 0.5
 """Between two attempts to lock a directory that another group of hosts has."""
+_SEEN_S = 5.0
+"""How long a rank looks for what rank 0 has written: a shared file system may show it late."""
 
 
 def open_folder(session: FolderSession, ranks: Agreement, owner: str, *, known: bool) -> None:
@@ -29,6 +33,7 @@ def open_folder(session: FolderSession, ranks: Agreement, owner: str, *, known: 
     After a restart in place, a process has had the folder open before (`known`): it takes over at
     once what a killed process has left. If all ranks have done so, there is no second round. A
     rank that could not tries again in the second round, where its error is raised on all ranks.
+    Ranks with another path than rank 0 look for its id there: see `_check_same`.
     """
     warned = is_done = False
 
@@ -38,7 +43,7 @@ def open_folder(session: FolderSession, ranks: Agreement, owner: str, *, known: 
             session.take_over()
             is_done = True
 
-    def prepare(done: list[bool]) -> tuple[str, bool]:
+    def prepare(parts: list[tuple[bool, str]]) -> tuple[str, bool, bool]:
         # All ranks are here: a process that was rank 0 before has released the lock.
         nonlocal warned
         storage = session.storage
@@ -54,7 +59,7 @@ def open_folder(session: FolderSession, ranks: Agreement, owner: str, *, known: 
                 if not warned:
                     log.warning("%s: training waits until that job ends, or both have met", e)
                 warned = True
-                return "", False
+                return "", False, False
             session.locked = True
         for folder, cause in stale(storage).items():
             log.warning("%s/%s is ignored and removed: %s", storage.where, folder, cause)
@@ -75,17 +80,48 @@ def open_folder(session: FolderSession, ranks: Agreement, owner: str, *, known: 
             else:
                 level = logging.DEBUG if name == RECYCLED else logging.INFO
                 log.log(level, "removed %s, left by an unfinished save", name)
-        return storage.identity(), all(done)
+        done, paths = zip(*parts, strict=True)
+        return storage.identity(), all(done), len(set(paths)) > 1
 
     if known:
         try:
             take_over()
         except (CheckpointError, OSError) as e:
             log.warning("taking over from a killed process failed, trying again: %s", describe(e))
-    while not (answer := ranks.gather(is_done, prepare))[0]:
+    while not (answer := ranks.gather((is_done, session.storage.where), prepare))[0]:
         time.sleep(_MEETING_S)
-    session.identity, all_done = answer
+    session.identity, all_done, differ = answer
+    if differ:
+        _check_same(session, ranks)
     taken = None if all_done else ranks.attempt(take_over)
     if isinstance(taken, CallFailure):
         error = CheckpointError(f"rank {taken.rank} on {taken.host}: {taken.cause}")
         raise ranks.attributed(error, taken.rank)
+
+
+def _check_same(session: FolderSession, ranks: Agreement) -> None:
+    """Paths that differ may be one folder, mounted in two places: then the id of rank 0 is in it.
+    If not, all ranks raise a `FolderUnusable`. Otherwise no save would find the files of all ranks.
+    """
+    storage = session.storage
+    until = time.monotonic() + _SEEN_S
+
+    def is_same() -> bool:
+        with contextlib.suppress(OSError):
+            return storage.identity(create=False) == session.identity
+        return False
+
+    while not (same := is_same()) and time.monotonic() < until:
+        time.sleep(0.2)
+
+    def check(parts: list[tuple[bool, str, str]]) -> None:
+        for rank, (found, path, host) in enumerate(parts):
+            if not found:
+                raise FolderUnusable(
+                    f"rank {rank} on {host} saves into {path}, and rank 0 on {parts[0][2]} into "
+                    f"{parts[0][1]}: all ranks have to give the same folder, on storage that they "
+                    "share. If its name has the time, or a random part, let rank 0 choose it, and "
+                    "broadcast it"
+                )
+
+    ranks.gather((same, storage.where, socket.gethostname()), check)

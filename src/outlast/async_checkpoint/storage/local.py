@@ -183,12 +183,15 @@ class LocalStorage(Storage):
             with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(path)
 
-    def identity(self) -> str:
+    def identity(self, *, create: bool = True) -> str:
         path = self.root / IDENTITY
         with contextlib.suppress(FileNotFoundError):
-            if found := identity_in(path.read_bytes()):
+            found = identity_in(path.read_bytes())
+            if found or not create:
                 return found
             log.warning("%s is damaged: it gets a new id, and snapshots in memory are lost", path)
+        if not create:
+            return ""
         new = uuid.uuid4().hex
         replace_durably(path, new.encode())
         return new

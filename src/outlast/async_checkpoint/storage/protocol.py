@@ -140,9 +140,10 @@ class Storage(Protocol):
 
     def tidy(self) -> None: ...
 
-    def identity(self) -> str:
+    def identity(self, *, create: bool = True) -> str:
         """A random id of this storage, which changes when the storage is emptied and used again
-        under the same name. Created if missing or damaged; call with the lock held.
+        under the same name. Created if missing or damaged; call with the lock held. Without
+        `create`, it is empty then.
         """
 
     def lock(self, owner: str, *, careful: bool = False, position: Position | None = None) -> None:

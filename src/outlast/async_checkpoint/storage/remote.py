@@ -194,13 +194,16 @@ class RemoteStorage(Storage):
     def tidy(self) -> None:
         pass
 
-    def identity(self) -> str:
+    def identity(self, *, create: bool = True) -> str:
         with as_os_errors(f"{self.where}/{IDENTITY}"):
             path = self._inside(IDENTITY)
             with suppress(FileNotFoundError):
-                if found := identity_in(bytes(self._fs.cat_file(path))):
+                found = identity_in(bytes(self._fs.cat_file(path)))
+                if found or not create:
                     return found
                 log.warning("%s/%s is damaged: it gets a new id", self.where, IDENTITY)
+            if not create:
+                return ""
             new = uuid.uuid4().hex
             self._fs.pipe_file(path, new.encode())
         return new
