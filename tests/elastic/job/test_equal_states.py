@@ -17,8 +17,10 @@ from torch import nn
 
 import outlast
 from elastic.small_jobs import job
-from outlast.async_checkpoint.beside import differing
-from outlast.elastic.job.by_rank.equal_states import digest_of, refusal, values_of
+from outlast.async_checkpoint.beside import Beside, differing
+from outlast.coordination.call_ledger import CallLedger
+from outlast.coordination.stores.store import MemoryStore
+from outlast.elastic.job.by_rank.equal_states import EqualStates, digest_of, refusal, values_of
 from outlast.elastic.job.by_rank.per_rank import PerRankState
 from outlast.errors import CheckpointError
 
@@ -205,3 +207,35 @@ def test_the_step_at_which_an_epoch_began(tmp_path: Path) -> None:
     train(None)
     assert set(sums) == {15.0}
     assert len(sums) >= 2
+
+
+def told(checks: list[EqualStates], caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What two ranks log of a save."""
+    store = MemoryStore()
+    ledgers = [CallLedger(store, "x", rank, 2) for rank in range(2)]
+    saves = [check.at_save(Beside(), each, 5) for check, each in zip(checks, ledgers, strict=True)]
+    found = differing([json.dumps({"digests": {**each.digests}}).encode() for each in saves])
+    for each in saves:
+        each.committed(found)
+    return [each.getMessage() for each in caplog.records]
+
+
+@pytest.mark.parametrize("name", ["", "d"])
+def test_learning_rates_that_differ_are_told(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """As with a scheduler that gets the loss of each rank: the weights differ then."""
+    rates = [0.05, 0.05], [0.05, 0.005]
+    for pair in rates:
+        optimizers = [torch.optim.Adam(nn.Linear(2, 2).parameters(), lr=rate) for rate in pair]
+        logged = told([EqualStates({}, {name: each}) for each in optimizers], caplog)
+        assert len(logged) == (pair[0] != pair[1])
+    what = f"optimizer {name}".strip()
+    start = f"{what}.param_groups differ between ranks: [0]['lr'] is 0.05 on rank 0, and 0.005 on"
+    assert logged[0].startswith(start)
+    assert "per_rank" not in logged[0]
+
+
+def test_a_module_is_not_recommended_to_per_rank(caplog: pytest.LogCaptureFixture) -> None:
+    """As an average of the weights that rank 0 alone updates: `per_rank` takes no module."""
+    logged = told([EqualStates({"ema": nn.Linear(2, 2)}) for _ in range(2)], caplog)
+    assert logged
+    assert all("states['ema'] differs" in each and "per_rank" not in each for each in logged)

@@ -124,7 +124,7 @@ class TrainingState:
         self.parts["files"] = self.files
         self.parts["modes"] = self.modes = ModelModes(self.module)
         shared = [n for n, part in self._attached.items() if isinstance(part, AttachedState)]
-        self.equal_states = EqualStates({name: states[name] for name in shared})
+        self.equal_states = EqualStates({name: states[name] for name in shared}, self.optimizers)
         if self.consistent_ddp is not None:
             self.parts["parts"] = ConsistentParts(self.consistent_ddp)
         if random:

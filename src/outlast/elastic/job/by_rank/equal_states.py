@@ -1,5 +1,5 @@
-"""The check that `states` are equal on all ranks: a checkpoint has one of them, and after a fault a
-rank may receive that of another.
+"""The check that `states`, and the options of optimizers, are equal on all ranks: a checkpoint has
+one of them, and after a fault a rank may receive that of another.
 
 Each save compares digests, in the reports that ranks make anyway. Of two ranks that differ, both
 claim one key of the ledger with their values, and the second one logs both. After each step a rank
@@ -40,15 +40,21 @@ _SHORT = frozenset({bool, int, float, complex, type(None)})
 _ATOMS = (bool, int, float, complex, str, bytes, type(None))
 _ELEMENTS, _WHOLE_BYTES = 1024, 64 << 10  # how many elements of a tensor that is larger
 _TENSORS = " (tensors)"
+_OPTIONS = " (optimizer)"
 
 
 class EqualStates:
     """The check of one rank. `states` are those of which a checkpoint has one for all ranks; not
     checked is one with a true `may_differ`, of an adapter that knows what its framework restores.
-    `known` has, by entry, the differences in plain values that the last save has found.
+    Of `optimizers`, the options are: a learning rate that a rank has decided on by itself, as
+    `ReduceLROnPlateau` does with the loss of one rank, makes other weights there. `known` has, by
+    entry, the differences in plain values that the last save has found.
     """
 
-    def __init__(self, states: Mapping[str, Any]) -> None:
+    def __init__(
+        self, states: Mapping[str, Any], optimizers: Mapping[str, Any] | None = None
+    ) -> None:
+        self._optimizers = dict(optimizers or {})
         self._states = {
             name: each
             for name, each in states.items()
@@ -69,6 +75,10 @@ class EqualStates:
         for name, each in self._states.items():
             state = _compared(each)
             found[name], found[name + _TENSORS] = values_of(state), values_of(state, tensors=True)
+        for name, each in self._optimizers.items():
+            groups = getattr(each, "param_groups", ())
+            options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+            found[name + _OPTIONS] = values_of(options)
         digests = {name: digest_of(values) for name, values in found.items()}
         return Beside(beside.sync, digests, partial(self._committed, ledger, step, found))
 
@@ -95,7 +105,7 @@ class EqualStates:
                     "receive that of another. %s",
                     _difference(name, pair),
                     step,
-                    _remedy(name),
+                    _remedy(name, self._states.get(name.removesuffix(_TENSORS))),
                 )
 
 
@@ -138,17 +148,23 @@ def _difference(name: str, by_rank: Mapping[int, Values]) -> str:
     (rank, mine), (other, theirs) = sorted(by_rank.items())
     places = [at for at in {**mine, **theirs} if mine.get(at) != theirs.get(at)]
     at, more = places[0], f", and {len(places) - 1} more" if len(places) > 1 else ""
+    if name.endswith(_OPTIONS):
+        what = f"optimizer {name.removesuffix(_OPTIONS)}".strip() + ".param_groups differ"
+    else:
+        what = f"states[{name.removesuffix(_TENSORS)!r}] differs"
     return (
-        f"states[{name.removesuffix(_TENSORS)!r}] differs between ranks: {at} is "
+        f"{what} between ranks: {at} is "
         f"{mine.get(at, 'missing')} on rank {rank}, and {theirs.get(at, 'missing')} on rank "
         f"{other}{more},"
     )
 
 
-def _remedy(name: str) -> str:
-    name = name.removesuffix(_TENSORS)
+def _remedy(name: str, state: Any = None) -> str:
+    name, same = name.removesuffix(_TENSORS), "Compute it on all ranks, from what is the same there"
+    if name.endswith(_OPTIONS) or isinstance(state, nn.Module):  # which `per_rank` does not take
+        return f"{same} (all_reduce, broadcast)"
     return (
-        "Compute it on all ranks, from what is the same there (all_reduce, broadcast); or, if it "
+        f"{same} (all_reduce, broadcast); or, if it "
         f"may differ, pass states={{{name!r}: outlast.per_rank(...)}}"
     )
 
