@@ -158,3 +158,17 @@ def test_a_group_keeps_a_value_that_the_checkpoint_lacks(tmp_path: Path) -> None
             assert job.restore() == 1
             group = optimizer.param_groups[0]
             assert (group["lr"], group["trust"]) == (0.05, 1.0)
+
+
+class ZeroRedundancyOptimizer(torch.optim.SGD):
+    """Shaped like torch's, which needs a process group."""
+
+    def consolidate_state_dict(self, to: int = 0) -> None: ...
+
+
+def test_an_optimizer_of_which_a_rank_has_a_part_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = ZeroRedundancyOptimizer(model.parameters())
+    for given, name in ((optimizer, "optimizer"), ({"a": optimizer}, r"optimizer\['a'\]")):
+        with pytest.raises(ValueError, match=rf"^{name} is a ZeroRedundancyOptimizer, of whose"):
+            outlast.Job(tmp_path, model=model, optimizer=given)

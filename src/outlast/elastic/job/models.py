@@ -44,10 +44,19 @@ def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def check_models(models: Models, optimizers: Optimizers, states: Mapping[str, Any]) -> None:
-    """Checks the models and optimizers of a job with several of them: a `TypeError` if one is none;
-    a `ValueError` if a name is impossible, if an optimizer has parameters that are not saved, or is
-    named after a model of which it has none, or if a model is a `ConsistentDDP`.
+    """Checks that no rank has only a part of an optimizer's state, as with torch's
+    `ZeroRedundancyOptimizer`. And the models and optimizers of a job with several of them: a
+    `TypeError` if one is none; a `ValueError` if a name is impossible, if an optimizer has
+    parameters that are not saved, or is named after a model of which it has none, or if a model is
+    a `ConsistentDDP`.
     """
+    for name, optimizer in by_name(optimizers).items():
+        if hasattr(optimizer, "consolidate_state_dict"):
+            raise ValueError(
+                f"{_called('optimizer', name)} is a {type(optimizer).__name__}, of whose state "
+                "each rank has a part that no checkpoint would have: pass the plain optimizer, or "
+                "shard the model and its optimizer with FSDP2 (fully_shard)"
+            )
     if not isinstance(models, Mapping) and not isinstance(optimizers, Mapping):
         return
     for argument, given in (("model", models), ("optimizer", optimizers)):
