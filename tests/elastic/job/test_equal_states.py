@@ -223,8 +223,8 @@ def told(checks: list[EqualStates], caplog: pytest.LogCaptureFixture) -> list[st
 @pytest.mark.parametrize("name", ["", "d"])
 def test_learning_rates_that_differ_are_told(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """As with a scheduler that gets the loss of each rank: the weights differ then."""
-    rates = [0.05, 0.05], [0.05, 0.005]
-    for pair in rates:
+    logged: list[str] = []
+    for pair in ([0.05, 0.05], [0.05, 0.005]):
         optimizers = [torch.optim.Adam(nn.Linear(2, 2).parameters(), lr=rate) for rate in pair]
         logged = told([EqualStates({}, {name: each}) for each in optimizers], caplog)
         assert len(logged) == (pair[0] != pair[1])
