@@ -27,6 +27,11 @@ def rank_of(group: Any) -> int:
     return dist.get_rank(group) if _several(group) else 0
 
 
+def global_rank(group: Any, rank: int) -> int:
+    """The global rank of this rank of the group."""
+    return rank if group is None else dist.get_global_rank(group, rank)
+
+
 def least(value: int, group: Any = None) -> int:
     """The minimum of the values of all ranks: a collective. Without a group, the value itself."""
     if not _several(group):

@@ -166,15 +166,10 @@ class Versions:
 
 def versions(tensors: Sequence[torch.Tensor]) -> list[Any]:
     """`version` of each tensor: of thousands, after each step."""
-    if are_plain(tensors):
+    if _PLAIN.issuperset(map(type, tensors)):
         with contextlib.suppress(RuntimeError):  # one was made in inference mode
             return list(map(_count, tensors))
     return [version(tensor) for tensor in tensors]
-
-
-def are_plain(values: Iterable[Any]) -> bool:
-    """Whether all are tensors of no subclass."""
-    return _PLAIN.issuperset(map(type, values))
 
 
 def version(tensor: torch.Tensor) -> Any:

@@ -165,7 +165,7 @@ def test_a_replaced_tensor_is_found_after_a_restart_has_interrupted_a_look(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "are_plain", interrupted)
+        patch.setattr(module, "_Moments", interrupted)
         with pytest.raises(KeyboardInterrupt):
             writes.marks()
     assert writes.counted_since(marks)

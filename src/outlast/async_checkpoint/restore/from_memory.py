@@ -51,7 +51,7 @@ from outlast.async_checkpoint.storage.entries import (
 from outlast.async_checkpoint.storage.manifest import CHUNK_BYTES, checksum, pieces
 from outlast.coordination.agreement import Agreement
 from outlast.coordination.call_ledger import CallFailure
-from outlast.coordination.collectives import device_of
+from outlast.coordination.collectives import device_of, global_rank
 from outlast.errors import CheckpointError
 from outlast.system.shared_memory import MemoryName, SharedMemory
 
@@ -259,8 +259,7 @@ def content_in_memory(
 
 
 def _send(content: torch.Tensor, owner: int, group: Any) -> None:
-    source = dist.get_global_rank(group, owner) if group is not None else owner
-    device = device_of(group)
+    source, device = global_rank(group, owner), device_of(group)
     for piece in content.split(_SENT_BYTES):
         moved = piece.to(device)
         dist.broadcast(moved, source, group=group)

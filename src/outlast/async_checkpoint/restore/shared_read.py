@@ -51,7 +51,7 @@ from outlast.async_checkpoint.restore.verified_read import (
 from outlast.async_checkpoint.storage.manifest import sections_of
 from outlast.async_checkpoint.storage.system_errors import Reopened
 from outlast.coordination.agreement import Agreement
-from outlast.coordination.collectives import device_of
+from outlast.coordination.collectives import device_of, global_rank
 from outlast.coordination.waits import waits
 from outlast.errors import CheckpointError
 from outlast.system.shared_memory import memory_at
@@ -283,7 +283,7 @@ class SharedRead:
         work: Any = (
             self._send(content, sender)
             if self._broadcasts
-            else dist.irecv(content, self._global(sender), group=self._group)
+            else dist.irecv(content, global_rank(self._group, sender), group=self._group)
         )
 
         def received() -> torch.Tensor:
@@ -295,12 +295,11 @@ class SharedRead:
     def _send(self, content: torch.Tensor, to: int) -> Any:
         """Or, in a broadcast, what this rank or another one sends."""
         if self._broadcasts:
-            return dist.broadcast(content, self._global(to), group=self._group, async_op=True)
-        return dist.isend(content, self._global(to), group=self._group)
+            return dist.broadcast(
+                content, global_rank(self._group, to), group=self._group, async_op=True
+            )
+        return dist.isend(content, global_rank(self._group, to), group=self._group)
 
     def _await(self, work: Any) -> None:
         with waits():
             work.wait(self._timeout)
-
-    def _global(self, rank: int) -> int:
-        return rank if self._group is None else dist.get_global_rank(self._group, rank)

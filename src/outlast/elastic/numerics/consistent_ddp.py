@@ -32,9 +32,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from outlast.coordination.collectives import global_rank
 from outlast.elastic.data.loader import ElasticLoader
 from outlast.elastic.data.sampler import bounds
-from outlast.elastic.numerics.ordered_sum import OrderedSum, global_rank, views_of
+from outlast.elastic.numerics.ordered_sum import OrderedSum, views_of
 from outlast.elastic.random_generators import mix64
 from outlast.system import devices
 from outlast.system.arguments import as_int

@@ -14,12 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from outlast.coordination.collectives import global_rank
+
 _BUCKET_BYTES = 8 << 20
-
-
-def global_rank(group: Any, rank: int) -> int:
-    """The global rank of the given group rank."""
-    return rank if group is None else dist.get_global_rank(group, rank)
 
 
 def views_of(flat: torch.Tensor, shaped: Sequence[torch.Tensor]) -> list[torch.Tensor]:

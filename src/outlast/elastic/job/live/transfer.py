@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from outlast.coordination.collectives import device_of
+from outlast.coordination.collectives import device_of, global_rank
 from outlast.elastic.job.encoding import load_shapes
 from outlast.elastic.job.live.frozen import Frozen
 from outlast.elastic.job.live.same_host import OwnersMemory, lent, reader
@@ -119,9 +119,9 @@ class Exchange:
             size = torch.tensor([len(content or b"")], device=self._device)
             data = torch.frombuffer(bytearray(content or b"\0"), dtype=torch.uint8)
             if dist.is_initialized():
-                dist.broadcast(size, self._global(holder), group=self._group)
+                dist.broadcast(size, global_rank(self._group, holder), group=self._group)
                 data = data.to(self._device) if content else size.new_empty(int(size)).byte()
-                dist.broadcast(data, self._global(holder), group=self._group)
+                dist.broadcast(data, global_rank(self._group, holder), group=self._group)
             found.append(data.cpu().numpy().tobytes())
         return found
 
@@ -134,12 +134,12 @@ class Exchange:
         return self._receive_tensor(size, torch.uint8, sender).numpy().tobytes()
 
     def _send_tensor(self, tensor: torch.Tensor, to: int) -> None:
-        dist.send(tensor.to(self._device), self._global(to), group=self._group)
+        dist.send(tensor.to(self._device), global_rank(self._group, to), group=self._group)
 
     def _receive_tensor(self, size: int, dtype: torch.dtype, sender: int) -> torch.Tensor:
         """On the CPU."""
         tensor = torch.zeros(size, dtype=dtype, device=self._device)
-        dist.recv(tensor, self._global(sender), group=self._group)
+        dist.recv(tensor, global_rank(self._group, sender), group=self._group)
         return tensor.cpu()
 
     def _send(
@@ -157,7 +157,9 @@ class Exchange:
         sending: deque[tuple[torch.Tensor, Any]] = deque()  # at most two
         for parcel in islice(parcels_of(load_shapes(header)), place, None, len(senders)):
             content = gathered(views, parcel).to(self._device)
-            sending.append((content, dist.isend(content, self._global(to), group=self._group)))
+            sending.append(
+                (content, dist.isend(content, global_rank(self._group, to), group=self._group))
+            )
             checksums.append(checksum_of(content))
             if len(sending) > 1:
                 sending.popleft()[1].wait()
@@ -194,7 +196,7 @@ class Exchange:
             for rank, parcels in lanes:
                 if number < len(parcels):
                     into = gathered(views, parcels[number]).to(self._device)
-                    work = dist.irecv(into, self._global(rank), group=self._group)
+                    work = dist.irecv(into, global_rank(self._group, rank), group=self._group)
                     arriving.append((rank, parcels[number], into, work))
                 if len(arriving) > len(lanes):
                     check_one()
@@ -224,9 +226,6 @@ class Exchange:
             memory = None
         self._send_tensor(torch.tensor([int(memory is not None)]), sender)
         return memory is not None
-
-    def _global(self, rank: int) -> int:
-        return rank if self._group is None else dist.get_global_rank(self._group, rank)
 
 
 def parcels_of(shapes: Shapes) -> Iterator[list[Piece]]:

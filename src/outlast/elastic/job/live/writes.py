@@ -8,7 +8,6 @@ each parameter are compared: a swap changes nearly all of them.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import io
@@ -23,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from outlast.async_checkpoint.subclasses import parts, wraps
-from outlast.elastic.tensors import Digests, Versions, are_plain, versions
+from outlast.elastic.tensors import Digests, Versions, versions
 from outlast.system.shared_memory import memory_at
 
 _ELEMENTS = 16  # of each parameter
@@ -56,7 +55,6 @@ class Writes:
         self._parameters, self._optimizers = parameters, optimizers
         self._sampled = [each for each in parameters if each.layout == torch.strided]
         self._wrapped = any(map(wraps, parameters))
-        self._is_plain = are_plain(parameters) and len(self._sampled) == len(parameters)
         self._places: list[int] = []
         self._samples: list[_Sample] = []
         self._on_devices: list[list[torch.Tensor]] = []
@@ -64,7 +62,9 @@ class Writes:
         self.with_gradient: Sequence[nn.Parameter] = ()  # at the last `marks`
 
     def marks(self) -> Marks:
-        counts, places, self.with_gradient = self._present()
+        places = list(map(torch.Tensor.data_ptr, self._to_sample()))
+        self.with_gradient = [each for each in self._parameters if each.grad is not None]
+        counts = versions(self._parameters)
         if places != self._places:
             self._places = []  # what follows may be interrupted
             views = [view for t in self._to_sample() for view in _view_of_some(t.detach())]
@@ -98,22 +98,6 @@ class Writes:
             return False
         return marks.digests is None or not marks.digests.same_as(self._tensors())
 
-    def _present(self) -> tuple[list[Any], list[int], list[nn.Parameter]]:
-        """Of the parameters: the writes to each, where they are, and those with a gradient."""
-        counts, places, found = list[Any](), list[int](), list[nn.Parameter]()
-        if self._is_plain:
-            # All at once: of thousands, the caches have lost the first ones at the end of a pass.
-            with contextlib.suppress(RuntimeError):  # one was made in inference mode
-                for each in self._parameters:
-                    counts.append(each._version)
-                    places.append(each.data_ptr())
-                    if each.grad is not None:
-                        found.append(each)
-                return counts, places, found
-        places = list(map(torch.Tensor.data_ptr, self._to_sample()))
-        found = [each for each in self._parameters if each.grad is not None]
-        return versions(self._parameters), places, found
-
     def _to_sample(self) -> list[torch.Tensor]:
         found = [t._local_tensor if isinstance(t, DTensor) else t for t in self._sampled]
         return [part for each in found for _, part in parts(each)] if self._wrapped else found
@@ -121,19 +105,10 @@ class Writes:
     def _present_moments(self) -> tuple[list[int], list[Any]]:
         """The identities of the optimizers' tensors, and how often they were written to."""
         states = [state for each in self._optimizers for state in each.state.values()]
-        known, values, counts = self._moments, list[Any](), list[Any]()
-        if known.are_plain:
-            with contextlib.suppress(AttributeError, RuntimeError):  # some no longer are
-                for state in states:
-                    for value in state.values():
-                        values.append(value)
-                        counts.append(value._version)
-                if known.has(values):
-                    return known.ids, counts
         values = [value for state in states for value in state.values()]
-        if not known.has(values):
-            self._moments = known = _Moments(values)
-        return known.ids, versions(known.tensors)
+        if not self._moments.has(values):
+            self._moments = _Moments(values)
+        return self._moments.ids, versions(self._moments.tensors)
 
     def _tensors(self) -> list[torch.Tensor]:
         self._present_moments()
@@ -147,7 +122,6 @@ class _Moments:
         self._values = values
         self.tensors = [value for value in values if isinstance(value, torch.Tensor)]
         self.ids = list(map(id, self.tensors))
-        self.are_plain = are_plain(values)
 
     def has(self, values: list[Any]) -> bool:
         """Whether these are the same objects."""
