@@ -30,20 +30,16 @@ class Finding:
 def describe(finding: Finding) -> str:
     """A finding in a sentence."""
     huge = f"; its {finding.huge}" if finding.huge else ""
-    return _found(finding) + huge
-
-
-def _found(finding: Finding) -> str:
     where, names = f"rank {finding.rank} on {finding.host}", listed(finding.names)
     if finding.origin == "loss":
         more = f", and so are values of {names}" if names else ""
-        return f"after step {finding.step}: the loss of {where} is {finding.loss}{more}"
+        return f"after step {finding.step}: the loss of {where} is {finding.loss}{more}{huge}"
     if finding.origin == "gradients":
         return (
             f"after step {finding.step}: values of {names} are not finite, first in the gradients "
-            f"of {where}"
+            f"of {where}{huge}"
         )
     if finding.ranks > 1:  # it came with the gradients, which all ranks have averaged
         where += f" and {finding.ranks - 1} more"
     since = "" if finding.since >= finding.step - 1 else f"; they were after step {finding.since}"
-    return f"after step {finding.step}: values of {names} on {where} are not finite{since}"
+    return f"after step {finding.step}: values of {names} on {where} are not finite{since}{huge}"

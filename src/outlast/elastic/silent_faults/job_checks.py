@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
@@ -70,7 +71,7 @@ class JobChecks:
         kept = Retention.of(keep)
         if not any(isinstance(check, ReplicaCheck) and check.excludes for check in self._checks):
             return kept
-        return _KeepsVerified(kept, self._clean_steps)
+        return _KeepsVerified(**vars(kept), clean_steps=self._clean_steps)
 
     @property
     def max_skips(self) -> int | None:
@@ -207,20 +208,18 @@ def _distrust(checkpointer: Checkpointer) -> Callable[[Result], None]:
     return limit
 
 
+@dataclasses.dataclass(frozen=True)
 class _KeepsVerified(Retention):
     """Another retention, and the newest checkpoint up to each of the steps from `clean_steps`."""
 
-    def __init__(self, kept: Retention, clean_steps: Callable[[], Iterable[int]]) -> None:
-        super().__init__(last=kept.last, every=kept.every, best=kept.best, mode=kept.mode)
-        object.__setattr__(self, "_clean_steps", clean_steps)
+    clean_steps: Callable[[], Iterable[int]] = list
 
     def removable(
         self, checkpoints: Sequence[CheckpointInfo], committed: int
     ) -> list[CheckpointInfo]:
-        clean_steps: Iterable[int] = object.__getattribute__(self, "_clean_steps")()
         verified = {
             max((c.step for c in checkpoints if c.step <= clean), default=None)
-            for clean in clean_steps
+            for clean in self.clean_steps()
         }
         found = super().removable(checkpoints, committed)
         return [info for info in found if info.step not in verified]

@@ -37,12 +37,8 @@ _Wait = tuple[Any, Any]
 """The moments at which a wait begins and ends."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _End:
-    """The moment at which the own part of a step ends, and the waits before it."""
-
-    at: Any
-    waits: list[_Wait]
+_End = tuple[Any, list[_Wait]]
+"""The moment at which the own part of a step ends, and the waits before it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,9 +89,7 @@ class OwnTimes:
         end = self._last_gradient.take()
         if self._is_sharded and self._last_gradient.is_silent:
             end = self._waits.last_begun()
-        return (
-            None if self._began is None or end is None else OwnTime(self._began, end.at, end.waits)
-        )
+        return None if self._began is None or end is None else OwnTime(self._began, *end)
 
     def close(self) -> None:
         self._last_gradient.remove()
@@ -146,7 +140,7 @@ class _LastGradient:
 
     def _note(self, parameter: torch.Tensor) -> None:
         # With gradient accumulation, the last of several backward passes counts.
-        self._end = _End(self._now(), self._waits.so_far())
+        self._end = self._now(), self._waits.so_far()
 
 
 class _Waits:
@@ -189,7 +183,7 @@ class _Waits:
         if not self._found:
             return None
         *before, (begun, _) = self._found
-        return _End(begun, before)
+        return begun, before
 
     def clear(self) -> None:
         self._found.clear()

@@ -27,7 +27,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -120,7 +119,8 @@ class RunningReplicaCheck(Running):
         self._unjudged: deque[int] = deque()  # the first steps of what this rank has published
         self._digests: list[list[Digest] | None] = []
         self._buffer_digests: dict[str, Digest] = {}
-        self._handover: _Handover | None = None
+        # The parameters whose digests are being made; set once these are there.
+        self._handover: tuple[Versions, threading.Event] | None = None
         self._told_of_writes = False
         self._times: Counter[tuple[int, ...]] = Counter()
         tensors = [local(p) for p in self._layout.parameters]
@@ -202,13 +202,14 @@ class RunningReplicaCheck(Running):
         used = {part.parameter for piece in pieces for part in piece.parts}
         parameters = self._layout.parameters
         tensors = [local(p) if i in used else p for i, p in enumerate(parameters)]
-        self._handover = handover = _Handover([parameters[i] for i in sorted(used)])
+        ended = threading.Event()
+        self._handover = Versions([parameters[i] for i in sorted(used)]), ended
         # Parameters in CPU memory may be in one slice with others: it is then summed as those are.
         if any(tensors[i].device in self._streams for i in used):
             self._digests.append(list(self._streams.start(pieces, tensors)))
             if number == 0:
                 self._buffer_digests = self._buffers.start(self._streams)
-            handover.ended.set()
+            ended.set()
             return
         results: list[str] = []
         hash_buffers: Callable[[], None] | None = None
@@ -221,7 +222,7 @@ class RunningReplicaCheck(Running):
                 if hash_buffers is not None:
                     hash_buffers()
             finally:
-                handover.ended.set()
+                ended.set()
 
         self._digests.append([lambda i=i: results[i] for i in range(len(pieces))])  # type: ignore[misc]
         self._exchange.run(hash_slice)
@@ -234,8 +235,9 @@ class RunningReplicaCheck(Running):
         if handover is None:
             return
         self._streams.hold_training()
-        handover.ended.wait()
-        if not handover.changed:
+        versions, ended = handover
+        ended.wait()
+        if not versions.changed:
             return
         self._digests[-1] = None
         if not self._told_of_writes:
@@ -329,14 +331,6 @@ class RunningReplicaCheck(Running):
             parameters=[labels[piece] for piece in difference.pieces if piece < len(labels)]
             + difference.buffers,
         )
-
-
-class _Handover(Versions):
-    """Parameters whose digests are being made, with their write counters."""
-
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        super().__init__(parameters)
-        self.ended = threading.Event()
 
 
 def describe(mismatch: ReplicaMismatch) -> str:
