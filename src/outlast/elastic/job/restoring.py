@@ -28,7 +28,7 @@ from outlast.elastic.job.live.handover import Handover, Inherited, fetch
 from outlast.elastic.job.live.own_state import MakeMirror, Record, read_all, values_of_states
 from outlast.elastic.job.live.recorder import NotSupported, Recorder
 from outlast.elastic.job.live.rescue import Kept, check_same_folder, release_all, rescue_for
-from outlast.elastic.job.live.to_save import Resharding, choose_to_reshard
+from outlast.elastic.job.live.to_save import choose_to_reshard, reshard
 from outlast.elastic.job.live.transfer import Exchange, TransferFailed
 from outlast.elastic.job.same_on_all_ranks import SameParameters, name_that_differs
 from outlast.elastic.job.training_state import TrainingState
@@ -73,7 +73,7 @@ class Restoring:
         self._url, timeout_s = checkpointer.session.url, checkpointer.session.writer.timeout_s
         self._ledger, self._rank, self._world_size = ledger, ledger.rank, ledger.world_size
         self._ranks = Agreement(ledger.child("live"), timeout_s, self._url)
-        self._resharding = Resharding(checkpointer, self._ranks, group, finite)
+        self._resharded: int | None = None  # the step that was saved for ranks of another number
         self._found: Choice | str = ""  # the newest state with all parts on the ranks, or why none
         self._are_stages = False  # whether ranks have different parameters
         self._newest: int | None = None  # the step of the newest checkpoint
@@ -126,7 +126,7 @@ class Restoring:
         if isinstance(found, Choice):
             self._choice = found
             return self._training.counters.steps
-        if self._resharding.step is not None and self._resharding.step == self._newest:
+        if self._resharded is not None and self._resharded == self._newest:
             found = ""  # it is used
         self._restorer.not_live = found
         if found and self._rank == 0:
@@ -238,7 +238,8 @@ class Restoring:
         if answer.get("reshard") is not None:
             to_save = msgspec.convert(answer["reshard"], StateToSave)
             own = self._mirrored | self._own
-            answer["found"] = self._resharding.save(to_save, self._all_frozen, own)
+            given = self._checkpointer, self._ranks, self._group, to_save, self._all_frozen, own
+            self._resharded, answer["found"] = reshard(*given, self._finite)
         known = None if answer["trusted"] is None else Trusted(**answer["trusted"])
         first = step if known is None else known.step
         self._newest = self._restorer.looked(answer["found"], first)

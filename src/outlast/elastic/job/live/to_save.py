@@ -82,37 +82,29 @@ def choose_to_reshard(offers: Sequence[Offer], found: Mapping[str, Any]) -> Stat
     return to_save
 
 
-class Resharding:
-    """One rank's part in saving the newest state that the ranks have for ranks of another number.
-    It is loaded as any checkpoint, from the memory of the ranks that have it. `step` is that of the
-    state, once it is saved. `finite` as in `Checkpointer.save`.
+def reshard(
+    checkpointer: Checkpointer,
+    ranks: Agreement,
+    group: Any,
+    choice: StateToSave,
+    frozen: Sequence[Frozen],
+    records: Mapping[Record, bytes],
+    finite: Callable[[], Collection[str]],
+) -> tuple[int | None, Any]:
+    """Saves the newest state that the ranks have for ranks of another number. It is loaded as any
+    checkpoint, from the memory of the ranks that have it. Returns its step, or `None` if that fails
+    (an older checkpoint is loaded then); and which checkpoints there are, as `Restorer.sort`.
+    `finite` as in `Checkpointer.save`. Collective.
     """
-
-    def __init__(
-        self,
-        checkpointer: Checkpointer,
-        ranks: Agreement,
-        group: Any,
-        finite: Callable[[], Collection[str]],
-    ) -> None:
-        self._checkpointer, self._ranks, self._group = checkpointer, ranks, group
-        self._finite = finite
-        self.step: int | None = None
-
-    def save(
-        self, choice: StateToSave, frozen: Sequence[Frozen], records: Mapping[Record, bytes]
-    ) -> Any:
-        """Saves it; if that fails, an older checkpoint is loaded. Returns which checkpoints there
-        are then, as `Restorer.sort`. Collective.
-        """
-        restorer, rank = self._checkpointer.restorer, self._ranks.rank
-        kept = of_state(choice.state, frozen)
-        try:
-            own = collect(choice, records, Exchange(self._group, rank), rank)
-            state = self._ranks.together(lambda: state_to_save(choice, kept, own, rank))
-            self._checkpointer.save(choice.state.step, state, finite=self._finite())
-            self.step = choice.state.step
-        except CheckpointError as e:
-            log.warning("the state of the surviving ranks cannot be resharded: %s", e)
-        with self._ranks.operation():
-            return self._ranks.gather(restorer.held(), partial(restorer.sort, None))
+    restorer, rank = checkpointer.restorer, ranks.rank
+    step: int | None = None
+    kept = of_state(choice.state, frozen)
+    try:
+        own = collect(choice, records, Exchange(group, rank), rank)
+        state = ranks.together(lambda: state_to_save(choice, kept, own, rank))
+        checkpointer.save(choice.state.step, state, finite=finite())
+        step = choice.state.step
+    except CheckpointError as e:
+        log.warning("the state of the surviving ranks cannot be resharded: %s", e)
+    with ranks.operation():
+        return step, ranks.gather(restorer.held(), partial(restorer.sort, None))
