@@ -34,7 +34,7 @@ from outlast.elastic.job.fallback import Fallback
 from outlast.elastic.job.iteration_end import IterationEnd
 from outlast.elastic.job.model_parts import restore_modes
 from outlast.elastic.job.models import Models, Optimizers, by_name, check_models
-from outlast.elastic.job.requests import JobRequests
+from outlast.elastic.job.progress import JobProgress
 from outlast.elastic.job.restoring import Restoring
 from outlast.elastic.job.same_on_all_ranks import (
     SameParameters,
@@ -58,7 +58,7 @@ from outlast.system.arguments import (
 T = TypeVar("T")
 
 
-class Job(JobRequests):
+class Job(JobProgress):
     """Saves and restores the state of a training run as a unit.
 
     A checkpoint contains the model's parameters and buffers, the optimizer, the position in the

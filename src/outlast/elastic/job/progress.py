@@ -1,4 +1,6 @@
-"""What `Job` says of its counters, what a program may set of them, and what adapters tell a job."""
+"""What `Job` says of its counters, and what a program may set of them; what any thread may ask of a
+job: that it stops, or that this host leaves it; and what adapters tell a job.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,22 @@ from torch import nn
 
 from outlast.async_checkpoint import Checkpointer
 from outlast.elastic.job.by_rank.text_files import TextFile
+from outlast.elastic.job.ending import Ending
 from outlast.elastic.job.saves import Saves
 from outlast.elastic.job.training_state import TrainingState
+from outlast.elastic.stop_signals import StopSignals
+from outlast.inprocess.running_call import RunningCall
 
 
 class JobProgress:
-    """The base class of `Job`, which sets these three."""
+    """The base class of `Job`, which sets these."""
 
     checkpointer: Checkpointer
-    _training: TrainingState
+    _call: RunningCall | None
+    _ending: Ending
     _saves: Saves
+    _stop: StopSignals
+    _training: TrainingState
 
     @property
     def steps(self) -> int:
@@ -95,6 +103,29 @@ class JobProgress:
             return (found := checkpointer()) is not None and found.in_use
 
         return self._training.files.add(os.fspath(path), encoding, in_use, each_rank=each_rank)
+
+    def stop(self, why: str = "stop() was called") -> None:
+        """Makes all ranks save after the same step, and exit. Any thread of any rank may call this,
+        for example when the cloud provider announces that it will reclaim the machine.
+        """
+        self._check_open()
+        self._stop.request(why)
+
+    def leave(self, why: str = "leave() was called") -> None:
+        """Has the host of this rank leave a job on many hosts: its ranks move to another host at
+        the end of a later step, and exit with code 0; the others go on. Any thread may call this.
+
+        Raises:
+            ValueError: if the job has one host, or no `outlast run` that could move its ranks.
+        """
+        self._check_open()
+        if self._call is None or not self._call.launch.host_id:
+            raise ValueError("leave(): only in a wrapped function, in a job of several hosts")
+        self._call.ask_to_leave(why)
+
+    def _check_open(self) -> None:
+        if self._ending.released:
+            raise ValueError("this job is closed")
 
     def leave_epochs_to_framework(self) -> None:
         """For adapters: the framework continues at the restored step by itself, and repeats what
