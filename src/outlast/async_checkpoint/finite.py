@@ -41,9 +41,9 @@ def is_finite(tensor: torch.Tensor) -> bool:
 def not_finite_in(buffer: SnapshotBuffer, names: Collection[str]) -> list[str]:
     """Which of these tensors have values that are not finite in `buffer`, as far as saved here."""
     structure, targets = buffer.structure, buffer.targets
-    if structure is None:
+    if structure is None or targets is None:
         return []
     wanted = set(names)
     tensors = ((n, i.name) for n, i in enumerate(structure.tensors) if i.name in wanted)
-    parts = ((name, targets[number].view(-1).split(_CHUNK)) for number, name in tensors)
+    parts = ((name, targets(number).view(-1).split(_CHUNK)) for number, name in tensors)
     return sorted({name for name, each in parts if not all(map(is_finite, each))})

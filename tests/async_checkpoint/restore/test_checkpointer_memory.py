@@ -102,7 +102,7 @@ def check_damaged_memory(path: Path) -> None:
     sink = MemorySink()
     with Checkpointer(path, events=sink) as checkpointer:
         checkpointer.save(2, state_of(2)).wait(NET)
-        checkpointer.session.pool.buffers[0].targets[0][5] += 1
+        checkpointer.session.pool.buffers[0].targets(0)[5] += 1
         state = blank()
         assert checkpointer.restore(state) == 2
         assert same(state, state_of(2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -31,7 +31,7 @@ class SnapshotBuffer:
     Attributes:
         number: names it in the writer.
         unlock: ends its page lock, if the process uses an accelerator that has page-locked it.
-        targets: views into it, one for each tensor of the structure that it is laid out for.
+        targets: gives the view into it for each tensor of the structure that it is laid out for.
         snapshot, values: the sealed snapshot in it, if there is one, and its pickled values.
         stop: ends the last copy into it, which may still be running.
         turn: counts its users: a past user cannot give it back.
@@ -42,7 +42,7 @@ class SnapshotBuffer:
     memory: SharedMemory | None = None
     unlock: Callable[[], None] | None = None
     structure: Structure | None = None
-    targets: Sequence[torch.Tensor] = ()
+    targets: Callable[[int], torch.Tensor] | None = None
     busy: bool = False
     snapshot: SnapshotDescription | None = None
     values: bytes = b""
@@ -61,7 +61,7 @@ class SnapshotBuffer:
             self.stop = None  # it holds the snapshot
 
     def drop_memory(self) -> None:
-        self.targets, self.structure = (), None
+        self.targets = self.structure = None
         unlock, self.unlock = self.unlock, None
         if unlock is not None:
             unlock()
@@ -259,7 +259,7 @@ class BufferPool:
         memory = buffer.memory
         if buffer.structure is structure and memory is not None and memory.intact:
             return
-        buffer.targets, buffer.structure = (), None
+        buffer.targets = buffer.structure = None
         needed = structure.size_bytes
         if memory is not None and not (
             memory.intact and needed <= memory.size_bytes <= 2 * needed + (1 << 20)

@@ -252,8 +252,9 @@ class Snapshotter:
         leaves: Sequence[Any],
     ) -> Snapshot:
         """A snapshot of these `leaves` of a state, in a buffer laid out for its structure."""
-        memory = buffer.memory
+        memory, target = buffer.memory, buffer.targets
         assert memory is not None
+        assert target is not None
         snapshot = Snapshot(description, values, buffer, self._writer)
         self._writer.start()
         with torch.no_grad():  # as in a restore: the views of DTensors
@@ -266,7 +267,7 @@ class Snapshotter:
             i for i in small if sources[i].is_cpu and sources[i].is_contiguous() and addresses[i]
         ]
         rest = set(range(len(sources))).difference(moved)
-        pairs = [(sources[i], buffer.targets[i]) for i in sorted(rest)]
+        pairs = [(sources[i], target(i)) for i in sorted(rest)]
         later, now = self._split(pairs, optimizers if pairs else ())
         by_chunks = [pair for pair in now if is_contiguous_cpu(pair[0])]
         by_torch = [pair for pair in now if not is_contiguous_cpu(pair[0])]

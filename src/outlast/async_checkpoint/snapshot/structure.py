@@ -16,7 +16,7 @@ import collections
 import functools
 import io
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -105,35 +105,6 @@ class TensorExtent(NamedTuple):
     buffer_at: int
 
 
-class Targets(Sequence[torch.Tensor]):
-    """The views of a buffer, one for each tensor of the structure that it is laid out for: made at
-    the first use, because many tensors are copied by their addresses only.
-    """
-
-    def __init__(self, memory: SharedMemory, structure: Structure) -> None:
-        self._memory, self._structure = memory, structure
-        self._of_dtype: dict[str, torch.Tensor] = {}
-        self._made: dict[int, torch.Tensor] = {}
-
-    def __len__(self) -> int:
-        return len(self._structure.tensors)
-
-    def __getitem__(self, number: Any) -> Any:
-        if number not in self._made:
-            self._made[number] = self._make(number)
-        return self._made[number]
-
-    def _make(self, number: int) -> torch.Tensor:
-        item, extent = self._structure.tensors[number], self._structure.extents[number]
-        dtype, strides = getattr(torch, item.dtype), frame(item.dtype, item.sizes).strides
-        if not extent.data_bytes:  # it has no aligned offset
-            return torch.empty(item.sizes, dtype=dtype)
-        if (typed := self._of_dtype.get(item.dtype)) is None:
-            typed = torch.frombuffer(self._memory.view, dtype=torch.uint8).view(dtype)
-            self._of_dtype[item.dtype] = typed
-        return typed.as_strided(item.sizes, strides, extent.buffer_at // typed.element_size())
-
-
 class Structure:
     """The parts of a state dict that this rank saves: those of `items` whose key is in `keys`. The
     same ones give the same structure on any rank.
@@ -171,14 +142,28 @@ class Structure:
         self._leaves: list[int] = []
         self._pickled: dict[str, Last[bytes]] = collections.defaultdict(Last)
 
-    def inscribe(self, memory: SharedMemory) -> Targets:
-        """Writes the frames into the buffer; returns the views of it that a save fills."""
+    def inscribe(self, memory: SharedMemory) -> Callable[[int], torch.Tensor]:
+        """Writes the frames into the buffer; returns what gives the view of it that a save fills,
+        by the number of the tensor. A view is made at its first use, because many tensors are
+        copied by their addresses only.
+        """
         view = memory.view
         for around, extent in zip(self._frames, self.extents, strict=True):
             begin, end = extent.buffer_at, extent.buffer_at + extent.data_bytes
             view[begin - len(around.head) : begin] = around.head
             view[end : end + len(around.tail)] = around.tail
-        return Targets(memory, self)
+        typed = functools.cache(lambda dtype: torch.frombuffer(view, dtype=torch.uint8).view(dtype))
+
+        @functools.cache
+        def target(number: int) -> torch.Tensor:
+            item, extent = self.tensors[number], self.extents[number]
+            dtype, strides = getattr(torch, item.dtype), frame(item.dtype, item.sizes).strides
+            if not extent.data_bytes:  # it has no aligned offset
+                return torch.empty(item.sizes, dtype=dtype)
+            at = extent.buffer_at // dtype.itemsize
+            return cast(torch.Tensor, typed(dtype)).as_strided(item.sizes, strides, at)
+
+        return target
 
     def number(self, state_dict: Mapping[str, Any]) -> None:
         """Stores the position of each tensor among the leaves of a state dict of this structure."""
