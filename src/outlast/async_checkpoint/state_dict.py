@@ -72,19 +72,8 @@ def nodes(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 def leaf_numbers(state: Any) -> dict[Path, int]:
     """The place of each leaf among all leaves of a state, by its path."""
-    found: dict[Path, int] = {}
-
-    def add(value: Any, path: Path) -> None:
-        is_list = isinstance(value, list)
-        for key, each in inner_of(value):
-            at = (*path, (key,) if is_list else key)
-            if type(each) in PLAIN or is_leaf(each):
-                found[at] = len(found)
-            else:
-                add(each, at)
-
-    add(state, ())
-    return found
+    leaves = (path for path, value in nodes(state) if is_leaf(value))
+    return {path: number for number, path in enumerate(leaves)}
 
 
 def wrappers(state: Any) -> list[tuple[Path, dict[str, Any]]]:

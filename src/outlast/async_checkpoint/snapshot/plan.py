@@ -10,7 +10,6 @@ Ranks exchange JSON, so nothing from another host is unpickled.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import math
@@ -130,7 +129,8 @@ def _add(value: Any, path: Path, before: str, items: list[Item], rest: dict[str,
         if kind in _TENSORS and each.dtype in _DTYPES and each.layout is torch.strided:
             if each.is_meta or each.is_nested:
                 check_savable(at, each)
-            offsets, sizes = _whole(each.shape)
+            sizes = tuple(each.shape)
+            offsets = (0,) * len(sizes)
             items.append(Item(name, at, "tensor", offsets, sizes, sizes, _DTYPES[each.dtype]))
             continue
         if kind is dict and each:
@@ -148,11 +148,6 @@ def _add(value: Any, path: Path, before: str, items: list[Item], rest: dict[str,
             if of_dict and (not each or of_dict != "dict"):
                 items.append(Item(name, at, "container", dtype=of_dict))
             _add(each, at, f"{name}.", items, rest)
-
-
-@functools.lru_cache(maxsize=65536)
-def _whole(shape: torch.Size) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return (0,) * len(shape), tuple(shape)
 
 
 def _is_one_value(value: list[Any]) -> bool:
