@@ -9,7 +9,7 @@ import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -17,7 +17,7 @@ import pytest
 
 from elastic.text_state import Text
 from outlast.elastic import load_state, save_all_states
-from outlast.elastic.states.storage import Begun
+from outlast.elastic.states import storage
 from outlast.errors import CheckpointError
 
 
@@ -25,13 +25,18 @@ from outlast.errors import CheckpointError
 def may_write(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """A gate for which saves wait before they write."""
     may_write = threading.Event()
-    finish = Begun.finish
+    begin = storage.begin
 
-    def wait(begun: Begun) -> str:
-        assert may_write.wait(60)
-        return finish(begun)
+    def gated(path: str, contents: Mapping[str, storage.MemoryFile]) -> Callable[[], str]:
+        finish = begin(path, contents)
 
-    monkeypatch.setattr(Begun, "finish", wait)
+        def wait() -> str:
+            assert may_write.wait(60)
+            return finish()
+
+        return wait
+
+    monkeypatch.setattr(storage, "begin", gated)
     return may_write
 
 
@@ -128,12 +133,12 @@ def test_a_program_that_ends_waits_for_it(tmp_path: Path) -> None:
         "import time\n"
         "from elastic.text_state import Text\n"
         "from outlast.elastic import save_all_states\n"
-        "from outlast.elastic.states.storage import Begun\n"
-        "finish = Begun.finish\n"
-        "def slow(begun):\n"
-        "    time.sleep(0.2)\n"
-        "    return finish(begun)\n"
-        "Begun.finish = slow\n"
+        "from outlast.elastic.states import storage\n"
+        "begin = storage.begin\n"
+        "def slow(path, contents):\n"
+        "    finish = begin(path, contents)\n"
+        "    return lambda: (time.sleep(0.2), finish())[1]\n"
+        "storage.begin = slow\n"
         "state = Text('a', 'x' * 10_000_000)\n"
         "save_all_states(asynchronous=True)\n"
     )

@@ -168,10 +168,8 @@ def save_all_states(
             return _ended(directory) if asynchronous else directory
         assert path is not None
         if not asynchronous:
-            return _on_rank_0(
-                replicas, path, lambda: storage.begin(path, _contents(states)).finish()
-            )
-        begun: list[storage.Begun] = []
+            return _on_rank_0(replicas, path, lambda: storage.begin(path, _contents(states))())
+        begun: list[Callable[[], str]] = []
 
         def begin(_: list[Any]) -> None:
             if replicas.writes:
@@ -180,7 +178,7 @@ def save_all_states(
         replicas.gather("the copy of states into memory", None, begin)
     global _last
     pending = PendingSave()
-    pending._begin(lambda: _on_rank_0(replicas, path, lambda: begun[0].finish()))
+    pending._begin(lambda: _on_rank_0(replicas, path, lambda: begun[0]()))
     _last = pending, replicas
     return pending
 
@@ -308,7 +306,7 @@ def _content(name: str, state: State) -> MemoryFile:
 def _report(states: Mapping[str, State], metrics: Mapping[str, Any]) -> str:
     with tempfile.TemporaryDirectory(prefix="outlast-") as folder:
         try:
-            storage.begin(folder, _contents(states)).finish()
+            storage.begin(folder, _contents(states))()
         finally:
             storage.release()
         return environment.report_to_trial(folder, metrics)

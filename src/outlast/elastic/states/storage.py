@@ -8,17 +8,16 @@ saves.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import mmap
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import BinaryIO, cast
 
 import torch
 
-from outlast.async_checkpoint import Checkpointer, SaveHandle
+from outlast.async_checkpoint import Checkpointer
 from outlast.async_checkpoint.inspection import LocalStorage, candidates, verify_folder
 from outlast.errors import CheckpointError, CheckpointMismatch, CheckpointReadError
 
@@ -54,22 +53,10 @@ class MemoryFile:
         return torch.frombuffer(mmap.mmap(self._descriptor, size_bytes), dtype=torch.uint8)
 
 
-@dataclasses.dataclass(frozen=True)
-class Begun:
-    """A save that is written in the background, into the folder of checkpoints `path`."""
-
-    handle: SaveHandle
-    path: str
-
-    def finish(self) -> str:
-        """Waits until the checkpoint is committed, and returns its directory."""
-        folder = folder_of(self.path)
-        _, directory = LocalStorage(folder).names_for(self.handle.result(), "")
-        return f"{folder}/{directory}"
-
-
-def begin(path: str, contents: Mapping[str, MemoryFile]) -> Begun:
-    """Begins to save; returns once the contents are copied."""
+def begin(path: str, contents: Mapping[str, MemoryFile]) -> Callable[[], str]:
+    """Begins to save into the folder of checkpoints `path`; returns once the contents are copied.
+    What it returns waits until the checkpoint is committed, and returns its directory.
+    """
     global _open, _newest
     folder = folder_of(path)
     if _open is not None and _open[0] != folder:
@@ -80,7 +67,13 @@ def begin(path: str, contents: Mapping[str, MemoryFile]) -> Begun:
     steps = [step for step, _ in candidates(LocalStorage(folder))]
     _newest = max(_newest, *steps, 0) + 1
     tensors = {name: each.tensor() for name, each in contents.items()}
-    return Begun(_open[1].save(_newest, tensors), path)
+    handle = _open[1].save(_newest, tensors)
+
+    def finish() -> str:
+        _, directory = LocalStorage(folder).names_for(handle.result(), "")
+        return f"{folder}/{directory}"
+
+    return finish
 
 
 def release() -> None:
