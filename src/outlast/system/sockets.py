@@ -48,6 +48,20 @@ def listen(address: str, port: int = 0, backlog: int = 1024) -> socket.socket:
     return socket.create_server((address, port), family=family, backlog=backlog)
 
 
+def accepted(listener: socket.socket) -> Iterator[socket.socket]:
+    """The connections to it, until `stop`."""
+    with contextlib.suppress(OSError):  # closed
+        while True:
+            yield listener.accept()[0]
+
+
+def stop(listener: socket.socket) -> None:
+    """Closes it; a thread that waits for a connection goes on."""
+    with contextlib.suppress(OSError):
+        listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+
+
 def epoll_descriptors() -> list[int]:
     """The epoll instances of this process."""
     found = []

@@ -39,7 +39,7 @@ from outlast.system.channel import Channel
 from outlast.system.error_text import describe
 from outlast.system.parallel import start_thread
 from outlast.system.shared_memory import SharedMemory, available_bytes
-from outlast.system.sockets import listen
+from outlast.system.sockets import accepted, listen, stop
 from outlast.system.units import size_text
 
 _NICE = 10  # below the writer: a checkpoint on storage comes first
@@ -173,22 +173,17 @@ class CopyServer:
         start_thread("outlast-accept", self._accept_all)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # ends the wait in `accept`
-        self._listener.close()
+        stop(self._listener)
         with self._lock:
             self._closed = True
             for connection in self._connections:
                 connection.cut()
 
     def _accept_all(self) -> None:
-        while True:
-            self._free.acquire()
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                return  # closed
+        self._free.acquire()
+        for sock in accepted(self._listener):
             start_thread("outlast-copy", self._serve, sock)
+            self._free.acquire()
 
     def _serve(self, sock: socket.socket) -> None:
         try:

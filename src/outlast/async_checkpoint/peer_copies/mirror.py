@@ -39,7 +39,7 @@ from outlast.async_checkpoint.storage.entries import is_count
 from outlast.system.error_text import describe
 from outlast.system.parallel import start_thread
 from outlast.system.shared_memory import SharedMemory, available_bytes
-from outlast.system.sockets import listen
+from outlast.system.sockets import accepted, listen, stop
 
 log = logging.getLogger("outlast.checkpoint")
 
@@ -134,10 +134,10 @@ class MirrorSender:
 
 class MirrorServer:
     """Receives the mirrors of other ranks at `address`, from processes that know the token. `keep`
-    is called with a number and the memory of each one, to keep it over a kill of this process.
+    is called with the memory of each one and a name, to keep it over a kill of this process.
     """
 
-    def __init__(self, address: str, keep: Callable[[int, SharedMemory], object]) -> None:
+    def __init__(self, address: str, keep: Callable[[SharedMemory, str], object]) -> None:
         self.address, self._keep = address, keep
         self._listener = listen(address)
         self.port = int(self._listener.getsockname()[1])
@@ -150,9 +150,7 @@ class MirrorServer:
 
     def end(self) -> list[SharedMemory]:
         """Receives what has arrived, and no more. Returns the mirrors, the oldest one first."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # ends the wait in `accept`
-        self._listener.close()
+        stop(self._listener)
         for thread in self._threads[:1]:
             thread.join(_JOIN_S)
         for each in list(self._sockets):
@@ -163,11 +161,7 @@ class MirrorServer:
         return self._memories
 
     def _accept_all(self, token: str) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                return  # closed
+        for sock in accepted(self._listener):
             if len(self._sockets) == _MAX_CONNECTIONS:
                 sock.close()
                 continue
@@ -191,7 +185,7 @@ class MirrorServer:
             raise ValueError(f"a memory of {size_bytes!r} bytes")
         memory = SharedMemory(size_bytes)
         self._memories.append(memory)
-        self._keep(len(self._memories), memory)
+        self._keep(memory, f"mirror {len(self._memories)}")
         sock.settimeout(None)  # until the restart: training may pause
         header = memoryview(bytearray(_FRAME.size))
         while True:
@@ -233,7 +227,7 @@ class Mirrors:
         place = Place.here()
         if may_have_other_hosts():
             try:
-                self._server = MirrorServer(own_address(), self._keep_numbered)
+                self._server = MirrorServer(own_address(), self._keep)
             except OSError as e:
                 log.warning(
                     "this rank mirrors no other one: it cannot listen at the address of its host "
@@ -283,6 +277,3 @@ class Mirrors:
         for memory in self.collect():
             memory.close()
         self._ended, self._older = [], []
-
-    def _keep_numbered(self, number: int, memory: SharedMemory) -> None:
-        self._keep(memory, f"mirror {number}")

@@ -10,7 +10,6 @@ has a replacement, which may fetch again.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import secrets
@@ -33,7 +32,7 @@ from outlast.elastic.tensors import bytes_of, memory_of
 from outlast.errors import StoreError
 from outlast.inprocess.running_call import RunningCall
 from outlast.system.error_text import describe
-from outlast.system.sockets import listen
+from outlast.system.sockets import accepted, listen, stop
 from outlast.system.units import size_text
 
 log = logging.getLogger("outlast.elastic")
@@ -89,19 +88,13 @@ class Handover:
         except StoreError as e:
             log.warning("rank %d leaves; whether its state was taken is unknown: %s", rank, e)
         finally:
-            with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)  # ends the wait in `accept`
-            self._listener.close()
+            stop(self._listener)
 
     def _serve(self) -> None:
-        while True:
-            try:
-                accepted, _ = self._listener.accept()
-            except OSError:
-                return  # closed
-            with accepted:
+        for sock in accepted(self._listener):
+            with sock:
                 try:
-                    self._send(Connection.accept(accepted, self._address.token))
+                    self._send(Connection.accept(sock, self._address.token))
                 except (OSError, EOFError, ValueError, ConnectionRefused) as e:
                     log.debug("a fetch of the state failed: %s", describe(e))
 
