@@ -177,7 +177,10 @@ class _Indirect:
         self._shard, self._item, self._part = shard, item, part
         # The rows of the saved part that this rank needs: contiguous bytes, however the other
         # dimensions are cut.
-        self._low, high = _rows(shard, item)
+        self._low, high = 0, 1
+        if shard.sizes:
+            self._low = max(item.offsets[0] - shard.offsets[0], 0)
+            high = min(item.offsets[0] + item.sizes[0] - shard.offsets[0], shard.sizes[0])
         row_bytes = math.prod(shard.sizes[1:]) * part.element_size()
         self._sizes = [high - self._low, *shard.sizes[1:]] if shard.sizes else []
         size_bytes = (high - self._low) * row_bytes
@@ -224,14 +227,6 @@ def _overlaps(shard: Shard, item: Item) -> bool:
         so < io + n and io < so + m
         for so, m, io, n in zip(shard.offsets, shard.sizes, item.offsets, item.sizes, strict=True)
     )
-
-
-def _rows(shard: Shard, item: Item) -> tuple[int, int]:
-    if not shard.sizes:
-        return 0, 1
-    low = max(item.offsets[0] - shard.offsets[0], 0)
-    high = min(item.offsets[0] + item.sizes[0] - shard.offsets[0], shard.sizes[0])
-    return low, high
 
 
 def _views(

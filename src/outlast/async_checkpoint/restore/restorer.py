@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from outlast.async_checkpoint.restore.fit import (
 )
 from outlast.async_checkpoint.restore.from_copies import CopiesInReach, Fetched, plans
 from outlast.async_checkpoint.restore.from_memory import MemorySnapshot, content_in_memory
-from outlast.async_checkpoint.restore.load import Batch, Read, batches, load, load_values
+from outlast.async_checkpoint.restore.load import Batch, batches, load, load_values
 from outlast.async_checkpoint.restore.shared_read import (
     Plan,
     SharedRead,
@@ -345,12 +345,8 @@ class Restorer:
         if isinstance(values, CallFailure):
             return values
         shared = SharedRead(hosts, plan, self.ranks, self._group)
-        return self._load_shared(shared, content, partial(load, reads, state_dict, values))
-
-    def _load_shared(
-        self, shared: SharedRead, content: Content, work: Callable[[Read], None]
-    ) -> CallFailure | None:
-        """Called when each rank has its values: none waits for the chunks of one that has not."""
+        # Each rank has its values: none waits for the chunks of one that has not.
+        work = partial(load, reads, state_dict, values)
         is_whole = self.ranks.attempt(lambda: shared.load(content.sources[0], work))
         if isinstance(is_whole, CallFailure):
             return is_whole

@@ -230,7 +230,8 @@ class Save:
 
     def write(self) -> str:
         """Makes this rank's files durable; returns its record, for the manifest."""
-        snapshot, writer = self._snapshot, self.session.writer
+        snapshot, writer = self.taken, self.session.writer
+        assert snapshot is not None
         description = snapshot.description
         try:
             with writer.exclusive:  # no `begin_save` of another checkpointer in between
@@ -321,7 +322,13 @@ class Save:
         except Exception as e:  # noqa: BLE001 - the other ranks wait for the result
             why = str(e) if isinstance(e, OutlastError) and str(e) else describe(e)
             try:
-                committed = manifest is not None and self._is_committed(e)
+                # The writer may have been killed, or the disk have failed, between the rename and
+                # the answer: then it is committed, durably.
+                if manifest is not None and isinstance(e, CheckpointTimeout):
+                    raise
+                committed = manifest is not None and session.writer.request(
+                    Writer.settle_commit, working=self.working, final=self.final, save_id=self.id
+                )
             except (OutlastError, OSError, Dropped) as unknown:
                 if self.aborted.is_set() and not self._is_visible():
                     return None, {"dropped": _DROPPED}  # its writer has ended, and renames nothing
@@ -335,16 +342,6 @@ class Save:
                     return None, {"dropped": _DROPPED}
                 return None, {"error": f"rank 0 could not commit it: {why}"}
         return manifest, {"size_bytes": manifest.size_bytes, "differing": differing(records)}
-
-    def _is_committed(self, error: Exception) -> bool:
-        """Whether the save is committed, and durably, although the commit failed with `error`: the
-        writer may have been killed, or the disk have failed, between the rename and the answer.
-        """
-        if isinstance(error, CheckpointTimeout):
-            raise error
-        return self.session.writer.request(
-            Writer.settle_commit, working=self.working, final=self.final, save_id=self.id
-        )
 
     def _is_visible(self) -> bool:
         """Whether a restore may load the save, after its writer has ended."""
@@ -361,11 +358,6 @@ class Save:
     @property
     def _timeout_s(self) -> float:
         return self.session.writer.timeout_s
-
-    @property
-    def _snapshot(self) -> Snapshot:
-        assert self.taken is not None
-        return self.taken
 
 
 def _why_unusable(left: Sequence[SnapshotBuffer], present: Structure) -> str:

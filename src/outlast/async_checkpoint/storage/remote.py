@@ -100,7 +100,10 @@ class RemoteStorage(Storage):
         if self._is_s3:
             uploads = unfinished_uploads(self._fs, self._root, self.where)
             found.update(folder for folder, _, _ in uploads)
-        return self._by_age(sorted(found - {""}))
+        folders = sorted(found - {""})
+        several = [f for each in self._by_step(folders).values() if len(each) > 1 for f in each]
+        ages = {folder: self._committed_at(folder) for folder in several}  # seldom any
+        return sorted(folders, key=lambda f: (step_of(f) or 0, ages.get(f, 0.0), f))
 
     def make(self, folder: str) -> None:
         path = self._inside(folder)
@@ -227,11 +230,6 @@ class RemoteStorage(Storage):
     def _inside(self, *names: str) -> str:
         check_names(names, self.where, "/*?[]")  # fsspec takes some for patterns
         return "/".join((self._root, *names))
-
-    def _by_age(self, folders: list[str]) -> list[str]:
-        several = [f for each in self._by_step(folders).values() if len(each) > 1 for f in each]
-        ages = {folder: self._committed_at(folder) for folder in several}  # seldom any
-        return sorted(folders, key=lambda f: (step_of(f) or 0, ages.get(f, 0.0), f))
 
     def _by_step(self, folders: list[str]) -> dict[int, list[str]]:
         found: dict[int, list[str]] = {}

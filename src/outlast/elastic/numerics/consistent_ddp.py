@@ -113,7 +113,9 @@ class ConsistentDDP(nn.Module):
         if part == self.parts.start:
             self._sum.begin([p for p in parameters if p.requires_grad])
         outside = _random_state()
-        self._set_buffers(self._buffers_of[part])
+        with torch.no_grad():
+            for buffer, value in zip(self.module.buffers(), self._buffers_of[part], strict=True):
+                buffer.copy_(value)
         _set_random_state(self._random_of[part])
         try:
             yield
@@ -175,11 +177,6 @@ class ConsistentDDP(nn.Module):
 
     def _copied_buffers(self) -> list[torch.Tensor]:
         return [buffer.detach().clone() for buffer in self.module.buffers()]
-
-    def _set_buffers(self, saved: list[torch.Tensor]) -> None:
-        with torch.no_grad():
-            for buffer, value in zip(self.module.buffers(), saved, strict=True):
-                buffer.copy_(value)
 
     def _flat_of(self, part: int, numbers: list[int]) -> torch.Tensor:
         """Some of a part's buffers, concatenated; broadcast from the part's owner."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, BinaryIO
 
 import torch
@@ -52,7 +52,8 @@ class RandomState(PreparedState):
     def save(self, fileobj: BinaryIO) -> None:
         gathered = self._gathered or [_packed(capture())]
         self._gathered = None
-        dump(_RANDOM, [_unpacked(text) for text in gathered], fileobj)
+        files = [io.BytesIO(base64.b64decode(text)) for text in gathered]
+        dump(_RANDOM, [torch.load(each, weights_only=True) for each in files], fileobj)
 
     def prepare(self, fileobj: BinaryIO) -> Callable[[], None]:
         saved: list[Generators] = parse(_RANDOM, fileobj)
@@ -89,11 +90,6 @@ def _packed(generators: Generators) -> str:
     memory = io.BytesIO()
     torch.save(generators, memory)
     return base64.b64encode(memory.getvalue()).decode()
-
-
-def _unpacked(text: str) -> Mapping[str, torch.Tensor]:
-    found: Generators = torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)
-    return found
 
 
 class ShardedState(PreparedState):
