@@ -161,7 +161,7 @@ class Structure:
             if not extent.data_bytes:  # it has no aligned offset
                 return torch.empty(item.sizes, dtype=dtype)
             at = extent.buffer_at // dtype.itemsize
-            return cast(torch.Tensor, typed(dtype)).as_strided(item.sizes, strides, at)
+            return typed(dtype).as_strided(item.sizes, strides, at)
 
         return target
 
