@@ -142,9 +142,9 @@ def test_bad_values(options: dict[str, Any], complaint: str) -> None:
     ("plan", "complaint"),
     [
         ('{"faults": [', "not JSON: "),
-        ("[]", "plan: is "),
+        ("[]", "plan: Expected `object`, got `array`"),
         ('{"faults": [{"rank": 0, "kind": "hang"}, {"rank": 1, "kind": "fire"}]}', "faults[1]"),
-        ('{"faults": [{"rank": 0, "kind": "hang", "stop": 3}]}', "unknown field 'stop'"),
+        ('{"faults": [{"rank": 0, "kind": "hang", "stop": 3}]}', "unknown field `stop`"),
         ("{}", "no faults"),
     ],
 )
