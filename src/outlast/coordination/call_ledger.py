@@ -53,7 +53,7 @@ from typing import Any
 
 import msgspec
 
-from outlast.coordination.stores.store import MemoryStore, Store, read_all
+from outlast.coordination.stores.store import MemoryStore, Store
 from outlast.coordination.waits import waits
 from outlast.errors import AsyncCallError
 from outlast.system.error_text import describe, traceback_text
@@ -279,7 +279,7 @@ class Round:
         below = _WIDTH**level
         ends = (min((member + 1) * below, self.world_size) for member in members)
         keys = [self._key(_part(level, member)) for member in members]
-        found = read_all(self._store, *keys)
+        found = self._store.read_all(*keys)
         each = zip(found, members, ends, strict=True)
         return [value or _BETWEEN * (end - member * below - 1) for value, member, end in each]
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-from outlast.coordination.stores.store import Store, combines, read_all
+from outlast.coordination.stores.store import Store
 from outlast.coordination.stores.store import drive as drive
 from outlast.errors import InternalError
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Op:
-    """One store operation. `name` is a method of `Store` or `Combines`, with the keys `others`."""
+    """One store operation. `name` is a method of `Store`; `others` are further keys."""
 
     name: str
     key: str
@@ -101,11 +101,9 @@ def perform_on(store: Store) -> Callable[[Op], Any]:
         if op.name == "add":
             return store.add(op.key, op.amount)
         if op.name == "add_and_read":
-            if combines(store):
-                return store.add_and_read(op.key, op.amount, *op.others)
-            return store.add(op.key, op.amount), store.read(*op.others) or b""
+            return store.add_and_read(op.key, op.amount, *op.others)
         if op.name == "read_all":
-            return read_all(store, *op.others)
+            return store.read_all(*op.others)
         if op.name in ("read", "delete"):
             return getattr(store, op.name)(op.key)
         return getattr(store, op.name)(op.key, op.value)

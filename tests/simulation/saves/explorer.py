@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from outlast.coordination.ops import Op, perform_on
-from outlast.coordination.stores.store import KeyTimeout, MemoryStore
+from outlast.coordination.stores.store import KeyTimeout, MemoryStore, Store
 
 EXPIRED = "it took too long"
 """The answer to a wait that is over."""
@@ -24,7 +24,7 @@ class _Stopped(BaseException):
     """Leaves the code of a thread at an operation that has no answer yet."""
 
 
-class _Answers:
+class _Answers(Store):
     """The store that a thread sees."""
 
     def __init__(self, answers: Sequence[Any]) -> None:

@@ -10,12 +10,11 @@ simulation (`tests/simulation`) performs the operations on the latter, one at a 
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol, TypeGuard, TypeVar, cast, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast
 
 from outlast.errors import OutlastError
 
@@ -63,36 +62,18 @@ class Store(Protocol):
     def delete(self, *keys: str) -> None:
         """Removes these keys, each if it exists; in one request, where the store can do that."""
 
-
-@runtime_checkable
-class Combines(Protocol):
-    """A store that performs several operations in one request."""
+    # A store that can do so performs these in one request.
 
     def add_and_read(self, key: str, amount: int, other: str) -> tuple[int, bytes]:
-        """The sum, and then the value of `other`, empty if absent."""
+        """`add`, and then the value of `other`, empty if absent."""
+        return self.add(key, amount), self.read(other) or b""
 
     def read_all(self, *keys: str) -> list[bytes | None]:
-        """The values of these keys, `None` for what is absent or empty."""
+        """The values of these keys, in this order or all at once; `None` for one without any."""
+        return [self.read(key) for key in keys]
 
 
-@functools.cache
-def _combines(kind: type) -> bool:
-    return issubclass(kind, Combines)
-
-
-def combines(store: Store) -> TypeGuard[Combines]:
-    """Whether it is one that `Combines`. `isinstance` would look at all its methods each time."""
-    return _combines(type(store))
-
-
-def read_all(store: Store, *keys: str) -> list[bytes | None]:
-    """The values of these keys, in this order or all at once: one request, where a store can."""
-    if combines(store):
-        return store.read_all(*keys)
-    return [store.read(key) for key in keys]
-
-
-class MemoryStore:
+class MemoryStore(Store):
     """A `Store` in this process, for any number of threads; `ops` counts operations by name."""
 
     def __init__(self) -> None:

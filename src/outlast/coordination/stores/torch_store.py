@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
-from outlast.coordination.stores.store import KeyTimeout
+from outlast.coordination.stores.store import KeyTimeout, Store
 from outlast.errors import StoreError
 from outlast.system.error_text import first_line
 
@@ -36,7 +36,7 @@ def listening(descriptor: int) -> dict[str, Any]:
     return {"master_listen_fd": descriptor, "use_libuv": TorchVersion(torch.__version__) >= "2.8"}
 
 
-class TorchStore:
+class TorchStore(Store):
     """Performs the operations of `Store` on a torch store; `where` is its name in errors.
 
     A wait polls: torch would wait in C++, where no signal arrives and no other thread can end it,
