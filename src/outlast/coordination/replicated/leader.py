@@ -5,16 +5,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+from outlast.coordination.replicated import messages as msg
 from outlast.coordination.replicated.hosts import HostJoined, HostLost
-from outlast.coordination.replicated.messages import (
-    Append,
-    AppendAnswer,
-    Change,
-    LogEntry,
-    Message,
-    Started,
-    VotersChanged,
-)
 from outlast.coordination.replicated.operations import MESSAGE_BYTES
 from outlast.coordination.replicated.quorum import NEVER, Configuration, Voters
 from outlast.coordination.replicated.read_leases import ReadLeases
@@ -58,10 +50,10 @@ class Leader:
         self.read_leases = ReadLeases(voter.me, voter.timing)
         self.serving = Serving(voter, self.read_leases)
         self._peers: dict[str, Progress] = {}
-        self._changes: list[Change] = []
+        self._changes: list[msg.Change] = []
         self._joining: set[str] = set()
         self._lease: tuple[Voters | None, float] = None, NEVER
-        self._append(Started(voter.me))
+        self._append(msg.Started(voter.me))
         self._first = voter.log.last
         voter.leader = voter.me
 
@@ -124,10 +116,10 @@ class Leader:
                 self.propose(HostLost(host, f"no heartbeat for {silent:.1f} s"))
 
     # ------------------------------------------------------------------ the log
-    def _append(self, change: Change) -> None:
-        self._voter.log.append(LogEntry(self.term, change))
+    def _append(self, change: msg.Change) -> None:
+        self._voter.log.append(msg.LogEntry(self.term, change))
 
-    def round(self, now: float) -> list[tuple[str, Message]]:
+    def round(self, now: float) -> list[tuple[str, msg.Message]]:
         """Ends a round of inputs: makes one entry of all gathered writes (or a few, if they are
         long), and returns what is to be sent to the voters.
         """
@@ -141,7 +133,7 @@ class Leader:
         messages = ((name, self._message(peer, now)) for name, peer in self._peers.items())
         return [(name, message) for name, message in messages if message is not None]
 
-    def _message(self, peer: Progress, now: float) -> Message | None:
+    def _message(self, peer: Progress, now: float) -> msg.Message | None:
         log = self._voter.log
         if peer.snapshot_due is not None and now >= peer.snapshot_due:
             peer.snapshot_due = now + self._timing.lease / 2  # it may be large: no haste
@@ -158,9 +150,9 @@ class Leader:
             previous, previous_term = log.base, log.term(log.base) or 0
         entries = log.after(previous, MAX_ENTRIES, MESSAGE_BYTES) if has_more else ()
         commit = self._voter.commit
-        return Append(self.term, now, previous, previous_term, commit, entries)
+        return msg.Append(self.term, now, previous, previous_term, commit, entries)
 
-    def answered(self, sender: str, answer: AppendAnswer) -> None:
+    def answered(self, sender: str, answer: msg.AppendAnswer) -> None:
         peer = self._peers.get(sender)
         if peer is None:
             return
@@ -208,7 +200,7 @@ class Leader:
             return
         if voters.old is not None:
             if voters.reached_by_quorum(self._kept) >= voter.log.voters_index:
-                self._append(VotersChanged(Voters(voters.new)))
+                self._append(msg.VotersChanged(Voters(voters.new)))
             return
         caught_up = [name for name in learners if self._peers[name].match >= voter.commit]
         present = [name for name in sorted(voters.new.voters) if name not in voter.table.gone]
@@ -217,7 +209,7 @@ class Leader:
         limit = now - self._timing.quorum_lease
         reached = [name for name, peer in self._peers.items() if peer.acked > limit]
         if wanted != voters.new and wanted.is_quorum([voter.me, *reached]):
-            self._append(VotersChanged(Voters(wanted, voters.new)))
+            self._append(msg.VotersChanged(Voters(wanted, voters.new)))
 
     def _kept(self, name: str) -> float:
         """Up to here a voter has the configurations on disk. The new voters decide alone only when

@@ -4,28 +4,10 @@ from __future__ import annotations
 
 import random
 
+from outlast.coordination.replicated import messages as msg
 from outlast.coordination.replicated.election import Campaigns, Election
 from outlast.coordination.replicated.hosts import HostInfo, HostJoined, HostLost
 from outlast.coordination.replicated.leader import Leader
-from outlast.coordination.replicated.messages import (
-    Announce,
-    Answers,
-    Append,
-    AppendAnswer,
-    Change,
-    Grant,
-    Handover,
-    Heartbeat,
-    Leave,
-    Message,
-    Recall,
-    Refusal,
-    Requests,
-    Snapshot,
-    VoteAnswer,
-    VoteRequest,
-    VotersChanged,
-)
 from outlast.coordination.replicated.operations import Operation, Result
 from outlast.coordination.replicated.own_host import OwnHost
 from outlast.coordination.replicated.quorum import NEVER, Configuration, Timing, Voters
@@ -76,7 +58,7 @@ class Node:
         self._leader: Leader | None = None
         self._began = False
         self._leaving: tuple[str, float] | None = None
-        self._outbox: list[tuple[str, Message]] = []
+        self._outbox: list[tuple[str, msg.Message]] = []
         self._now = self._ticked = NEVER
 
     # ------------------------------------------------------------------ state
@@ -128,7 +110,7 @@ class Node:
 
     def _announce(self, leader: Leader) -> None:
         for host in leader.leases.announce_to(self._now):
-            self._outbox.append((host, Announce(leader.term)))
+            self._outbox.append((host, msg.Announce(leader.term)))
 
     def _renew(self, leader: Leader) -> None:
         """The lease of the leader's own host counts from the moment that a quorum has answered."""
@@ -144,26 +126,26 @@ class Node:
         lease_end = self.host.until if self.host.until > self._now else float("inf")
         return min(campaign, self.host.due(), lease_end)
 
-    def receive(self, sender: str, message: Message, now: float) -> None:
+    def receive(self, sender: str, message: msg.Message, now: float) -> None:
         self._now = now
         voter = self._voter
-        if isinstance(message, Append | Snapshot):
+        if isinstance(message, msg.Append | msg.Snapshot):
             self._outbox.append((sender, voter.follow(sender, message, now)))
-        elif isinstance(message, VoteAnswer):
+        elif isinstance(message, msg.VoteAnswer):
             # A pre-vote is granted with the term that was asked for, in which nobody is yet.
             asked_for = message.pre_vote and message.granted
             if message.term > voter.term and not asked_for:
                 voter.enter(message.term)
             elif self._election is not None:
                 self._election.take(sender, message, now)
-        elif isinstance(message, AppendAnswer) and message.term > voter.term:
+        elif isinstance(message, msg.AppendAnswer) and message.term > voter.term:
             voter.enter(message.term)
-        elif isinstance(message, VoteRequest):
+        elif isinstance(message, msg.VoteRequest):
             self._vote(sender, message)
-        elif isinstance(message, Handover):
+        elif isinstance(message, msg.Handover):
             if (message.term, sender) == (voter.term, voter.leader) and self._may_lead():
                 self._campaign(pre_vote=False, handover=True)
-        elif isinstance(message, Announce | Grant | Answers | Refusal | Recall):
+        elif isinstance(message, msg.Announce | msg.Grant | msg.Answers | msg.Refusal | msg.Recall):
             self.host.receive(sender, message, voter.term, now)
         elif self._leader is not None:
             self._lead(self._leader, sender, message)
@@ -171,7 +153,7 @@ class Node:
             self._refuse(sender)
         self._check_role()
 
-    def outbox(self) -> list[tuple[str, Message]]:
+    def outbox(self) -> list[tuple[str, msg.Message]]:
         """The messages to send, each with its receiver; taken. Ends a round of inputs."""
         for message in self.host.messages(self._now):
             assert self.host.leader is not None
@@ -179,7 +161,9 @@ class Node:
                 self._outbox.append((self.host.leader, message))
             elif self._leader is not None:
                 self._lead(self._leader, self.me, message)
-            if self.host.is_out_of_touch(self._now) and isinstance(message, Heartbeat | Leave):
+            if self.host.is_out_of_touch(self._now) and isinstance(
+                message, msg.Heartbeat | msg.Leave
+            ):
                 # This host may have been removed, and so may the leader: every voter can say so.
                 self._outbox += [(name, message) for name in self._voter.others]
         if self._leader is not None:
@@ -242,7 +226,7 @@ class Node:
                 # From here on this leader does not act: it reads nothing, and grants no lease.
                 self._stop_leading()
                 self._voter.heard = self._now
-                self._outbox.append((successor, Handover(leader.term)))
+                self._outbox.append((successor, msg.Handover(leader.term)))
 
     # ------------------------------------------------------------------ elections
     def _may_lead(self) -> bool:
@@ -254,7 +238,7 @@ class Node:
         self._outbox += [(name, request) for name in self._voter.others]
         self._check_role()
 
-    def _vote(self, sender: str, asked: VoteRequest) -> None:
+    def _vote(self, sender: str, asked: msg.VoteRequest) -> None:
         if sender in self._voter.table.gone:
             self._refuse(sender)
             return
@@ -295,25 +279,25 @@ class Node:
         self._leader = None
 
     # ------------------------------------------------------------------ the leader
-    def _lead(self, leader: Leader, sender: str, message: Message) -> None:
+    def _lead(self, leader: Leader, sender: str, message: msg.Message) -> None:
         table = self._voter.table
-        if isinstance(message, AppendAnswer):
+        if isinstance(message, msg.AppendAnswer):
             if message.term == leader.term:
                 leader.answered(sender, message)
         elif sender in table.gone:
             self._refuse(sender)
         elif not leader.ready or sender not in table.sessions:
             return  # it is told when this leader is ready, and sends it again
-        elif isinstance(message, Heartbeat):
+        elif isinstance(message, msg.Heartbeat):
             leader.leases.hear(sender, self._now)
             leader.read_leases.confirm(sender, message.covered)
             may_act = sender != self.me and sender not in leader.leases.losing
             if may_act and leader.lease_valid(self._now):
                 covered = leader.read_leases.granted(sender)
-                self._outbox.append((sender, Grant(leader.term, message.sent, covered)))
-        elif isinstance(message, Requests):
+                self._outbox.append((sender, msg.Grant(leader.term, message.sent, covered)))
+        elif isinstance(message, msg.Requests):
             leader.serving.take(sender, message, lease_valid=leader.lease_valid(self._now))
-        elif isinstance(message, Leave) and sender != self.me:
+        elif isinstance(message, msg.Leave) and sender != self.me:
             leader.leases.hear(sender, self._now)
             leader.propose(HostLost(sender, message.reason, left=True))
 
@@ -331,9 +315,9 @@ class Node:
         if gone.left and not settled and not alone:
             return
         if host == self.me:
-            self.host.refuse(Refusal(gone.reason, gone.left))
+            self.host.refuse(msg.Refusal(gone.reason, gone.left))
         else:
-            self._outbox.append((host, Refusal(gone.reason, gone.left)))
+            self._outbox.append((host, msg.Refusal(gone.reason, gone.left)))
 
     def _apply(self) -> None:
         performed = self._voter.apply()
@@ -354,24 +338,24 @@ class Node:
                 leader.serving.performed(change, results)
                 self._follow_up(leader, change)
             for host in leader.read_leases.to_tell(self._now):
-                self._outbox.append((host, Recall(leader.read_leases.covered)))
+                self._outbox.append((host, msg.Recall(leader.read_leases.covered)))
             for host, answers in leader.serving.answers():
                 if host == self.me:
                     self.host.requests.answered(answers)
                 else:
-                    self._outbox.append((host, Answers(answers)))
+                    self._outbox.append((host, msg.Answers(answers)))
             if self.me in self._voter.table.gone:
                 self._stop_leading()
                 self._refuse(self.me)
         self._voter.table.appeared.clear()
 
-    def _follow_up(self, leader: Leader, change: Change) -> None:
+    def _follow_up(self, leader: Leader, change: msg.Change) -> None:
         gone = self._voter.table.gone
         if isinstance(change, HostJoined) and change.info.id == self.me:
             self.host.requests.send_again(self._now)
         elif isinstance(change, HostJoined) and change.info.id not in gone:
             leader.leases.admitted(change.info.id, self._now)
-            self._outbox.append((change.info.id, Announce(leader.term)))
+            self._outbox.append((change.info.id, msg.Announce(leader.term)))
         elif isinstance(change, HostLost) and change.host != self.me:
             leader.leases.removed(change.host)
             leader.serving.removed(change.host)
@@ -379,7 +363,7 @@ class Node:
             if change.host in leader.voters.all:
                 leader.leases.departing.add(change.host)
             self._refuse(change.host)
-        elif isinstance(change, VotersChanged) and change.voters.old is None:
+        elif isinstance(change, msg.VotersChanged) and change.voters.old is None:
             for host in leader.leases.departing:
                 self._refuse(host)
             leader.leases.departing.intersection_update(change.voters.all)

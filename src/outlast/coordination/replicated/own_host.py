@@ -4,17 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outlast.coordination.replicated.messages import (
-    Announce,
-    Answers,
-    Grant,
-    Heartbeat,
-    Leave,
-    Message,
-    Recall,
-    Refusal,
-    Requests,
-)
+from outlast.coordination.replicated import messages as msg
 from outlast.coordination.replicated.operations import (
     MESSAGE_BYTES,
     WAIT,
@@ -87,7 +77,7 @@ class OwnRequests:
             return NEVER
         return min((pending.due for pending in self._open.values()), default=float("inf"))
 
-    def message(self, now: float) -> Requests | None:
+    def message(self, now: float) -> msg.Requests | None:
         if self.due() > now:
             return None
         sending, waits, floor = [], [], self._next - 1
@@ -110,7 +100,7 @@ class OwnRequests:
                 # A leader that has much to do gets no more to do by repetitions.
                 pending.delay = min(2 * pending.delay, self._timing.lease)
         self._tell_waits = False
-        return Requests(floor, tuple(sending), tuple(waits) if tell else None)
+        return msg.Requests(floor, tuple(sending), tuple(waits) if tell else None)
 
 
 class OwnHost:
@@ -135,7 +125,7 @@ class OwnHost:
         self.until = NEVER
         self.covered, self.reads_until = 0, NEVER
         self.joined = founder
-        self.refused: Refusal | None = None
+        self.refused: msg.Refusal | None = None
         self.requests = OwnRequests(timing)
         self._timing = timing
         self._heartbeat_due = NEVER
@@ -152,24 +142,26 @@ class OwnHost:
         self._leaving = reason
         self._heartbeat_due = NEVER
 
-    def receive(self, sender: str, message: Message, voter_term: int, now: float) -> None:
+    def receive(self, sender: str, message: msg.Message, voter_term: int, now: float) -> None:
         """Takes a message of a leader to this host.
 
         `voter_term`: a candidate enters a term of its own, and from then on does not accept the
         lease of an earlier leader. So the lease that the host of a leader had before was asked for
         before its election began, which `Election.predecessor_heard` relies on.
         """
-        if isinstance(message, Refusal):
+        if isinstance(message, msg.Refusal):
             self.refuse(message)
-        elif isinstance(message, Answers):
+        elif isinstance(message, msg.Answers):
             self.requests.answered(message.results)
-        elif isinstance(message, Recall):
+        elif isinstance(message, msg.Recall):
             self.learn(message.covered)
             self._heartbeat_due = NEVER
-        elif isinstance(message, Announce | Grant) and message.term >= max(self.term, voter_term):
+        elif isinstance(message, msg.Announce | msg.Grant) and message.term >= max(
+            self.term, voter_term
+        ):
             self.follow(sender, message.term, now)
             self._heard = now
-            if isinstance(message, Grant):
+            if isinstance(message, msg.Grant):
                 self.extend(message.sent, message.covered)
 
     def follow(self, leader: str, term: int, now: float) -> None:
@@ -193,7 +185,7 @@ class OwnHost:
     def learn(self, covered: int) -> None:
         self.covered = max(self.covered, covered)
 
-    def refuse(self, refusal: Refusal) -> None:
+    def refuse(self, refusal: msg.Refusal) -> None:
         """This host is not in the job any more."""
         if self.refused is None:
             self.refused = refusal
@@ -219,13 +211,13 @@ class OwnHost:
             return float("inf")
         return min(self._heartbeat_due, self.requests.due())
 
-    def messages(self, now: float) -> list[Message]:
+    def messages(self, now: float) -> list[msg.Message]:
         if self.leader is None or self.refused is not None:
             return []
-        sending: list[Message] = []
+        sending: list[msg.Message] = []
         if now >= self._heartbeat_due:
             self._heartbeat_due = now + self._timing.heartbeat
-            leaving, beat = self._leaving, Heartbeat(now, self.covered)
-            sending.append(beat if leaving is None else Leave(leaving))
+            leaving, beat = self._leaving, msg.Heartbeat(now, self.covered)
+            sending.append(beat if leaving is None else msg.Leave(leaving))
         message = self.requests.message(now)
         return sending if message is None else [*sending, message]

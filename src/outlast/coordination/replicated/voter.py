@@ -4,20 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from outlast.coordination.replicated import messages as msg
 from outlast.coordination.replicated.hosts import HostJoined, HostLost
-from outlast.coordination.replicated.messages import (
-    Append,
-    AppendAnswer,
-    Change,
-    LogEntry,
-    Message,
-    Snapshot,
-    Started,
-    VoteAnswer,
-    VoteRequest,
-    VotersChanged,
-    Written,
-)
 from outlast.coordination.replicated.quorum import NEVER, Configuration, Timing, Voters
 from outlast.coordination.replicated.table import Table
 
@@ -41,7 +29,7 @@ class Log:
     def reset(self, index: int, term: int, voters: Voters | None, author: str | None) -> None:
         """Starts anew after a snapshot that ends with the entry `index`."""
         self.base, self._base_term = index, term
-        self._entries: list[LogEntry] = []
+        self._entries: list[msg.LogEntry] = []
         self._sizes: list[int] = []  # in bytes, about; asked for by each voter
         # The configurations and the authors, with the index from which on they count.
         self._voters: list[tuple[int, Voters | None]] = [(index, voters)]
@@ -86,10 +74,10 @@ class Log:
             return self._entries[index - self.base - 1].term
         return None
 
-    def change(self, index: int) -> Change:
+    def change(self, index: int) -> msg.Change:
         return self._entries[index - self.base - 1].change
 
-    def after(self, index: int, limit: int, limit_bytes: int) -> tuple[LogEntry, ...]:
+    def after(self, index: int, limit: int, limit_bytes: int) -> tuple[msg.LogEntry, ...]:
         """At most `limit` entries after `index`; no further one once they have `limit_bytes`."""
         taken, size = [], 0
         first = index - self.base
@@ -100,12 +88,12 @@ class Log:
                 break
         return tuple(taken)
 
-    def append(self, entry: LogEntry) -> None:
+    def append(self, entry: msg.LogEntry) -> None:
         self._entries.append(entry)
-        self._sizes.append(entry.change.size_bytes if isinstance(entry.change, Written) else 0)
-        if isinstance(entry.change, VotersChanged):
+        self._sizes.append(entry.change.size_bytes if isinstance(entry.change, msg.Written) else 0)
+        if isinstance(entry.change, msg.VotersChanged):
             self._voters.append((self.last, entry.change.voters))
-        elif isinstance(entry.change, Started):
+        elif isinstance(entry.change, msg.Started):
             self._authors.append((self.last, entry.change.leader))
 
     def cut(self, index: int) -> None:
@@ -180,13 +168,15 @@ class Voter:
                 return index - 1
         return self.log.last
 
-    def wrote(self, configurations: frozenset[tuple[int, Voters]]) -> tuple[str, Message] | None:
+    def wrote(
+        self, configurations: frozenset[tuple[int, Voters]]
+    ) -> tuple[str, msg.Message] | None:
         """These are on disk; what the leader is to be told."""
         self.durable = configurations
         if self._answered is None or (self.leader, self.term) != self._answered[:2]:
             return None
         leader, term, match = self._answered
-        return leader, AppendAnswer(term, NEVER, True, match, self.kept)
+        return leader, msg.AppendAnswer(term, NEVER, True, match, self.kept)
 
     # ------------------------------------------------------------------ terms and votes
     def enter(self, term: int) -> None:
@@ -204,11 +194,11 @@ class Voter:
         return now < self.heard + self.timing.sticky
 
     def answer_vote(
-        self, sender: str, asked: VoteRequest, now: float, *, leads: bool
-    ) -> VoteAnswer | None:
+        self, sender: str, asked: msg.VoteRequest, now: float, *, leads: bool
+    ) -> msg.VoteAnswer | None:
         """The answer to a request for a vote, if any. `leads`: this leader has a valid lease."""
         if asked.term <= self.term and (asked.pre_vote or asked.term < self.term):
-            return VoteAnswer(self.term, False, asked.pre_vote)  # the candidate is behind
+            return msg.VoteAnswer(self.term, False, asked.pre_vote)  # the candidate is behind
         # A leader that hands over has stopped acting before it asked for this election.
         if (leads or self.hears_leader(now)) and not asked.handover:
             return None
@@ -221,33 +211,35 @@ class Voter:
             # A refusal carries this voter's own term. With the term that was asked for, a candidate
             # whose log lags would enter it, ask for the next one, and so make the leader, and each
             # candidate that could win, give up for a term in which nobody can.
-            return VoteAnswer(asked.term if granted else self.term, granted, True, silent)
+            return msg.VoteAnswer(asked.term if granted else self.term, granted, True, silent)
         if asked.term > self.term:
             self.enter(asked.term)
         granted = current and self.leader is None and self.voted_for in (None, sender)
         if granted:
             self.voted_for, self.voted_at = sender, now
-        return VoteAnswer(self.term, granted, False, silent)
+        return msg.VoteAnswer(self.term, granted, False, silent)
 
     # ------------------------------------------------------------------ the leader's messages
-    def follow(self, sender: str, message: Append | Snapshot, now: float) -> AppendAnswer:
+    def follow(
+        self, sender: str, message: msg.Append | msg.Snapshot, now: float
+    ) -> msg.AppendAnswer:
         if message.term < self.term:
-            return AppendAnswer(self.term, message.sent, False, self.commit, 0)
+            return msg.AppendAnswer(self.term, message.sent, False, self.commit, 0)
         if message.term > self.term:
             self.enter(message.term)
         self.leader, self.heard = sender, now
-        if isinstance(message, Snapshot):
+        if isinstance(message, msg.Snapshot):
             match: int | None = self._install(message)
         else:
             match = self._accept(message)
         if match is None:
             # The leader may try after the last entry that is surely equal. A new host needs all.
             last = -1 if self.log.voters is None else self.commit
-            return AppendAnswer(self.term, message.sent, False, last, 0)
+            return msg.AppendAnswer(self.term, message.sent, False, last, 0)
         self._answered = sender, self.term, match
-        return AppendAnswer(self.term, message.sent, True, match, self.kept)
+        return msg.AppendAnswer(self.term, message.sent, True, match, self.kept)
 
-    def _accept(self, append: Append) -> int | None:
+    def _accept(self, append: msg.Append) -> int | None:
         log, previous = self.log, append.prev_index
         if log.voters is None or previous > log.last:
             return None
@@ -264,7 +256,7 @@ class Voter:
         self.commit = max(self.commit, min(append.commit, match))
         return match
 
-    def _install(self, snapshot: Snapshot) -> int:
+    def _install(self, snapshot: msg.Snapshot) -> int:
         if snapshot.index <= self.commit:
             return self.commit
         if self.log.voters is not None and self.log.term(snapshot.index) == snapshot.index_term:
@@ -277,14 +269,14 @@ class Voter:
         return snapshot.index
 
     # ------------------------------------------------------------------ the table
-    def snapshot(self, sent: float) -> Snapshot:
+    def snapshot(self, sent: float) -> msg.Snapshot:
         voters, author = self.log.at(self.applied)
         term = self.log.term(self.applied)
         assert voters is not None
         assert term is not None
-        return Snapshot(self.term, sent, self.applied, term, self.table.state, voters, author)
+        return msg.Snapshot(self.term, sent, self.applied, term, self.table.state, voters, author)
 
-    def apply(self) -> list[tuple[Change, dict[str, dict[int, Any]]]]:
+    def apply(self) -> list[tuple[msg.Change, dict[str, dict[int, Any]]]]:
         """Performs the entries that are newly committed; returns each with its results by host."""
         self.log.compact(self.applied)
         performed = []
@@ -292,7 +284,7 @@ class Voter:
             self.applied += 1
             change = self.log.change(self.applied)
             results: dict[str, dict[int, Any]] = {}
-            if isinstance(change, Written):
+            if isinstance(change, msg.Written):
                 for host, floor, numbered in change.by_host:
                     results.setdefault(host, {}).update(self.table.write(host, floor, numbered))
             elif isinstance(change, HostJoined):
