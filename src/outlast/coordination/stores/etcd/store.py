@@ -101,11 +101,31 @@ class EtcdStore(OperationStore):
     def _run(
         self, begin: Callable[[Operations], Coroutine[Any, Any, T]], timeout: float | None = None
     ) -> T:
+        until = None if timeout is None else time.monotonic() + timeout
+        deadline, cause = 0.0, NoAnswer("none")
+
+        def perform(asked: Call | Event) -> Any:
+            nonlocal deadline, cause
+            if isinstance(asked, Event):
+                left = None if until is None else max(0.0, until - time.monotonic())
+                return self.waits.wait(asked.base, asked.base + b"\0", asked.after, left)
+            if asked.attempt == 0:
+                deadline = time.monotonic() + self._limit_s
+            else:
+                pause = pause_before(asked.attempt, len(self._client.endpoints))
+                if time.monotonic() + pause >= deadline:
+                    raise no_answer(self._client, self._limit_s, cause)
+                time.sleep(pause)
+            self.raise_if_unusable()
+            try:
+                return self._client.call(asked.path, asked.body, deadline - time.monotonic())
+            except NoAnswer as e:
+                cause = e
+                raise
+
         slot = self._take()
         try:
-            return drive(
-                begin(Operations(self._root, slot, self._fence)), _Driver(self, timeout).perform
-            )
+            return drive(begin(Operations(self._root, slot, self._fence)), perform)
         except Refused as e:
             raise StoreError(f"{self.where} refused an operation: {e}") from e
         finally:
@@ -118,37 +138,3 @@ class EtcdStore(OperationStore):
                 return self._slots.pop()
             self._made += 1
             return Slot(self._root, f"{self._name}.{self._made}")
-
-
-class _Driver:
-    """Performs the requests of one operation."""
-
-    def __init__(self, store: EtcdStore, timeout: float | None) -> None:
-        self._store = store
-        self._wait_until = None if timeout is None else time.monotonic() + timeout
-        self._deadline = 0.0
-        self._cause: Exception = NoAnswer("none")
-
-    def perform(self, asked: Call | Event) -> Any:
-        return self._call(asked) if isinstance(asked, Call) else self._wait(asked)
-
-    def _call(self, asked: Call) -> Any:
-        store, client = self._store, self._store._client
-        if asked.attempt == 0:
-            self._deadline = time.monotonic() + store._limit_s
-        else:
-            pause = pause_before(asked.attempt, len(client.endpoints))
-            if time.monotonic() + pause >= self._deadline:
-                raise no_answer(client, store._limit_s, self._cause)
-            time.sleep(pause)
-        store.raise_if_unusable()
-        try:
-            return client.call(asked.path, asked.body, self._deadline - time.monotonic())
-        except NoAnswer as e:
-            self._cause = e
-            raise
-
-    def _wait(self, asked: Event) -> bytes | bool:
-        until = self._wait_until
-        left = None if until is None else max(0.0, until - time.monotonic())
-        return self._store.waits.wait(asked.base, asked.base + b"\0", asked.after, left)
