@@ -307,7 +307,9 @@ def next_record(
         awaited = missing - unreplaced - facts.given_up
         if len(facts.present) < _needed(facts, rules) and awaited:
             if expired is None or expired.links:
-                return Held(False, lost, tuple(sorted(awaited)), _size(facts, rules))
+                least = max((each.get("least", -1) for each in facts.arrived.values()), default=-1)
+                size = SizeRecord(len(facts.present), least, rules.chosen_s)
+                return Held(False, lost, tuple(sorted(awaited)), size)
             unreplaced |= missing
     decision = Decision(view, history, last_cause, ended_by, unreplaced)
     if decision.ends_job:  # no restart follows
@@ -369,8 +371,3 @@ def _missing(facts: Facts, rules: Rules) -> frozenset[int]:
     started_as = {joiner.member: joiner.preferred for joiner in facts.joiners}
     there = {started_as.get(member, member) for member in facts.present}
     return frozenset(range(rules.await_size)) - there
-
-
-def _size(facts: Facts, rules: Rules) -> SizeRecord:
-    least = max((each.get("least", -1) for each in facts.arrived.values()), default=-1)
-    return SizeRecord(len(facts.present), least, rules.chosen_s)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import socket
 import sys
 import threading
@@ -21,6 +20,8 @@ from contextlib import ExitStack
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from outlast.events.report import PHASE_FIELDS
 from outlast.metrics.collect import (
@@ -131,9 +132,6 @@ class Order:
     host: str | None  # if given, only what the processes of this host have recorded
     opentelemetry: bool  # whether to export to the collector that the `OTEL_*` variables name
 
-    def encode(self) -> bytes:
-        return json.dumps(dataclasses.asdict(self)).encode()
-
 
 def export(
     order: Order, listening: socket.socket | None, over: threading.Event, *, live: bool | None
@@ -179,7 +177,7 @@ def main() -> None:
         payload, descriptors = channel.receive()
     except EOFError:
         return
-    order = Order(**json.loads(payload))
+    order = msgspec.json.decode(payload, type=Order)
     listening = socket.socket(fileno=descriptors[0]) if descriptors else None
     over = threading.Event()
 

@@ -65,22 +65,15 @@ def _print_from_program(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     """Prints an error without the frames up to this file's last, and those of `runpy`."""
-    rest = trace
-    for frame in _frames(trace):
+    rest = frame = trace
+    while frame is not None:
         if frame.tb_frame.f_code.co_filename == __file__:
             rest = frame.tb_next
+        frame = frame.tb_next
     while rest is not None and rest.tb_frame.f_code.co_filename in (runpy.__file__, _FROZEN_RUNPY):
         rest = rest.tb_next
     # If the module was not found, no frame is left: then all frames are shown.
     sys.__excepthook__(kind, error.with_traceback(rest or trace), rest or trace)
-
-
-def _frames(trace: TracebackType | None) -> list[TracebackType]:
-    frames = []
-    while trace is not None:
-        frames.append(trace)
-        trace = trace.tb_next
-    return frames
 
 
 def freeze_imports() -> None:

@@ -294,7 +294,10 @@ def name_lost_hosts(course: Course, losses: Sequence[SeenLoss]) -> list[SeenLoss
         begun = [
             i
             for i, ended in enumerate(course.ended)
-            if each.loss.name in ended.gone and _had_begun(course.segments[ended.place], each)
+            if each.loss.name in ended.gone
+            and any(
+                course.segments[ended.place].get(h, FOREVER) <= t for h, t in each.times.items()
+            )
         ]
         # The logs of a lost host may be missing: its members are then in no log.
         found = begun[-1:] or [
@@ -324,10 +327,6 @@ def waits_for_lost_hosts(
         return dataclasses.replace(stretch, hung_from=min(stretch.hung_from, since))
 
     return {host: [corrected(host, s) for s in found] for host, found in course.stretches.items()}
-
-
-def _had_begun(segment: Mapping[str, float], each: SeenLoss) -> bool:
-    return any(segment.get(host, FOREVER) <= time for host, time in each.times.items())
 
 
 def _ended_then(course: Course, ended: Ended, each: SeenLoss) -> bool:

@@ -167,7 +167,8 @@ def _template() -> object:
     filters: dict[str, Callable[..., object]] = {
         "duration": duration_text, "size": size_text, "share": share, "plural": plural,
         "line": one_line, "listed": listed, "name": _name, "failure": _failure,
-        "lost": _lost, "joined": _joined, "missed": _missed, "differing": _differing,
+        "lost": _lost, "joined": lambda restart: _parties(restart.joined, set()),
+        "missed": _missed, "differing": _differing,
     }  # fmt: skip
     environment.filters |= filters
     text = files("outlast.events.report").joinpath("sentences.jinja").read_text(encoding="utf-8")
@@ -203,10 +204,6 @@ def _failure(cause: Cause) -> str:
 def _lost(restart: Restart) -> str:
     causes = (restart.cause, *restart.others)
     return _parties(restart.lost, {cause.message for cause in causes if cause is not None})
-
-
-def _joined(restart: Restart) -> str:
-    return _parties(restart.joined, set())
 
 
 def _parties(parties: Iterable[Party], known: set[str]) -> str:

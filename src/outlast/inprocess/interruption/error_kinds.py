@@ -8,7 +8,7 @@ import bdb
 import dis
 import logging
 from collections.abc import Callable
-from types import CodeType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -140,6 +140,13 @@ def user_region(function: Callable[[], Any]) -> Any:
 
 
 USER_REGION: CodeType = user_region.__code__
+
+
+def in_function(frame: FrameType | None) -> bool:
+    """Whether the user's function has called what the thread is executing."""
+    while frame is not None and frame.f_code is not USER_REGION:
+        frame = frame.f_back
+    return frame is not None
 
 
 def remove_own_frames(error: BaseException) -> None:

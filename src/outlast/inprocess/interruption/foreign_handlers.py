@@ -23,7 +23,7 @@ from itertools import compress
 from types import FrameType
 from typing import Any
 
-from outlast.inprocess.interruption.error_kinds import USER_REGION
+from outlast.inprocess.interruption.error_kinds import in_function
 from outlast.system.frames import in_own_code
 
 _NUMBERS = tuple(map(int, signal.valid_signals()))
@@ -84,13 +84,6 @@ class _Guard:
         try:
             self.handler(number, frame)
         except Exception as error:
-            if not self._of.held or not in_own_code(frame) or _in_function(frame):
+            if not self._of.held or not in_own_code(frame) or in_function(frame):
                 raise
             self._of.kept.append((number, error))
-
-
-def _in_function(frame: FrameType | None) -> bool:
-    """Whether the user's function has called what the thread is executing."""
-    while frame is not None and frame.f_code is not USER_REGION:
-        frame = frame.f_back
-    return frame is not None

@@ -40,7 +40,12 @@ from typing import Any
 
 from outlast.errors import RankShouldRestart
 from outlast.inprocess.interruption.deferral import FINALIZER, SET_SIGNAL, Deferral, ask_again
-from outlast.inprocess.interruption.error_kinds import USER_REGION, ending_in, user_region
+from outlast.inprocess.interruption.error_kinds import (
+    USER_REGION,
+    ending_in,
+    in_function,
+    user_region,
+)
 from outlast.inprocess.interruption.release import QuietHooks
 from outlast.inprocess.monitor.shared_page import Blocked
 from outlast.system import devices
@@ -190,10 +195,7 @@ class Interrupter:
 
     def in_function(self) -> bool:
         """Whether the thread is in the function that `run` has called."""
-        frame = frame_of(self.ident)
-        while frame is not None and frame.f_code is not USER_REGION:
-            frame = frame.f_back
-        return frame is not None
+        return in_function(frame_of(self.ident))
 
     def where(self) -> str:
         """The thread's frames outside this package, innermost first: `file:line function`."""

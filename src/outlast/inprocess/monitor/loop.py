@@ -152,17 +152,15 @@ class MonitorLoop:
             self._store.perform(self._store.membership.forget_before(self._forgot))
 
     def _wait(self) -> list[int]:
-        pause, began = self._pause(), self._clock.now()
+        began = self._clock.now()
+        due = min(self._ring.next_beat, self._timeouts.next_check())
+        pause = max(0.001, min(due - began, self._plan.durations.monitor_interval))
         ready = [fd for fd, _ in self._poll.poll(pause * 1000)]
         if self._clock.now() - began - pause > _STOPPED_S:
             self._timeouts.continued()
             self._ring.continued()
             self._dying_since = math.inf
         return ready
-
-    def _pause(self) -> float:
-        due = min(self._ring.next_beat, self._timeouts.next_check())
-        return max(0.001, min(due - self._clock.now(), self._plan.durations.monitor_interval))
 
     def _watch_threads(self) -> None:
         for tid in (self._page.thread_1, self._page.thread_2):

@@ -9,6 +9,8 @@ import contextlib
 import socket
 from pathlib import Path
 
+import msgspec
+
 from outlast.errors import LaunchError
 from outlast.launch.config.job_spec import JobSpec
 from outlast.launch.workers.output import Console
@@ -85,5 +87,5 @@ class MetricsProcess:
         # A short message: it fits into the socket's buffer, and nothing waits for the process.
         with contextlib.suppress(OSError):  # it has ended already, which `ended` handles
             self._process.channel.send(
-                self._order.encode(), [] if listening is None else [listening.fileno()]
+                msgspec.json.encode(self._order), [] if listening is None else [listening.fileno()]
             )

@@ -136,17 +136,15 @@ class Outlet:
         """
         self._open.pop(ending, None)
         if not self._closed:
-            self._buffer += self._erasure() + data + self._drawing()
+            if self._drawn:  # erased
+                self._buffer += b"\r" + b"\x1b[A" * (self._drawn - 1) + b"\x1b[J"
+            self._buffer += data + self._drawing()
             self._flush()
 
     def show(self, owner: object, prefix: str, text: str) -> None:
         """Show a line without end in place, below all lines; only on a terminal."""
         self._open[owner] = prefix, _ESCAPES.sub("", text)
         self.write(b"")
-
-    def _erasure(self) -> bytes:
-        up = b"\x1b[A" * (self._drawn - 1)
-        return b"\r" + up + b"\x1b[J" if self._drawn else b""
 
     def _drawing(self) -> bytes:
         """Each in a row of its own, cut at the width of the terminal; the first that fit."""

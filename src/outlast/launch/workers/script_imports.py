@@ -176,13 +176,10 @@ def _harmless(statement: ast.stmt) -> bool:
     names = (ast.Name, ast.Tuple, ast.List, ast.Starred, ast.expr_context)
     if not all(isinstance(node, names) for target in targets for node in ast.walk(target)):
         return False
-    calls = (node for node in ast.walk(statement) if isinstance(node, ast.Call))
-    return all(_harmless_call(call) for call in calls)
-
-
-def _harmless_call(call: ast.Call) -> bool:
-    name = _dotted(call.func)
-    return any(name == known or name.startswith(known + ".") for known in _HARMLESS_CALLS)
+    calls = (_dotted(node.func) for node in ast.walk(statement) if isinstance(node, ast.Call))
+    return all(
+        any(f"{name}.".startswith(f"{known}.") for known in _HARMLESS_CALLS) for name in calls
+    )
 
 
 def _dotted(node: ast.expr) -> str:

@@ -112,7 +112,7 @@ class Waits:
             if not self._begun:
                 self._begun = True
                 self._since = self._seen = after
-                self._begin()
+                self._thread = start_thread("outlast etcd watch", self._run)
         return wait
 
     def cancel(self, wait: Wait) -> None:
@@ -152,9 +152,6 @@ class Waits:
 
     # -------------------------------------------------------------------------- the thread
 
-    def _begin(self) -> None:
-        self._thread = start_thread("outlast etcd watch", self._run)
-
     def _run(self) -> None:
         failures = 0
         while not self._closed:
@@ -162,7 +159,9 @@ class Waits:
             number = -1
             try:
                 self._list()
-                number, stream = self._client.stream("/v3/watch", self._request())
+                request = layout.range_of(self._prefix, layout.end_of(self._prefix))
+                request |= {"start_revision": str(self._seen + 1)}
+                number, stream = self._client.stream("/v3/watch", {"create_request": request})
                 with self._lock:
                     self._stream = stream
                     if self._closed:
@@ -196,10 +195,6 @@ class Waits:
             return  # it is compacted: the watch will be told so
         with self._lock:
             self._present = {entry.key for entry in found}
-
-    def _request(self) -> Json:
-        request = layout.range_of(self._prefix, layout.end_of(self._prefix))
-        return {"create_request": request | {"start_revision": str(self._seen + 1)}}
 
     def _follow(self, number: int, stream: Stream) -> bool:
         """Reads a stream until another must be opened. Returns whether it was of use."""

@@ -98,7 +98,8 @@ class EtcdGroup:
             except Refused as e:
                 if e.code == NOT_FOUND and time.monotonic() < deadline:
                     return False
-                raise LaunchError(self._refused(e)) from e
+                why = explain(e, self._security) or f"etcd refused a request: {e}"
+                raise LaunchError(f"--rdzv-endpoint {self._client.where}: {why}") from e
             except StoreError as e:  # etcd does not answer, and the host may be in the group
                 if time.monotonic() < deadline:
                     self._spec.say(f"{e}; this host tries again")
@@ -203,10 +204,6 @@ class EtcdGroup:
             {"key": layout.text(b"/outlast/"), "count_only": True},
             max(1.0, deadline - time.monotonic()),
         )
-
-    def _refused(self, error: Refused) -> str:
-        advice = explain(error, self._security) or f"etcd refused a request: {error}"
-        return f"--rdzv-endpoint {self._client.where}: {advice}"
 
 
 def security_of(conf: Mapping[str, str]) -> Security:

@@ -7,9 +7,11 @@ from __future__ import annotations
 import dataclasses
 import signal
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from outlast.clock import Clock
 from outlast.coordination.job_record import JobState
+from outlast.coordination.replicated.hosts import HostInfo
 from outlast.errors import StoreError
 from outlast.events.emitter import Emitter
 from outlast.events.types import HostJoined, HostLeaving, HostLost
@@ -111,7 +113,8 @@ class Leading:
         if not leads and not self.waits(plan):
             self._waits.forget()  # the next wait has a time of its own
             return None
-        job = self._job(plan)
+        reads = self._repairs(plan) or (plan.running and self._fault_limit.on)
+        job = self._keys.job() if reads else JobRecord()
         if leads:
             self._tell_members(plan, job)
         facts = self._facts(plan, job, leader)
@@ -129,10 +132,6 @@ class Leading:
         if plan.given_up - self._given_up or (plan.ends and not self._ends):
             self._waits.forget()
         self._given_up, self._ends = plan.given_up, plan.ends
-
-    def _job(self, plan: JobPlan) -> JobRecord:
-        counts = plan.running and self._fault_limit.on
-        return self._keys.job() if counts or self._repairs(plan) else JobRecord()
 
     def _repairs(self, plan: JobPlan) -> bool:
         spares = any(host not in plan.places for host in plan.hosts)
@@ -233,18 +232,11 @@ class GroupNotices:
             self._joined.update(host.id for host in came)
             self._say(f"joined: {listed(told, 8)}; hosts in the job: {len(plan.hosts)}")
         for host in came:
-            joined = HostJoined(host_id=host.id, name=host.name, address=host.address)
-            self._emitter.emit(joined)
+            self._emitter.emit(HostJoined(**_named(host)))
         for loss in losses[self._lost :]:
             if not first:
                 self._say(str(loss))
-            lost = HostLost(
-                host_id=loss.host.id,
-                name=loss.host.name,
-                address=loss.host.address,
-                reason=loss.reason,
-                left=loss.left,
-            )
+            lost = HostLost(**_named(loss.host), reason=loss.reason, left=loss.left)
             self._emitter.emit(lost)
         self._lost = len(losses)
         for line in group.refused[self._refused :]:
@@ -255,14 +247,16 @@ class GroupNotices:
             self._say(f"{plan.hosts[group.leader].name} leads the hosts (term {group.term})")
 
 
+def _named(host: HostInfo) -> dict[str, Any]:
+    return {"host_id": host.id, "name": host.name, "address": host.address}
+
+
 def leaving_event(entry: Leave | Stay | Move | Return, plan: JobPlan) -> HostLeaving:
     """The event about a host that is to leave, or that stays."""
     host, is_move = plan.host(entry.host), isinstance(entry, Move)
     to = plan.host(entry.to).name if isinstance(entry, Move) and entry.to else ""
     return HostLeaving(
-        host_id=host.id,
-        name=host.name,
-        address=host.address,
+        **_named(host),
         reason=entry.reason if isinstance(entry, Leave | Stay) else plan.drains[host.id].reason,
         to=to or ("nobody" if is_move else ""),
         stays=isinstance(entry, Stay),

@@ -194,7 +194,8 @@ class Membership:
             self._page.renew_reads(self._node.host.covered, self._node.host.reads_until)
             self._keep_voters()
             for host, message in sending:
-                self._send(host, message)
+                payload = messages.Replicated(self.group, host, consensus.encode(message))
+                self._peers.send(host, self._addresses.get(host), payload)
             for ticket, result in self._node.results():
                 done = self._done.pop(ticket, None)
                 if done is not None:
@@ -230,10 +231,6 @@ class Membership:
         self._end(_OVER)
 
     # ------------------------------------------------------------------ parts
-    def _send(self, host: str, message: consensus.Message) -> None:
-        payload = messages.Replicated(self.group, host, consensus.encode(message))
-        self._peers.send(host, self._addresses.get(host), payload)
-
     def _receive(self, peer: Peer, data: bytes) -> None:
         try:
             message = consensus.decode(data)

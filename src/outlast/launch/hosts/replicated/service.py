@@ -22,7 +22,7 @@ from outlast.launch.hosts.host_group import GroupState
 from outlast.launch.hosts.replicated.endpoints import Endpoint, Place
 from outlast.launch.hosts.replicated.joining import Joining
 from outlast.launch.hosts.replicated.membership import Done, Membership
-from outlast.launch.hosts.replicated.messages import PROTOCOL, Admitted, Hello, Message, Replicated
+from outlast.launch.hosts.replicated.messages import PROTOCOL, Hello, Message, Replicated
 from outlast.launch.hosts.replicated.peer_connections import Peer, PeerConnections
 from outlast.launch.hosts.replicated.record import Record
 from outlast.launch.hosts.server.store_server import StoreServer
@@ -210,8 +210,8 @@ class HostService:
             self.me,
             self._timing.lost_after,
             self._record,
-            self._on_founded,
-            self._on_admitted,
+            lambda: self._enter(self.me.id, self._record.past.generation + 1, ()),
+            lambda _, admitted: self._enter(admitted.group, admitted.generation, admitted.hosts),
             self._end,
         )
 
@@ -245,17 +245,10 @@ class HostService:
             self.state = dataclasses.replace(self.state, refused=(*refused, line))
             self._changed()
 
-    def _on_founded(self) -> None:
-        founding = Configuration(frozenset({self.me.id}))
-        node = Node(self.me.id, self._timing, self._random, founding=founding)
-        self._enter(node, self.me.id, self._record.past.generation + 1, ())
-
-    def _on_admitted(self, peer: Peer, admitted: Admitted) -> None:
-        node = Node(self.me.id, self._timing, self._random, founding=None)
-        self._enter(node, admitted.group, admitted.generation, admitted.hosts)
-
-    def _enter(self, node: Node, group: str, generation: int, known: Sequence[HostInfo]) -> None:
+    def _enter(self, group: str, generation: int, known: Sequence[HostInfo]) -> None:
         assert self._loop is not None
+        founding = Configuration(frozenset({self.me.id})) if group == self.me.id else None
+        node = Node(self.me.id, self._timing, self._random, founding=founding)
         others = [e.address for i, e in enumerate(self._endpoints) if i != self._place.own]
         self._membership = Membership(
             self._loop,

@@ -174,9 +174,15 @@ class ClientConnection:
             case Query.DELETE_KEY:
                 self._perform([Operation("delete", keys[0])], _number)
             case Query.GETNUMKEYS:
-                self._perform([Operation("keys", self._namespace)], self._count)
+                self._perform(
+                    [Operation("keys", self._namespace)],
+                    lambda found: wire.encode_number(len(self._names(found))),
+                )
             case Query.LIST_KEYS:
-                self._perform([Operation("keys", self._namespace)], self._list)
+                self._perform(
+                    [Operation("keys", self._namespace)],
+                    lambda found: wire.encode_keys(self._names(found)),
+                )
             case Query.WAIT:
                 self._wait(keys)
             case Query.AWAIT:
@@ -222,12 +228,6 @@ class ClientConnection:
             except MalformedRequest as e:
                 self.close(str(e))
         self._proceed()
-
-    def _count(self, results: list[Result]) -> bytes:
-        return wire.encode_number(len(self._names(results)))
-
-    def _list(self, results: list[Result]) -> bytes:
-        return wire.encode_keys(self._names(results))
 
     def _names(self, results: list[Result]) -> list[str]:
         assert isinstance(results[0], Keys)

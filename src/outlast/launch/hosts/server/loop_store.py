@@ -63,18 +63,15 @@ class LoopStore(OperationStore):
         while not pending.done.wait(self._patience_s(until)):
             if until is not None and time.monotonic() >= until:
                 self._thread.call(lambda: self._upstream.cancel(pending.handle))
-                return self._at_last(operation.key, timeout)
+                value = self.read(operation.key)  # it may have appeared at the last moment
+                if value is None:
+                    raise KeyTimeout(f"no {operation.key!r} within {timeout} s at {self._where}")
+                return value
             if self._thread.stuck():
                 raise self._lost("the lease of this host is over, and its host service hangs")
         if isinstance(pending.result, Failed):
             raise self._lost(pending.result.reason)
         return pending.result
-
-    def _at_last(self, key: str, timeout: float | None) -> bytes:
-        value = self.read(key)  # it may have appeared at the last moment
-        if value is None:
-            raise KeyTimeout(f"no {key!r} within {timeout} s at {self._where}")
-        return value
 
     def _patience_s(self, until: float | None) -> float:
         left_s = self._look_s if until is None else until - time.monotonic()
