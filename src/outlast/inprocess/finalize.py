@@ -14,6 +14,7 @@ from outlast.errors import RankTimeout
 from outlast.inprocess.state import State
 from outlast.system.arguments import Duration, as_timedelta, check_callable, seconds
 from outlast.system.devices import device_in_use
+from outlast.system.parallel import start_thread
 
 __all__ = ["Finalize", "ThreadedFinalize", "run_within"]
 
@@ -94,8 +95,7 @@ def run_within(timeout: Duration, what: str, call: Callable[[], Any]) -> None:
         except BaseException as e:  # noqa: BLE001 - raised again in the calling thread
             raised.append(e)
 
-    thread = threading.Thread(target=run, name="outlast-run-within", daemon=True)
-    thread.start()
+    thread = start_thread("outlast-run-within", run)
     thread.join(min(seconds(timeout), threading.TIMEOUT_MAX))
     if thread.is_alive():
         raise RankTimeout(f"{what} was not done within timeout={seconds(timeout)} s")

@@ -25,7 +25,6 @@ from outlast.coordination.membership import COMPLETED
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.coordination.training_step import loop
 from outlast.events.emitter import Emitter
-from outlast.events.event import Event
 from outlast.events.types import AbortDone, InterruptSent, InterruptSwallowed, Seen
 from outlast.inprocess.interruption.communicators import set_has_store
 from outlast.inprocess.interruption.error_kinds import is_consequence
@@ -262,7 +261,7 @@ class MonitorThread:
             how = self._interrupter.request()
             if how not in ("none", reported):
                 log.debug("rank %d: interrupting the function (%s)", self._page.rank, how)
-                self._emit(InterruptSent(how=how))
+                self._emitter.emit(InterruptSent(how=how))
                 reported = how
             if self._left_within(pause, watch):
                 return
@@ -281,7 +280,7 @@ class MonitorThread:
                         "repeated, now at %s",
                         where,
                     )
-                    self._emit(InterruptSwallowed(where=where))
+                    self._emitter.emit(InterruptSwallowed(where=where))
             pause = min(2 * pause, 1.0)
 
     def _left_within(self, pause: float, watch: IterationWatch) -> bool:
@@ -292,10 +291,3 @@ class MonitorThread:
                 return True
             self._interrupter.request()
         return watch.left.wait(max(0.0, remaining))
-
-    def _emit(self, event: Event) -> None:
-        """Emits an event whose failure must not end the thread: the function's thread needs it."""
-        try:
-            self._emitter.emit(event)
-        except Exception:
-            log.exception("an event could not be written; the restart continues")

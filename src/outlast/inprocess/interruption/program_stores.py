@@ -33,6 +33,7 @@ import torch.distributed
 
 from outlast.coordination.stores.tcp_client import greet, join_workers
 from outlast.errors import StoreError
+from outlast.system.parallel import start_thread
 from outlast.system.sockets import awaited, peer, shut_down, socket_inode, socket_inodes
 
 log = logging.getLogger("outlast.inprocess")
@@ -94,8 +95,7 @@ class ProgramStores:
             self.close()
         if self._clients and self._watch is None:
             self._stop = os.eventfd(0, os.EFD_CLOEXEC)
-            self._watch = threading.Thread(target=self._connect, name="outlast-stores", daemon=True)
-            self._watch.start()
+            self._watch = start_thread("outlast-stores", self._connect)
 
     def _connect(self) -> None:
         poll, halt, stop = select.poll(), select.poll(), self._stop

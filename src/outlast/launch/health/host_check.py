@@ -26,7 +26,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -35,6 +34,7 @@ from outlast.errors import HostUnfit
 from outlast.launch import environment
 from outlast.launch.config.job_spec import HealthSpec, Neighbor
 from outlast.system.error_text import exit_text
+from outlast.system.parallel import start_thread
 from outlast.system.processes import readable
 from outlast.system.units import duration_text, size_text
 
@@ -156,8 +156,7 @@ def main(specification: str) -> None:
     """
     reports = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what a check prints is not a report
-    launcher = threading.Thread(target=_end_with_launcher, name="launcher", daemon=True)
-    launcher.start()
+    launcher = start_thread("launcher", _end_with_launcher)
     spec = json.loads(specification)
     for name, check in _of_neighbor(spec) if "side" in spec else _of_host(spec):
         _report(reports, begins=name)

@@ -16,6 +16,7 @@ from outlast.errors import StoreError
 from outlast.launch.event_loop import EventLoop
 from outlast.launch.hosts.server.combining import Done
 from outlast.launch.hosts.server.store_server import StoreServer
+from outlast.system.parallel import start_thread
 
 _THREADS = 8
 _log = logging.getLogger(__name__)
@@ -35,8 +36,7 @@ class ServerThread:
             raise
         self.port = self.server.port
         self._end = False
-        self._thread = threading.Thread(target=self._run, name="outlast store server", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("outlast store server", self._run)
 
     def call(self, work: Callable[[], None]) -> bool:
         """Have the thread call `work`; `False` if it is over and will not."""

@@ -31,6 +31,7 @@ from outlast.system.files import (
     private_folder,
     replace_durably,
 )
+from outlast.system.parallel import start_thread
 
 FOLDERS = ("/var/tmp", tempfile.gettempdir())
 
@@ -144,9 +145,7 @@ class Record:
     # ------------------------------------------------------------------ the thread
     def _later(self, work: Callable[[], object]) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="outlast-record")
-            self._thread.daemon = True  # the disk may hang
-            self._thread.start()
+            self._thread = start_thread("outlast-record", self._run)  # the disk may hang
         self._work.put(work)
 
     def _run(self) -> None:
