@@ -19,6 +19,13 @@ NAME = "outlast-progress"
 """The name of the page, in every process."""
 
 
+_INTEGERS = (
+    "activity iteration member rank world_size step pings function_thread thread_1 thread_2 "
+    "blocked waits works store_port killed_hard reported_soft"
+)
+_FLOATS = "progress soft_limit long_limit heartbeat pinged worked pause pause_ended"
+
+
 class Page(ctypes.Structure):
     """The words of the page, of 8 bytes each: `outlast.inprocess.monitor.shared_page` writes them,
     and says what they are. Each has a single writer, so a reader sees the old value or the new one,
@@ -26,30 +33,8 @@ class Page(ctypes.Structure):
     """
 
     _fields_ = (
-        ("activity", ctypes.c_int64),
-        ("iteration", ctypes.c_int64),
-        ("member", ctypes.c_int64),
-        ("rank", ctypes.c_int64),
-        ("world_size", ctypes.c_int64),
-        ("step", ctypes.c_int64),
-        ("pings", ctypes.c_int64),
-        ("function_thread", ctypes.c_int64),
-        ("thread_1", ctypes.c_int64),
-        ("thread_2", ctypes.c_int64),
-        ("blocked", ctypes.c_int64),
-        ("waits", ctypes.c_int64),
-        ("works", ctypes.c_int64),
-        ("store_port", ctypes.c_int64),
-        ("killed_hard", ctypes.c_int64),
-        ("reported_soft", ctypes.c_int64),
-        ("progress", ctypes.c_double),
-        ("soft_limit", ctypes.c_double),
-        ("long_limit", ctypes.c_double),
-        ("heartbeat", ctypes.c_double),
-        ("pinged", ctypes.c_double),
-        ("worked", ctypes.c_double),
-        ("pause", ctypes.c_double),
-        ("pause_ended", ctypes.c_double),
+        *((name, ctypes.c_int64) for name in _INTEGERS.split()),
+        *((name, ctypes.c_double) for name in _FLOATS.split()),
     )
 
 
