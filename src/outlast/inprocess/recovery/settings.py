@@ -29,18 +29,7 @@ from outlast.system.arguments import as_timedelta, check_options, options_of, se
 # before it asks to join. It is longer than the longest back-off plus a slow start of Python.
 _REPLACEMENT_LIMIT_S = 600.0
 
-_POLICIES = (
-    "initialize",
-    "abort",
-    "finalize",
-    "health_check",
-    "rank_assignment",
-    "rank_filter",
-    "grow_policy",
-    "repeated_faults",
-    "completion",
-    "terminate",
-)
+_NO_POLICIES = ("store_factory", "store_kwargs", "monitor_process_logfile")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,11 +53,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         self._check_store()
-        hints = typing.get_type_hints(Settings)
-        for name in _POLICIES:
-            kind, *optional = typing.get_args(hints[name]) or (hints[name],)
+        for name, hint in typing.get_type_hints(Settings).items():
+            kind, *optional = typing.get_args(hint) or (hint,)
             value = getattr(self, name)
-            if not isinstance(value, hints[name]):
+            if name not in _NO_POLICIES and not isinstance(value, hint):
                 wanted = f"{kind.__name__}{' or None' if optional else ''}"
                 raise TypeError(f"{name} must be an instance of {wanted}, not {value!r}")
         logfile = self.monitor_process_logfile
