@@ -15,7 +15,6 @@ import signal
 import socket
 from collections import deque
 from collections.abc import Callable, Iterable
-from types import FrameType
 
 from outlast.clock import Clock, MonotonicClock
 
@@ -86,7 +85,8 @@ class EventLoop:
                 handler = signal.getsignal(number)
                 if number != signal.SIGCHLD and handler is signal.SIG_IGN:
                     continue
-                signal.signal(number, _ignore)
+                # Python writes to the wakeup descriptor only for signals that have a handler.
+                signal.signal(number, lambda *_: None)
                 stack.callback(signal.signal, number, handler or signal.SIG_DFL)
             if self._wanted:
                 # The parent may have left signals blocked, which the workers would inherit, too.
@@ -145,7 +145,3 @@ class EventLoop:
                         self._on_signal(signal.Signals(number))
         for _ in range(len(self._from_threads)):
             self._from_threads.popleft()()
-
-
-def _ignore(number: int, frame: FrameType | None) -> None:
-    """Python writes to the wakeup descriptor only for signals that have a handler."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from outlast.coordination.replicated.operations import Failed, Keys, Operation, Result
-from outlast.coordination.stores.tcp_client import Query
+from outlast.coordination.stores.tcp_client import WORD, Query
 from outlast.launch.event_loop import EventLoop
 from outlast.launch.hosts.server import wire_protocol as wire
 from outlast.launch.hosts.server.combining import Stores
@@ -137,7 +137,7 @@ class ClientConnection:
         keys = [self._namespace + key for key in request.keys]
         match request.query:
             case Query.PING:
-                self._send(wire.encode_nonce(request.number))
+                self._send(WORD.pack(request.number))
             case Query.CANCEL_WAIT:
                 self._end_wait()
                 self._send(wire.WAIT_CANCELED)

@@ -130,11 +130,6 @@ def encode_number(number: int) -> bytes:
         raise MalformedRequest(f"ADD: the sum {number} has more than 64 bits") from None
 
 
-def encode_nonce(nonce: int) -> bytes:
-    """The answer to PING."""
-    return WORD.pack(nonce)
-
-
 def encode_value(value: bytes) -> bytes:
     """The answer to GET and COMPARE_SET."""
     return LENGTH.pack(len(value)) + value
