@@ -215,9 +215,6 @@ class TcpClient:
 
     def close(self) -> None:
         """Closes the connection. The next operation opens another."""
-        self._disconnect()
-
-    def _disconnect(self) -> None:
         # Never the connection of a thread that waits: when that thread looks at the descriptor, it
         # may be another file's, which then never becomes readable, or whose bytes are taken.
         connection, self._connection = self._connection, None
@@ -229,7 +226,7 @@ class TcpClient:
         # `_unfinished` set: the connection may hold a half-read answer, and is not used again.
         with self._turn:
             if self._unfinished:
-                self._disconnect()
+                TcpClient.close(self)  # this connection, and not those of waits
             self._unfinished = True
             try:
                 if self._connection is None:
@@ -300,7 +297,7 @@ class SharedClient(TcpClient):
             client.break_off()
 
     def close(self) -> None:
-        """Closes all connections. No other thread may be waiting: see `_disconnect`."""
+        """Closes all connections. No other thread may be waiting: see `TcpClient.close`."""
         super().close()
         for client in self._idle:
             client.close()

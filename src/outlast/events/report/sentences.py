@@ -114,10 +114,8 @@ _FAILURES: dict[str, str] = {
     Interruption.TERMINATED: "died",
     Interruption.UNRESPONSIVE: "stopped responding",
 }
-_ENDED_BY_ITSELF = (
-    Interruption.TERMINATED,
-    "WORKER_FAILED",
-)  # the exit code says more than the message
+# The exit code says more than the message.
+_ENDED_BY_ITSELF = (Interruption.TERMINATED, "WORKER_FAILED")
 _LAST_FRAME = re.compile(r'^ *File "(?P<file>[^"\n]+)", line (?P<line>\d+), in (?P<name>.+)$', re.M)
 _NAMED = 4
 
