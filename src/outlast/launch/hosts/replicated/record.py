@@ -175,8 +175,11 @@ class Record:
     def _write(self) -> None:
         with self._writing:
             if self.durable:
-                content = _Content(self._run_id, self._me, self.past)
-                replace_durably(self._path, msgspec.json.encode(content))
+                self._replace()
+
+    def _replace(self) -> None:
+        content = _Content(self._run_id, self._me, self.past)
+        replace_durably(self._path, msgspec.json.encode(content))
 
     def _remove(self) -> None:
         with self._writing:
