@@ -112,7 +112,7 @@ class Waits:
             if not self._begun:
                 self._begun = True
                 self._since = self._seen = after
-                self._thread = start_thread("outlast etcd watch", self._run)
+                self._begin()
         return wait
 
     def cancel(self, wait: Wait) -> None:
@@ -151,6 +151,9 @@ class Waits:
         return next((event for event in later if wait.has(event[1])), None)
 
     # -------------------------------------------------------------------------- the thread
+
+    def _begin(self) -> None:
+        self._thread = start_thread("outlast etcd watch", self._run)
 
     def _run(self) -> None:
         failures = 0
