@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from outlast.events.hung_ranks import BETWEEN, IN_STEP, LEFT, NO_MORE, hung_ranks, is_uneven
+from outlast.events.hung_ranks import (
+    BETWEEN,
+    IN_SAVE,
+    IN_STEP,
+    LEFT,
+    NO_MORE,
+    hung_ranks,
+    is_uneven,
+)
 from outlast.events.types import Fault
 
 
@@ -182,3 +190,35 @@ def test_a_rank_that_hangs_by_itself_is_the_cause(hangs: int) -> None:
     said = [loop(0, 9, 0, IN_STEP, waits=hangs != 0), loop(1, 9, 1, NO_MORE, waits=hangs != 1)]
     assert hung_ranks(said)[0].member == hangs
     assert hung_ranks(said)[0].cause == "at a line"
+
+
+@pytest.mark.parametrize("other", [(9, 0, IN_STEP), (9, 0, BETWEEN), (10, 0, IN_STEP), (9, 0, "")])
+def test_a_rank_that_saves_alone_is_named(other: tuple[int, int, str]) -> None:
+    said = [loop(1, *other), loop(0, 9, 0, BETWEEN + IN_SAVE)]
+    for faults in itertools.permutations(said):
+        first, second = hung_ranks(faults)
+        text = (
+            "rank 0 waits in job.save(), after step 9, which rank 1 did not call; call job.save()"
+        )
+        assert first.cause.startswith(text)
+        assert first.cause.endswith("; at a line")
+        assert second.cause == "at a line"
+        assert is_uneven(first.cause)
+        assert hung_ranks([first, second]) == [first, second]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        [loop(0, 9, 0, IN_SAVE), loop(1, 9, 0, IN_SAVE)],
+        [loop(0, 9, 0, IN_SAVE), loop(1, 8, 0, IN_STEP)],  # which waits for something else
+        [loop(0, 9, 0, IN_SAVE), loop(1, 9, 0, IN_STEP, waits=False)],  # it may still come
+    ],
+)
+def test_ranks_that_may_meet_in_a_save_are_not_uneven(said: list[Fault]) -> None:
+    assert not any(is_uneven(fault.cause) for fault in hung_ranks(said))
+
+
+def test_a_save_at_the_end_of_unequal_batches_is_a_rank_without_more() -> None:
+    said = [loop(0, 18, 1, IN_STEP), loop(1, 18, 2, NO_MORE + IN_SAVE)]
+    assert hung_ranks(said)[0].cause.startswith("rank 1 has no more batches (18 steps), rank 0 is")

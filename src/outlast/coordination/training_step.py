@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from outlast.events.hung_ranks import BETWEEN, IN_STEP, NO_MORE
+from outlast.events.hung_ranks import BETWEEN, IN_SAVE, IN_STEP, NO_MORE
 
 _observers: list[Callable[[int, bool], None]] = []
 
@@ -83,6 +83,15 @@ class Loop:
 
     def take(self) -> None:
         self.taken, self.at = self.taken + 1, IN_STEP
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """The program has asked for a save: all ranks have to come."""
+        before, self.at = self.at, f"{self.at}{IN_SAVE}"
+        try:
+            yield
+        finally:
+            self.at = before
 
     def end(self, at: str) -> None:
         """A pass has come to its end, or the `with` block has."""

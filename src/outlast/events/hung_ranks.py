@@ -20,6 +20,8 @@ BETWEEN, IN_STEP, NO_MORE, LEFT = "between", "in step", "no more batches", "left
 """Where the loop of a rank is, as far as it is known: after a step, it has taken no batch yet; it
 has; its pass over the batches has come to its end; the job's `with` block has.
 """
+IN_SAVE = ", in job.save()"
+"""Added to where the loop of a rank is, while it is in a save that its program has asked for."""
 EQUAL_STEPS = (
     "all ranks must make the same number of steps: give them equally many batches "
     "(drop_last=True, a DistributedSampler, or outlast.elastic.ElasticLoader), and skip a batch on "
@@ -28,6 +30,7 @@ EQUAL_STEPS = (
 """What to do about ranks with different numbers of steps."""
 _PERHAPS = "waits, perhaps"
 _AFTER_ADVICE = f"; {EQUAL_STEPS}; "
+_AFTER_SAVE = "; call job.save() on all ranks, after the same step; "
 
 T = TypeVar("T", bound=Fault | FaultRecord)
 """Of both: `collectives` is -1 if unknown; `groups` are those of `interruption.flight_recorder`."""
@@ -35,16 +38,16 @@ T = TypeVar("T", bound=Fault | FaultRecord)
 
 def without_collectives(cause: str) -> str:
     """The cause as the rank itself reported it."""
-    own = cause.rpartition(_AFTER_ADVICE)[2]
+    own = cause.rpartition(_AFTER_ADVICE)[2].rpartition(_AFTER_SAVE)[2]
     return own.partition(UNJOINED)[0].partition(_MIXED)[0]
 
 
 def is_uneven(cause: str) -> bool:
-    """Whether it is the cause, by `hung_ranks`, of ranks that do not make the same steps: each
-    restart would come to the same hang.
+    """Whether it is the cause, by `hung_ranks`, of ranks that do not make the same steps, or saves:
+    each restart would come to the same hang, or go on without the save.
     """
     uneven, found, _ = cause.rpartition(_AFTER_ADVICE)
-    return bool(found) and _PERHAPS not in uneven
+    return (bool(found) and _PERHAPS not in uneven) or _AFTER_SAVE in cause
 
 
 def hung_ranks(faults: Sequence[T]) -> list[T]:
@@ -64,7 +67,8 @@ def hung_ranks(faults: Sequence[T]) -> list[T]:
     * among those left, a rank that reports nothing itself is stopped, or keeps the GIL; otherwise
       the rank with the fewest pings is the furthest behind;
     * before all these, where every rank waits for others: one that has no more batches, although
-      another one has begun a step that it has not made.
+      another one has begun a step that it has not made; or one that is in a save that its program
+      has asked for, while others go on.
 
     To the cause of a rank that others wait for is added in which collective they do.
     """
@@ -114,11 +118,12 @@ def hung_ranks(faults: Sequence[T]) -> list[T]:
 
 def _uneven(hung: Sequence[T]) -> tuple[T | None, str]:
     """A rank that has no more batches, and what to say of it, if others wait for it to make a step
-    that it does not make.
+    that it does not make; or one that saves alone.
     """
     known = [each for each in hung if each.made >= 0]
     if not known or not all(each.consequence for each in hung):
         return None, ""
+    at = {each.rank: each.loop_at.removesuffix(IN_SAVE) for each in known}
     most = max(each.passes for each in known)
     over = [each for each in known if each.passes == most]
     made = min(each.made for each in over)
@@ -126,23 +131,35 @@ def _uneven(hung: Sequence[T]) -> tuple[T | None, str]:
         each
         for each in known
         if each.passes < most
-        and (each.made > made or (each.made == made and each.loop_at in (IN_STEP, "")))
+        and (each.made > made or (each.made == made and at[each.rank] in (IN_STEP, "")))
     ]
     if not behind:
-        return None, ""
+        return _alone_in_save(known)
     over = [each for each in over if each.made == made]
     least = min(each.made for each in behind)
     others = [each for each in behind if each.made == least]
     ranks, waiting = (sorted(each.rank for each in found) for found in (over, others))
     has, have = ("has" if len(each) == 1 else "have" for each in (ranks, waiting))
     step = f"{'is' if len(waiting) == 1 else 'are'} {IN_STEP} {least + 1}"
-    if not all(each.loop_at in (NO_MORE, LEFT) for each in over):
+    if not all(at[each.rank] in (NO_MORE, LEFT) for each in over):
         step = f"{_PERHAPS} in the step after {least}"
-    elif least > made and any(each.loop_at != IN_STEP for each in others):
+    elif least > made and any(at[each.rank] != IN_STEP for each in others):
         step = f"{have} made {least}"
-    what = LEFT if over[0].loop_at == LEFT else NO_MORE
+    what = LEFT if at[over[0].rank] == LEFT else NO_MORE
     text = f"{rank_names(ranks)} {has} {what} ({made} steps), {rank_names(waiting)} {step}"
     return over[0], text + _AFTER_ADVICE
+
+
+def _alone_in_save(known: Sequence[T]) -> tuple[T | None, str]:
+    """The first rank that is in a save of its program, if others have gone on without it."""
+    here = [each for each in known if each.loop_at.endswith(IN_SAVE)]
+    others = [each for each in known if each not in here]
+    if not here or not others or min(each.made for each in others) < here[0].made:
+        return None, ""
+    ranks, rest = (sorted(each.rank for each in found) for found in (here, others))
+    verb = "waits" if len(ranks) == 1 else "wait"
+    text = f"{rank_names(ranks)} {verb} in job.save(), after step {here[0].made}"
+    return here[0], f"{text}, which {rank_names(rest)} did not call{_AFTER_SAVE}"
 
 
 def _last(fault: Fault | FaultRecord) -> tuple[str, Mapping[str, Any]] | None:

@@ -125,6 +125,16 @@ def test_a_rank_without_more_batches_is_a_hang_at_the_soft_timeout(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("how", "step"), [("saves", 3), ("saves at the end", 5)])
+def test_a_save_on_one_rank_ends_the_job(training: Training, how: str, step: int) -> None:
+    """A restart would go on without it, and the job would end with exit code 0."""
+    assert training.run(how=how) == {0: 93, 1: 93}, training.errors
+    assert training.begins == [0, 0], training.errors
+    said = f"rank 0 waits in job.save(), after step {step}, which rank 1 did not call; call"
+    assert said in training.errors
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["forgets", "phase"])
 def test_a_wait_for_a_rank_that_never_comes_is_a_hang(training: Training, how: str) -> None:
     """In `restore`; in a collective of the program, in a long phase without a limit."""

@@ -1,7 +1,8 @@
 """Two ranks that do not make the same steps; or do, and one of them is slow: `uneven.py PLAN`.
 
 The plan is JSON: `path`, the folder; `how` the ranks differ (`batches`, `iterable`, `loop`: without
-`Job.batches`, `skips`: rank 1 leaves out a batch, `forgets` to call `restore`, `phase`: it
+`Job.batches`, `saves`: rank 0 alone calls `job.save`, at the end of the body or of an epoch,
+`skips`: rank 1 leaves out a batch, `forgets` to call `restore`, `phase`: it
 waits for rank 0 in a collective of another group, in a long phase; `woken`: as `batches`, and
 rank 0 is sampled while it handles the end of its connection; `swallows`: as `skips`, and rank 0
 leaves out the batch of that error, and is sampled when it has left its loop); `joined`, whether
@@ -121,6 +122,10 @@ def train() -> int:
                         continue
                     optimizer.step()
                     job.step(samples=1)
+                    if HOW == "saves" and RANK == 0 and job.steps == 3:
+                        job.save(metric=1.0)
+            if HOW == "saves at the end" and RANK == 0:
+                job.save(metric=1.0)
         woken.set()
     say("trained", step=job.steps)
     return job.steps

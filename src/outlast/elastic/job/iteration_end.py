@@ -15,6 +15,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from itertools import chain
 from types import FrameType
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from outlast.async_checkpoint import SaveHandle
 from outlast.async_checkpoint.finite import is_finite
 from outlast.async_checkpoint.handle import LaterSave
+from outlast.coordination.training_step import loop
 from outlast.elastic.job.ending import Ending
 from outlast.elastic.job.iteration import BACK, ENDED, OVER, STEPPED, Rest, rest_after
 from outlast.elastic.job.models import parameters_of
@@ -152,7 +154,8 @@ class IterationEnd:
             return
         later, self._later, self._save_is_due = self._later, [], False
         self._say_gradients()
-        handle = self._saves.save()
+        with loop.saving() if later else nullcontext():
+            handle = self._saves.save()
         for each in later:
             each.begun(handle)
 
@@ -228,7 +231,8 @@ class IterationEnd:
         if self._stepped_here and self._iteration.phase < BACK:
             self._iteration.place = self._rest_after(frame, "job.save()").place
         try:
-            return self._saves.save()
+            with loop.saving():
+                return self._saves.save()
         finally:
             self._iteration.place = before
 
