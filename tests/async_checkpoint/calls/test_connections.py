@@ -26,8 +26,9 @@ def test_a_job_a_checkpointer_and_a_queue_share_one_all_reduce_and_few_connectio
         for rank in range(2):
             lines = job.lines(rank)
             ended = [line for line in lines if line["event"] == "ended"]
-            # One for the store; the second life also agrees that its restore has loaded the state.
-            assert [line["all_reduces"] for line in ended] == [1, 2]
+            # One for the store; the first life also agrees that the models are equal, the second
+            # one that its restore has loaded the state.
+            assert [line["all_reduces"] for line in ended] == [2, 2]
             for line, busy in zip(
                 ended, [e for e in lines if e["event"] == "connections"], strict=True
             ):
