@@ -65,8 +65,10 @@ def _rank(board: TimestampBoard, slot: int, faults: int, port: int) -> None:
         except _Restart:
             pass
         except RuntimeError:
-            own.set(f"over/{iteration}", "1")
-            with contextlib.suppress(_Restart):  # its own thread is woken, too
+            with contextlib.suppress(
+                _Restart
+            ):  # its own thread is woken, too, maybe before it sleeps
+                own.set(f"over/{iteration}", "1")
                 time.sleep(_PATIENCE_S)
         if own.add(f"left/{iteration}", 1) == board.slots:
             own.set(f"all/{iteration}", "1")
