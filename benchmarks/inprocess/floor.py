@@ -65,9 +65,7 @@ def _rank(board: TimestampBoard, slot: int, faults: int, port: int) -> None:
         except _Restart:
             pass
         except RuntimeError:
-            with contextlib.suppress(
-                _Restart
-            ):  # its own thread is woken, too
+            with contextlib.suppress(_Restart):  # its own thread is woken, too
                 own.set(f"over/{iteration}", "1")
                 time.sleep(_PATIENCE_S)
         if own.add(f"left/{iteration}", 1) == board.slots:
