@@ -20,7 +20,8 @@ A thread is woken only if nothing else will wake it, so that the object is alive
 This is the case once gloo's event loop has closed every connection, which it does when it notifies
 the waiting buffers (the connections are then gone from its epoll instance), and two later checks
 find the thread in the same wait, without a context switch in between. Where connections remain,
-waiting longer replaces the first condition.
+waiting longer replaces the first condition. A method may end the wait, and the thread then destroys
+the object: before each call the thread is found in the same wait once more.
 
 All this depends on how torch was built. So the symbols and the layout of the objects are checked
 once, before the first use. Where a build does not fit, the threads in that wait are not woken, and
@@ -189,9 +190,8 @@ class GlooAbort:
         self._settled_at = (self._settled_at or now) if settled else 0.0
         for wait, since in self._since.items():
             quiet = settled and now - max(since, self._settled_at) >= SETTLED_PATIENCE_S
-            if (quiet or now - since >= PATIENCE_S) and wait in _waits():
-                _wake(wait[2], wait[3])
-                woken += 1
+            if quiet or now - since >= PATIENCE_S:
+                woken += _wake(wait)
         return woken
 
 
@@ -295,14 +295,20 @@ def _library() -> tuple[int, int]:
     return (min(bounds), max(bounds)) if bounds else (0, 0)
 
 
-def _wake(name: bytes, address: int) -> None:
-    if name == _BUFFER:
-        for call in (_function(_ABORTS_SEND), _function(_ABORTS_RECV)):
-            call(ctypes.c_void_p(address))
-        return
-    signal = _function(_SIGNALS)
-    result = ctypes.c_void_p()  # a std::exception_ptr, which is not needed
-    signal(ctypes.byref(result), ctypes.c_void_p(address), _string())
+def _wake(wait: _Wait) -> bool:
+    """Whether the thread was still in this wait: calls each method as long as it is."""
+    _, _, name, address = wait
+    called = False
+    for symbol in _CALLS[name]:
+        if wait not in _waits():
+            break
+        called = True
+        if name == _PAIR:
+            result = ctypes.c_void_p()  # a std::exception_ptr, which is not needed
+            _function(symbol)(ctypes.byref(result), ctypes.c_void_p(address), _string())
+        else:
+            _function(symbol)(ctypes.c_void_p(address))
+    return called
 
 
 @functools.cache
