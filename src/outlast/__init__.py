@@ -15,59 +15,43 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from outlast import async_checkpoint, chaos, elastic, errors, events, inprocess
-    from outlast.async_checkpoint import Checkpointer, Retention, SaveHandle
-    from outlast.elastic import (
-        ElasticLoader,
-        Job,
-        ReplicaCheck,
-        ShardedStream,
-        StragglerCheck,
-        per_rank,
-    )
-    from outlast.inprocess import CallWrapper, Wrapper
+    from outlast import async_checkpoint as async_checkpoint
+    from outlast import chaos as chaos
+    from outlast import elastic as elastic
+    from outlast import errors as errors
+    from outlast import events as events
+    from outlast import inprocess as inprocess
+    from outlast.async_checkpoint import Checkpointer as Checkpointer
+    from outlast.async_checkpoint import Retention as Retention
+    from outlast.async_checkpoint import SaveHandle as SaveHandle
+    from outlast.elastic import ElasticLoader as ElasticLoader
+    from outlast.elastic import Job as Job
+    from outlast.elastic import ReplicaCheck as ReplicaCheck
+    from outlast.elastic import ShardedStream as ShardedStream
+    from outlast.elastic import StragglerCheck as StragglerCheck
+    from outlast.elastic import per_rank as per_rank
+    from outlast.inprocess import CallWrapper as CallWrapper
+    from outlast.inprocess import Wrapper as Wrapper
 
     __version__: str
 
-__all__ = [
-    "CallWrapper",
-    "Checkpointer",
-    "ElasticLoader",
-    "Job",
-    "ReplicaCheck",
-    "Retention",
-    "SaveHandle",
-    "ShardedStream",
-    "StragglerCheck",
-    "Wrapper",
-    "async_checkpoint",
-    "chaos",
-    "elastic",
-    "errors",
-    "events",
-    "inprocess",
-    "per_rank",
-]
-
 _PACKAGES = {
-    "CallWrapper": "inprocess",
-    "Checkpointer": "async_checkpoint",
-    "ElasticLoader": "elastic",
-    "Job": "elastic",
-    "ReplicaCheck": "elastic",
-    "Retention": "async_checkpoint",
-    "SaveHandle": "async_checkpoint",
-    "ShardedStream": "elastic",
-    "StragglerCheck": "elastic",
-    "Wrapper": "inprocess",
-    "per_rank": "elastic",
+    "async_checkpoint": "Checkpointer Retention SaveHandle",
+    "chaos": "",
+    "elastic": "ElasticLoader Job ReplicaCheck ShardedStream StragglerCheck per_rank",
+    "errors": "",
+    "events": "",
+    "inprocess": "CallWrapper Wrapper",
 }
+_PACKAGE_OF = {name: package for package, names in _PACKAGES.items() for name in names.split()}
+__all__ = sorted([*_PACKAGES, *_PACKAGE_OF])
 
 
+# Not by `system.lazy_exports`: on another system than Linux, only the packages cannot be imported.
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGE_OF:
+        return getattr(importlib.import_module(f"{__name__}.{_PACKAGE_OF[name]}"), name)
     if name in _PACKAGES:
-        return getattr(importlib.import_module(f"{__name__}.{_PACKAGES[name]}"), name)
-    if name in __all__:
         return importlib.import_module(f"{__name__}.{name}")
     if name == "__version__":
         from importlib.metadata import version

@@ -11,23 +11,16 @@ from typing import TYPE_CHECKING
 from outlast.system.lazy_exports import exports
 
 if TYPE_CHECKING:
-    from outlast.async_checkpoint.calls.caller import DistributedAsyncCaller
-    from outlast.async_checkpoint.calls.queue import AsyncCallsQueue, AsyncRequest
-    from outlast.async_checkpoint.checkpointer import Checkpointer
-    from outlast.async_checkpoint.handle import SaveHandle
-    from outlast.async_checkpoint.policies import FailurePolicy, Retention
-    from outlast.async_checkpoint.storage.directory import CheckpointInfo
-
-__all__ = [
-    "AsyncCallsQueue",
-    "AsyncRequest",
-    "CheckpointInfo",
-    "Checkpointer",
-    "DistributedAsyncCaller",
-    "FailurePolicy",
-    "Retention",
-    "SaveHandle",
-]
+    from outlast.async_checkpoint.calls.caller import (
+        DistributedAsyncCaller as DistributedAsyncCaller,
+    )
+    from outlast.async_checkpoint.calls.queue import AsyncCallsQueue as AsyncCallsQueue
+    from outlast.async_checkpoint.calls.queue import AsyncRequest as AsyncRequest
+    from outlast.async_checkpoint.checkpointer import Checkpointer as Checkpointer
+    from outlast.async_checkpoint.handle import SaveHandle as SaveHandle
+    from outlast.async_checkpoint.policies import FailurePolicy as FailurePolicy
+    from outlast.async_checkpoint.policies import Retention as Retention
+    from outlast.async_checkpoint.storage.directory import CheckpointInfo as CheckpointInfo
 
 _MODULES = {
     "calls.caller": "DistributedAsyncCaller",
@@ -38,4 +31,4 @@ _MODULES = {
     "storage.directory": "CheckpointInfo",
 }
 
-__getattr__, __dir__ = exports(__name__, _MODULES)
+__getattr__, __dir__, __all__ = exports(__name__, _MODULES)

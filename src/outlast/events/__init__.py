@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 from outlast.system.lazy_exports import exports
 
 if TYPE_CHECKING:
-    from outlast.events import report, types
-    from outlast.events.emitter import JsonlSink, MemorySink, Sink
-    from outlast.events.event import Event
-    from outlast.events.report import load_run
-
-__all__ = ["Event", "JsonlSink", "MemorySink", "Sink", "load_run", "report", "types"]
+    from outlast.events import report as report
+    from outlast.events import types as types
+    from outlast.events.emitter import JsonlSink as JsonlSink
+    from outlast.events.emitter import MemorySink as MemorySink
+    from outlast.events.emitter import Sink as Sink
+    from outlast.events.event import Event as Event
+    from outlast.events.report import load_run as load_run
 
 _MODULES = {
     "emitter": "JsonlSink MemorySink Sink",
@@ -21,4 +22,4 @@ _MODULES = {
     "types": "types",
 }
 
-__getattr__, __dir__ = exports(__name__, _MODULES)
+__getattr__, __dir__, __all__ = exports(__name__, _MODULES)
