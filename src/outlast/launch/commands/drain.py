@@ -5,7 +5,7 @@ another process of its host.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -14,10 +14,7 @@ from outlast.launch import environment
 from outlast.launch.commands.shared import exit_on
 from outlast.launch.config.hosts_spec import NO_RUN_ID, HostsSpec, hosts_from_options
 from outlast.launch.config.options import RunOptions
-from outlast.launch.config.secret import read_secret
-
-if TYPE_CHECKING:
-    from outlast.launch.config.secret import Secret
+from outlast.launch.config.secret import Secret, read_secret
 
 _MOVES = "is to move to another process of its host"
 
