@@ -52,42 +52,6 @@ from __future__ import annotations
 from concurrent.futures import CancelledError
 from typing import ClassVar
 
-__all__ = [
-    "AsyncCallError",
-    "ChaosError",
-    "CheckpointError",
-    "CheckpointMismatch",
-    "CheckpointReadError",
-    "CheckpointTimeout",
-    "CheckpointUnsavable",
-    "EventLogError",
-    "FaultCounterExceeded",
-    "FolderInUse",
-    "FolderUnusable",
-    "HealthCheckError",
-    "HostUnfit",
-    "InternalError",
-    "LaunchError",
-    "NonFinite",
-    "OutlastError",
-    "RankDiscarded",
-    "RankExcluded",
-    "RankFault",
-    "RankLostError",
-    "RankMoved",
-    "RankShouldRestart",
-    "RankTimeout",
-    "ReplicasDiffer",
-    "RestartAbort",
-    "RestartError",
-    "SaveCancelled",
-    "SkipBatches",
-    "StoreError",
-    "TornSnapshot",
-    "UnevenRanks",
-    "UnrecoverableFault",
-]
-
 NO_RESTART = 93
 """The exit code of a job that a restart would not help: do not requeue it."""
 
@@ -311,3 +275,6 @@ class UnrecoverableFault(RestartAbort, SystemExit):
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.code = NO_RESTART
+
+
+__all__ = [n for n, each in [*vars().items()] if getattr(each, "__module__", "") == __name__]
