@@ -133,13 +133,8 @@ _OfFinders: TypeAlias = Find | Fresh | Member | AskGrant | Grant
 _OfJoiners: TypeAlias = Join | Admitted | NotYet
 Message: TypeAlias = Hello | Refused | _OfFinders | _OfJoiners | Replicated | Drain | Drained
 
-_encoder = msgspec.msgpack.Encoder()
+encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
-
-
-def encode(message: Message) -> bytes:
-    """The payload of a frame."""
-    return _encoder.encode(message)
 
 
 def decode(payload: bytes) -> Message:
