@@ -11,48 +11,26 @@ import math
 import os
 from typing import Any, BinaryIO, cast
 
-from outlast.async_checkpoint.restore.verified_read import (
-    Piece,
-    Source,
-    address_of,
-    read_verified,
-    storage_source,
-)
-from outlast.async_checkpoint.storage.directory import (
-    Found,
-    candidates,
-    delete,
-    open_storage,
-    read_manifest,
-    survey,
-    verify,
-    verify_folder,
-)
-from outlast.async_checkpoint.storage.local import LocalStorage
-from outlast.async_checkpoint.storage.manifest import MANIFEST, checksum, saved_by
-from outlast.async_checkpoint.storage.protocol import FileWriter, Storage
-from outlast.async_checkpoint.writer.main import main as run_writer
+from outlast.async_checkpoint.restore.verified_read import Piece, address_of, read_verified
+from outlast.async_checkpoint.restore.verified_read import Source as Source
+from outlast.async_checkpoint.restore.verified_read import storage_source as storage_source
+from outlast.async_checkpoint.storage.directory import Found as Found
+from outlast.async_checkpoint.storage.directory import candidates as candidates
+from outlast.async_checkpoint.storage.directory import delete as delete
+from outlast.async_checkpoint.storage.directory import open_storage as open_storage
+from outlast.async_checkpoint.storage.directory import read_manifest
+from outlast.async_checkpoint.storage.directory import survey as survey
+from outlast.async_checkpoint.storage.directory import verify as verify
+from outlast.async_checkpoint.storage.directory import verify_folder as verify_folder
+from outlast.async_checkpoint.storage.local import LocalStorage as LocalStorage
+from outlast.async_checkpoint.storage.manifest import MANIFEST as MANIFEST
+from outlast.async_checkpoint.storage.manifest import checksum as checksum
+from outlast.async_checkpoint.storage.manifest import saved_by as saved_by
+from outlast.async_checkpoint.storage.protocol import FileWriter as FileWriter
+from outlast.async_checkpoint.storage.protocol import Storage as Storage
+from outlast.async_checkpoint.writer.main import main
 
-__all__ = [
-    "MANIFEST",
-    "FileWriter",
-    "Found",
-    "LocalStorage",
-    "Source",
-    "Storage",
-    "candidates",
-    "checksum",
-    "delete",
-    "open_bytes",
-    "open_storage",
-    "run_writer",
-    "saved_by",
-    "storage_source",
-    "survey",
-    "tensor_checksums",
-    "verify",
-    "verify_folder",
-]
+run_writer = main
 
 
 class VerifiedBytes(io.RawIOBase):
