@@ -28,20 +28,6 @@ from torch.utils._pytree import tree_map
 from outlast import async_checkpoint
 from outlast.coordination.collectives import least
 
-__all__ = [
-    "AsyncCaller",
-    "AsyncCallsQueue",
-    "AsyncRequest",
-    "CachedMetadataFileSystemReader",
-    "FileSystemWriterAsync",
-    "PersistentAsyncCaller",
-    "TemporalAsyncCaller",
-    "TorchAsyncCheckpoint",
-    "init_checkpoint_metadata_cache",
-    "save_state_dict_async_finalize",
-    "save_state_dict_async_plan",
-]
-
 for _module in (
     "cached_metadata_filesystem_reader",
     "core",
@@ -384,3 +370,10 @@ def _detached(value: Any) -> Any:
 
 def _on_host(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+
+
+__all__ = [
+    name
+    for name, each in [*vars().items()]
+    if getattr(each, "__module__", "") == __name__ and not name.startswith("_")
+]
