@@ -156,11 +156,7 @@ class Storage(Protocol):
         """
 
     def check_lock(self) -> None:
-        """Checks that the storage which this process has locked is still the one of that name.
-
-        Raises:
-            CheckpointError: if it is not.
-        """
+        """Raises a `CheckpointError` unless the storage that is locked still has this name."""
         return
 
     def unlock(self) -> None: ...
