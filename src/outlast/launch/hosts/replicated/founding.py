@@ -110,7 +110,8 @@ class Founding:
         if self._lower(now) and self._given is not None and self._given.host == self._me:
             self._given = None
             self._grants.clear()
-            self._record.set(self._record.past.with_withdrawn(self._me, self.attempt))
+            withdrawn = Past(withdrawn={self._me: self.attempt})
+            self._record.set(self._record.past.merged(withdrawn))
             self.attempt += 1
 
     def founds(self) -> bool:

@@ -111,10 +111,6 @@ class Past(msgspec.Struct, frozen=True):
         """The same, and these hosts are out."""
         return self.merged(Past(out=frozenset(hosts)))
 
-    def with_withdrawn(self, host: str, attempt: int) -> Past:
-        """The same, and this candidate will use no grant of this attempt, or of an earlier one."""
-        return self.merged(Past(withdrawn={host: attempt}))
-
     def with_group(self, group: Group) -> Past:
         return self.merged(Past(groups=(group,)))
 
