@@ -43,8 +43,7 @@ class Action(str, enum.Enum):
     RANK_MOVES = "rank_moves"
     """`outlast drain --rank` moves a rank to another process of its host."""
 
-    def __str__(self) -> str:
-        return self.value
+    __str__ = str.__str__
 
 
 class LauncherFault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

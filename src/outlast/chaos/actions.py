@@ -95,7 +95,9 @@ def fire(
         case Kind.EXCEPTION:
             raise ChaosError(message)
         case Kind.KILL_MONITOR:
-            _kill_monitor(monitor_pid)
+            if monitor_pid is None:
+                raise ChaosError(f"{kind}: this rank has no monitor process")
+            os.kill(monitor_pid, signal.SIGKILL)
         case Kind.HANG_COLLECTIVE:
             _hang_collective(group)
         case Kind.SIGSTOP if lasts:
@@ -203,12 +205,6 @@ def _hang_collective(group: dist.ProcessGroup | None) -> None:
     dist.recv(torch.zeros(1, device=device), src=source, group=group, tag=UNSENT_TAG)
     if device.type != "cpu":
         torch.accelerator.synchronize()  # recv only enqueues the wait on the device
-
-
-def _kill_monitor(pid: int | None) -> None:
-    if pid is None:
-        raise ChaosError(f"{Kind.KILL_MONITOR}: this rank has no monitor process")
-    os.kill(pid, signal.SIGKILL)
 
 
 def freeze(pid: int, seconds: float) -> None:

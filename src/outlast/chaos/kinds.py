@@ -57,8 +57,7 @@ class Kind(str, enum.Enum):
         """
         return _SECONDS.get(self)
 
-    def __str__(self) -> str:
-        return self.value
+    __str__ = str.__str__
 
 
 _SECONDS = {
@@ -86,5 +85,4 @@ class Phase(str, enum.Enum):
     RESTORE = "restore"
     RECOVERY = "recovery"
 
-    def __str__(self) -> str:
-        return self.value
+    __str__ = str.__str__
