@@ -23,10 +23,10 @@ def first_line(error: BaseException, *, with_type: bool = False) -> str:
     return _with_type(error, line) if with_type else line
 
 
-def traceback_text(error: BaseException, max_chars: int = _TRACEBACK_CHARS) -> str:
+def traceback_text(error: BaseException) -> str:
     """The traceback; only its end if it is very long, because it is sent to other ranks."""
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    return printable(text[-max_chars:])
+    return printable(text[-_TRACEBACK_CHARS:])
 
 
 def printable(text: str) -> str:

@@ -87,7 +87,9 @@ class StoreServer:
 
     def fail(self, reason: str) -> None:
         """Stops serving: this host must not act any more. Clients get a `StoreError`."""
-        self._close_listener()
+        if self._listener.fileno() >= 0:
+            self._loop.unwatch(self._listener.fileno())
+            self._listener.close()
         self._close_connections(reason)
         own, self._own = self._own, {}
         for done, end in own.values():
@@ -143,11 +145,6 @@ class StoreServer:
         assert isinstance(handle, int)
         if handle in self._own:
             self._own.pop(handle)[1]()
-
-    def _close_listener(self) -> None:
-        if self._listener.fileno() >= 0:
-            self._loop.unwatch(self._listener.fileno())
-            self._listener.close()
 
     def _close_connections(self, reason: str) -> None:
         for connection in list(self._connections):
