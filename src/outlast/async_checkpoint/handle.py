@@ -113,9 +113,6 @@ class SaveHandle(Handle[int]):
     Call `result`, `exception` and `wait` on the training thread, or while that thread is not
     training: they seal an overlapped snapshot that no optimizer step has sealed yet.
     `concurrent.futures.wait` does not: in the training thread, use it for eager saves only.
-
-    Attributes:
-        step: the training step.
     """
 
     def __init__(self, step: int) -> None:

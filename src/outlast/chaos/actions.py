@@ -73,7 +73,6 @@ def fire(
     """Injects a fault into this process, now.
 
     Args:
-        kind: the kind of fault.
         monitor_pid: the process that `KILL_MONITOR` kills.
         group: the process group in which `HANG_COLLECTIVE` hangs; the default one if `None`.
         message: the message of the exception of `EXCEPTION`.

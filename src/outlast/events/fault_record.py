@@ -59,7 +59,6 @@ class FaultRecord:
         return self.consequence or self.overtaken
 
     def event(self) -> Fault:
-        """The event equivalent to the record."""
         values = dataclasses.asdict(self)
         # Its own pid is its writer's.
         for name in ("pid", "permanent", "step", "ran", "mistake", "ends_job"):

@@ -180,7 +180,6 @@ class Voter:
 
     # ------------------------------------------------------------------ terms and votes
     def enter(self, term: int) -> None:
-        """Enters a later term, in which it has not voted."""
         self.term, self.voted_for, self.leader = term, None, None
 
     def hears_leader(self, now: float) -> bool:

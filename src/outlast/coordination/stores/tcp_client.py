@@ -346,7 +346,6 @@ def _compare_set(connection: socket.socket, key: str, before: bytes, after: byte
 
 
 def _present(connection: socket.socket, keys: Sequence[str]) -> list[str]:
-    """Those of the keys that are present."""
     connection.sendall(b"".join(_request(Query.CHECK, _ONE_KEY, _key(key)) for key in keys))
     answers = _receive(connection, len(keys))
     return [key for key, answer in zip(keys, answers, strict=True) if answer == _PRESENT]

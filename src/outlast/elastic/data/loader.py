@@ -212,7 +212,6 @@ class ElasticLoader:
         return torch.Generator().manual_seed(seed >> 1)
 
     def _seed_at(self, position: int) -> int:
-        """The seed of a position in the present epoch."""
         return mix64(mix64(self.sampler.seed * 0x1_0000_0001 + self.sampler.epoch) + position)
 
     def done(self) -> int:

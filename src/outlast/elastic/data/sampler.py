@@ -45,7 +45,6 @@ class ElasticSampler:
         data: the dataset (only its length is used), or its length.
         global_batch_size: the number of samples per optimizer step, over all replicas.
         shuffle: whether the order is random; otherwise it is the dataset's order.
-        seed: the seed of the order.
         drop_last: whether to drop the last batch of an epoch if it is not full.
         max_batch_size: the maximum number of samples that go through the model together on a
             replica. A larger share is split into parts, for gradient accumulation.

@@ -47,7 +47,6 @@ class ConsistentDDP(nn.Module):
     Rank 0 broadcasts its parameters and buffers at construction.
 
     Args:
-        module: the module to train.
         virtual_replicas: the number of parts of every global batch, and the maximum number of
             replicas.
         group: the process group of the replicas; the default one, or this process alone.

@@ -75,7 +75,6 @@ class OrderedSum:
             bucket.set_gradients()
 
     def _broadcast(self, bucket: _Bucket) -> Any:
-        """Broadcasts the sum from the last replica."""
         source = global_rank(self._group, self._last)
         return dist.broadcast(bucket.flat, source, group=self._group, async_op=True)
 

@@ -64,7 +64,6 @@ class Startable(Generic[R]):
         Args:
             module: what all ranks train; wrappers such as DDP make no difference.
             group: the ranks to check; the default process group by default.
-            events: the sink of events.
             step: the number of steps so far.
 
         Raises:

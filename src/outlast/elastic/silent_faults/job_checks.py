@@ -125,7 +125,6 @@ class JobChecks:
                 self._running.append(self._replicas)
 
     def completed(self, step: int, loss: torch.Tensor | float | None = None) -> None:
-        """Notes that a step is completed; raises what the checks raise."""
         if self._finite is not None:
             self._finite.step(step, loss)
         for check in self._running:
@@ -142,7 +141,6 @@ class JobChecks:
             self._replicas.compare_now(timeout_s, required=required)
 
     def close(self) -> None:
-        """Ends the checks."""
         running = [*self._running, *([] if self._finite is None else [self._finite])]
         self._finite, self._running = None, []
         for check in running:

@@ -33,9 +33,6 @@ class RandomState(PreparedState):
       replicas, so that they keep drawing the same numbers;
     * otherwise, replicas whose rank existed before continue with their own generators;
     * new replicas are seeded with a hash of all saved generators and their rank.
-
-    Args:
-        name: of the state.
     """
 
     def __init__(self, name: str = "random") -> None:
@@ -104,7 +101,6 @@ class ShardedState(PreparedState):
     Args:
         module: on all replicas.
         optimizers: one or several, of the module's parameters.
-        name: of the state.
     """
 
     def __init__(

@@ -33,7 +33,6 @@ def load_state(state: State, *, timeout: Duration = TIMEOUT) -> bool:
     """Loads a state from the newest valid checkpoint. Called on all replicas.
 
     Args:
-        state: the state.
         timeout: the timeout of each wait for the other replicas.
 
     Returns:

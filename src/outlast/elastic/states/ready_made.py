@@ -46,7 +46,6 @@ class StateDictState(PreparedState):
 
     Args:
         source: the object, which this state keeps alive.
-        name: of the state.
 
     Raises:
         ValueError: if the object lacks one of the two methods; or see `State`.
@@ -86,7 +85,6 @@ class ModuleState(StateDictState):
 
     Args:
         module: unsharded on every replica; for sharded parameters use `ShardedState`.
-        name: of the state.
     """
 
     kind = "module"
@@ -100,7 +98,6 @@ class OptimizerState(StateDictState):
 
     Args:
         optimizer: unsharded on every replica; for sharded parameters use `ShardedState`.
-        name: of the state.
     """
 
     kind = "optimizer"
@@ -127,7 +124,6 @@ class SchedulerState(StateDictState):
 
     Args:
         scheduler: of `torch.optim.lr_scheduler`, or like it.
-        name: of the state.
     """
 
     kind = "scheduler"
@@ -141,7 +137,6 @@ class ScalerState(StateDictState):
 
     Args:
         scaler: `torch.amp.GradScaler`, or like it.
-        name: of the state.
     """
 
     kind = "scaler"
@@ -155,7 +150,6 @@ class EMAState(StateDictState):
 
     Args:
         ema: `torch.optim.swa_utils.AveragedModel`, or another module or object like it.
-        name: of the state.
     """
 
     kind = "ema"
@@ -166,9 +160,6 @@ class EMAState(StateDictState):
 
 class CounterState(PreparedState):
     """Counters of training progress.
-
-    Args:
-        name: of the state.
 
     Attributes:
         step: number of optimizer steps.

@@ -196,7 +196,6 @@ def save_state(
     commits.
 
     Args:
-        state: the state.
         checkpoint_dir: the folder, which is created; `None` to synchronize the state only.
         sync: whether to call `sync` first, on all replicas; `save` is called on rank 0.
         timeout: the timeout of each wait for the other replicas.

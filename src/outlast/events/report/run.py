@@ -96,7 +96,6 @@ def record(kind: type[R], event: Event, /, **values: Any) -> R:
 
 
 def _calls(processes: dict[Process, list[Event]], ranks: set[Process]) -> list[list[Event]]:
-    """The events of each call, in the order of the calls."""
     calls: dict[int, list[Event]] = defaultdict(list, {0: []})
     ends: dict[str, dict[int, float]] = defaultdict(dict)  # of each host's calls but the last
 

@@ -219,7 +219,6 @@ def _parties(parties: Iterable[Party], known: set[str]) -> str:
 
 
 def _missed(report: Report) -> list[str]:
-    """The planned faults that were never due."""
     return [
         one_line(f"{fault.kind} on rank {fault.rank}{f' ({fault.due})' if fault.due else ''}")
         for fault in report.injected

@@ -147,7 +147,6 @@ def _advance(track: Track, event: Event, wrapped: bool, gone: str) -> None:
 
 
 def _mark_faults(tracks: dict[tuple[str, int], Track], restarts: Iterable[Restart]) -> None:
-    """Marks each fault on the lane of its process."""
     for restart in restarts:
         for cause in (restart.cause, *restart.others):
             if cause is None:

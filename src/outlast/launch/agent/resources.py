@@ -221,7 +221,6 @@ class JobResources:
         return folder
 
     def _record_planned_faults(self, plan: Path, state: Path | None) -> None:
-        """Record which faults of the plan have fired, when the job has ended."""
         # Imported by name, as in the workers: the launcher does not depend on fault injection.
         planned = importlib.import_module("outlast.chaos.fired_faults")
         try:

@@ -170,7 +170,6 @@ def _steps(steps: list[int]) -> str:
 
 
 def _as_json(found: Found) -> dict[str, object]:
-    """A folder as a JSON object."""
     known: dict[str, object] = {}
     manifest = found.manifest
     if manifest is not None:

@@ -181,7 +181,6 @@ class NestedRestarterCallback:
 
     Args:
         restarter_state, restarter_stage: what the line says.
-        logger: writes the line.
         special_rank: the initial rank that writes it.
     """
 

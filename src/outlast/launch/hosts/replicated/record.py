@@ -153,7 +153,6 @@ class Record:
             work()
 
     def _write_at_last(self) -> bool:
-        """Tries until it is durable, and returns `True`, or until this record is closed."""
         logged = ""
         while True:
             try:

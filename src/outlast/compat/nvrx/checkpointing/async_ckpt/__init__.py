@@ -56,7 +56,6 @@ class AsyncRequest(NamedTuple):
     call_idx: int = 0
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
-        """Appends a finalize function; a `RuntimeError` if the request is frozen."""
         if self.is_frozen:
             raise RuntimeError("the request is frozen: no finalize function can be added")
         self.finalize_fns.append(fn)
