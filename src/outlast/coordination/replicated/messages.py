@@ -177,22 +177,10 @@ class Handover(_Message, frozen=True):
     term: int
 
 
-Message: TypeAlias = (
-    VoteRequest
-    | VoteAnswer
-    | Append
-    | Snapshot
-    | AppendAnswer
-    | Heartbeat
-    | Grant
-    | Recall
-    | Announce
-    | Requests
-    | Answers
-    | Refusal
-    | Leave
-    | Handover
-)
+_OfElections: TypeAlias = VoteRequest | VoteAnswer | Announce | Handover
+_OfLogs: TypeAlias = Append | Snapshot | AppendAnswer
+_OfHosts: TypeAlias = Heartbeat | Grant | Recall | Requests | Answers | Refusal | Leave
+Message: TypeAlias = _OfElections | _OfLogs | _OfHosts
 
 encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

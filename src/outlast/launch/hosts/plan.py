@@ -219,22 +219,10 @@ class Finish(ChainEntry, frozen=True, tag="finish"):
 
 
 _OfAttempts: TypeAlias = Start | Take | GiveUp | Restart | Stop | End | Finish
-_OfHosts: TypeAlias = (
-    HostJoined
-    | HostLost
-    | Probe
-    | Links
-    | Check
-    | Checked
-    | Blame
-    | Unfit
-    | Leave
-    | MoveRank
-    | Stay
-    | Move
-    | Return
-)
-Entry: TypeAlias = _OfAttempts | _OfHosts
+_OfLinks: TypeAlias = Probe | Links | Check | Checked
+_OfHosts: TypeAlias = HostJoined | HostLost | Blame | Unfit
+_OfMoves: TypeAlias = Leave | MoveRank | Stay | Move | Return
+Entry: TypeAlias = _OfAttempts | _OfLinks | _OfHosts | _OfMoves
 Asked: TypeAlias = Leave | MoveRank  # what a user asks for
 _decoder: msgspec.json.Decoder[Entry] = msgspec.json.Decoder(Entry)
 decode = _decoder.decode
