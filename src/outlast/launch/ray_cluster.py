@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from outlast.launch.commands.shared import UNFIT
 from outlast.launch.environment import launcher_environment
 from outlast.launch.workers import exec_shim
 from outlast.system.error_text import first_line
+from outlast.system.sockets import listen
 
 _ENDPOINTS = 3
 # What a launcher that has ended for the whole job leaves to the others to end as well.
@@ -44,9 +44,7 @@ class HostProcess:
         import ray.util
 
         address = ray.util.get_node_ip_address()
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with socket.socket(family) as probe:
-            probe.bind((address, 0))
+        with listen(address) as probe:
             port = probe.getsockname()[1]
         return address, f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 

@@ -201,9 +201,7 @@ class _Waits:
 
 
 def _waiting_functions() -> list[tuple[Any, str]]:
-    found: list[tuple[Any, str]] = [(DistributedDataParallel, "_pre_forward")]
-    if dist.is_available():
-        found.append((dist.Work, "wait"))
+    found: list[tuple[Any, str]] = [(DistributedDataParallel, "_pre_forward"), (dist.Work, "wait")]
     return [(owner, name) for owner, name in found if hasattr(owner, name)]
 
 
