@@ -82,11 +82,7 @@ def opened_trial() -> Iterator[str | None]:
 
 
 def report_to_trial(folder: str, metrics: Mapping[str, Any]) -> str:
-    """Reports the contents of `folder` as the trial's checkpoint; returns when Ray has stored it.
-
-    Returns:
-        The path of the stored checkpoint.
-    """
+    """Reports `folder` as the trial's checkpoint; returns its path once Ray has stored it."""
     tune = _tune()
     tune.report(dict(metrics), checkpoint=tune.Checkpoint.from_directory(folder))
     return str(tune.get_checkpoint().path)

@@ -66,10 +66,7 @@ def event_to_dict(event: Event) -> dict[str, Any]:
 
 def event_from_dict(values: dict[str, Any]) -> Event:
     """The inverse of `event_to_dict`. Unknown fields are ignored, so that the log of a newer
-    version can be read.
-
-    Raises:
-        EventLogError: if the kind is missing or unknown, or the type of a value is wrong.
+    version can be read. An `EventLogError` for an unknown kind, or a value of a wrong type.
     """
     kind = values.get("kind")
     if not isinstance(kind, str) or kind not in EVENT_TYPES:

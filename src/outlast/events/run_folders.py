@@ -134,16 +134,9 @@ def logs_in(folder: Path) -> list[Path]:
 
 
 def load(directory: str | os.PathLike[str], run: str | None = None) -> list[Event]:
-    """Reads the events of a run from all its `*.jsonl` files, each file in its own order.
-
-    Args:
-        directory: the directory of events, or the folder of one run in it.
-        run: name or ID of the run; the newest by default.
-
-    Raises:
-        EventLogError: if there is no such directory, run or log, if a file cannot be read, or if a
-            line is not an event; names file and line. The last line of a file may be torn, because
-            its process was killed while writing it: a `Note` named `TORN_LINE` takes its place.
+    """Reads the events of a run from all its `*.jsonl` files, each file in its own order. Arguments
+    and errors are those of `report.load_run`. If the last line of a file is torn, because its
+    process was killed while writing it, a `Note` named `TORN_LINE` takes its place.
     """
     return events_of(choose_run(runs_in(directory), run))
 

@@ -96,10 +96,8 @@ class Storage(Protocol):
         """Makes what was written under `working` visible as `final`, atomically and durably, and
         returns the directory that now has the checkpoint that it replaced, for `recycle`; empty if
         there is none. If both are the same directory, its manifest has made it visible, and this
-        call only removes checkpoints that were replaced before.
-
-        Raises:
-            OSError: if it is not visible, or may not be durable: see `settle`.
+        call only removes checkpoints that were replaced before. After an `OSError`, it is not
+        visible, or may not be durable: see `settle`.
         """
 
     def settle(self) -> None:
@@ -147,12 +145,10 @@ class Storage(Protocol):
         """
 
     def lock(self, owner: str, *, careful: bool = False, position: Position | None = None) -> None:
-        """Locks the storage against other jobs, whose errors name `owner`, until `unlock`.
-        `careful` also refuses if it cannot be known whether the lock holder is alive. With a
-        `position`, the lock of a process that was at an earlier position of the job is taken over.
-
-        Raises:
-            CheckpointError: if another job holds the lock; names it.
+        """Locks the storage against other jobs, whose errors name `owner`, until `unlock`. A
+        `CheckpointError` names the job that holds the lock; `careful` also refuses if it cannot be
+        known whether that is alive. With a `position`, the lock of a process that was at an earlier
+        position of the job is taken over.
         """
 
     def check_lock(self) -> None:

@@ -111,11 +111,7 @@ def registered() -> dict[str, State]:
 
 
 def name_of(state: State) -> str:
-    """The name of a state.
-
-    Raises:
-        ValueError: if its `__init__` did not call `State.__init__`.
-    """
+    """The name of a state; a `ValueError` if its `__init__` did not call `State.__init__`."""
     name = state.__dict__.get(_NAME)
     if name is None:
         raise ValueError(

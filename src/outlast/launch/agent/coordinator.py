@@ -118,10 +118,8 @@ class Coordinator(Protocol):
 
 
 OpenCoordinator: TypeAlias = "Callable[[JobResources, Agent], Coordinator]"
-"""Opens the coordinator of a job, before anything else of the job is opened; this may take long.
-
-Raises:
-    LaunchError: if this host cannot take part in the job.
+"""Opens the coordinator of a job, before anything else of the job is opened; this may take long. A
+`LaunchError` if this host cannot take part in the job.
 """
 
 
