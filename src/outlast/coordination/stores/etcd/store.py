@@ -87,12 +87,6 @@ class EtcdStore(OperationStore):
         """The key of etcd that is written when `key` appears."""
         return layout.base_key(self._root, key)
 
-    def raise_if_unusable(self) -> None:
-        """Raises a `StoreError` if the store is closed, or this host may not act any more."""
-        if self._closed:
-            raise StoreError(f"the connection to {self.where} was closed")
-        self._check()
-
     def close(self) -> None:
         """Ends all waits, with a `StoreError`. The client stays open."""
         self._closed = True
@@ -116,7 +110,9 @@ class EtcdStore(OperationStore):
                 if time.monotonic() + pause >= deadline:
                     raise no_answer(self._client, self._limit_s, cause)
                 time.sleep(pause)
-            self.raise_if_unusable()
+            if self._closed:
+                raise StoreError(f"the connection to {self.where} was closed")
+            self._check()
             try:
                 return self._client.call(asked.path, asked.body, deadline - time.monotonic())
             except NoAnswer as e:
