@@ -141,7 +141,10 @@ class StopSignals:
         if agreement is not None:
             self._request.detach(agreement)
         if not failed and self._request.user is self._user:
-            _release_request()
+            if _present is not None and running_call() is not None:
+                _present.release()  # the call keeps the request itself: it may be restarted
+            else:
+                _close_request()
 
     def _exit(self, step: int, reason: str, save: Callable[[], object]) -> None:
         first = self._ledger.rank == 0
@@ -314,14 +317,6 @@ def _close_request() -> None:
     request, _present = _present, None
     if request is not None:
         request.close()
-
-
-def _release_request() -> None:
-    """A wrapped call keeps the request itself: it may still be restarted."""
-    if _present is not None and running_call() is not None:
-        _present.release()
-    else:
-        _close_request()
 
 
 def _set_handler(number: int, previous: Any) -> None:
