@@ -179,10 +179,12 @@ def _as_json(found: Found) -> dict[str, object]:
             "metric": manifest.metric,
             "tensors": len(manifest.tensors),
         }
+    at, zone = found.saved_at, datetime.timezone.utc
+    utc = None if at is None else datetime.datetime.fromtimestamp(at, zone)
     return {
         "step": found.step,
         "folder": found.folder,
-        "saved_at": _iso(found.saved_at),
+        "saved_at": utc and utc.isoformat(timespec="seconds"),  # as 2026-11-22T11:36:19+00:00
         **known,
         # "not committed", "removed", "recycled files", "replaced": without the explanation
         "state": found.wrong.partition(",")[0] if found.step is None else _state(found),
@@ -232,11 +234,3 @@ def _state(found: Found) -> str:
     if found.unread:
         return "unreadable"
     return "damaged" if found.wrong else "whole"
-
-
-def _iso(time: float | None) -> str | None:
-    """A time since 1970 in UTC, e.g. `2026-11-22T11:36:19+00:00`."""
-    if time is None:
-        return None
-    utc = datetime.datetime.fromtimestamp(time, datetime.timezone.utc)
-    return utc.isoformat(timespec="seconds")
