@@ -105,9 +105,11 @@ def run_on_ray(
     group = placement_group([dict(resources)] * most, strategy="STRICT_SPREAD")
     try:
         if not group.wait(timeout):
+            alive = [node for node in ray.nodes() if node["Alive"]]
+            nodes = "; ".join(f"{n['NodeManagerAddress']}: {n['Resources']}" for n in alive)
             raise LaunchError(
                 f"Ray found no {most} nodes with {dict(resources)} each within {timeout:g} s; "
-                f"the cluster has {_nodes()}"
+                f"the cluster has {nodes or 'no nodes'}"
             )
         # The driver starts all launchers, so it can give them a secret that nobody has to make.
         variables = {"OUTLAST_TOKEN": secrets.token_hex(32), **(environment or {})}
@@ -115,13 +117,6 @@ def run_on_ray(
         return job.run(run_id or f"ray-{uuid.uuid4().hex[:8]}")
     finally:
         remove_placement_group(group)
-
-
-def _nodes() -> str:
-    import ray
-
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    return "; ".join(f"{n['NodeManagerAddress']}: {n['Resources']}" for n in alive) or "no nodes"
 
 
 @dataclasses.dataclass
