@@ -21,6 +21,7 @@ A restart in place is no such exception: it interrupts all ranks, and its store 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -46,6 +47,7 @@ from outlast.system.units import late_text
 
 T = TypeVar("T")
 E = TypeVar("E", bound=OutlastError)
+Own = TypeVar("Own")
 
 MISFIT = "misfit"
 """The name of a failure with which the restore ends: the checkpoint is valid, but does not fit."""
@@ -136,14 +138,8 @@ class Agreement:
                 with self._guard or contextlib.nullcontext():
                     result = work()
             except (CheckpointError, OSError) as e:
-                kinds = {
-                    CheckpointMismatch: MISFIT,
-                    CheckpointUnsavable: MISFIT,  # the state to fill
-                    CheckpointReadError: UNREAD,
-                }
-                name = next((kinds[kind] for kind in kinds if isinstance(e, kind)), "")
                 with self._unless_failed():
-                    step.fail(CallFailure.here(step.index, name, self.rank, str(e)))
+                    step.fail(self._of_work(e))
             else:
                 with self._unless_failed():
                     step.finish(b"{}")  # says that this rank has come: see `_fail_late`
@@ -195,19 +191,35 @@ class Agreement:
                 and cause, and on the other ranks is `of_another_rank`. The kind `late` if a rank
                 did not come.
         """
+        found = self.attempt_and_gather(lambda: (None, part), work, what, until_read=until_read)
+        assert not isinstance(found, CallFailure)
+        return found[1]
+
+    def attempt_and_gather(
+        self,
+        prepare: Callable[[], tuple[Own, Any]],
+        work: Callable[[list[Any]], T],
+        what: str = "",
+        *,
+        until_read: bool = False,
+    ) -> tuple[Own, T] | CallFailure:
+        """`attempt` and `gather` in one step: `prepare` returns something for this rank, and its
+        part for `work`. Returns the former with the result of `work`; or the failure, as `attempt`
+        does, if `prepare` has failed on a rank. Raises as `gather`.
+        """
         with self.operation():
             if self.world_size == 1:
-                try:
-                    result = json.loads(json.dumps(work([json.loads(json.dumps(part))])))
-                except (CheckpointError, OSError) as e:
-                    if isinstance(e, CheckpointError) and not what:
-                        raise
-                    raise self._error(self._own_answer(e, what)) from e
-                return result  # type: ignore[no-any-return]
+                return self._alone(prepare, work, what)
             step = self._begin(concludes=self.rank == 0)
             read = self._ledger.round(step.index, "read") if until_read else None
             cause: Exception | None = None
-            step.finish(json.dumps(part).encode())
+            own: Any = None
+            try:
+                own, part = prepare()
+            except (CheckpointError, OSError) as e:
+                step.fail(self._of_work(e))
+            else:
+                step.finish(json.dumps(part).encode())
             answer: dict[str, Any] = {}
             if self.rank == 0:
                 failure = self._verdict(step, what).failure
@@ -227,10 +239,12 @@ class Agreement:
                 answer = self._await_readers(read) or answer
             self._end()
             try:
+                if "failure" in answer:
+                    return CallFailure(**answer["failure"])
                 if "error" in answer:
-                    own = "" if what or cause is None else str(cause)
-                    raise self._error(answer, own) from cause
-                return answer["is"]  # type: ignore[no-any-return]
+                    own_text = "" if what or cause is None else str(cause)
+                    raise self._error(answer, own_text) from cause
+                return own, answer["is"]
             finally:
                 cause = None  # breaks the cycle from the exception to this frame
 
@@ -270,6 +284,30 @@ class Agreement:
         """`attributed`, for an error that this rank raises in the operation, as all ranks do."""
         self._shared = error
         return self.attributed(error, failed)
+
+    def _alone(
+        self, prepare: Callable[[], tuple[Own, Any]], work: Callable[[list[Any]], T], what: str
+    ) -> tuple[Own, T] | CallFailure:
+        try:
+            own, part = prepare()
+        except (CheckpointError, OSError) as e:
+            return self._of_work(e)
+        try:
+            return own, json.loads(json.dumps(work([json.loads(json.dumps(part))])))
+        except (CheckpointError, OSError) as e:
+            if isinstance(e, CheckpointError) and not what:
+                raise
+            raise self._error(self._own_answer(e, what)) from e
+
+    def _of_work(self, error: Exception) -> CallFailure:
+        """The failure of what all ranks attempt, from what this one has raised."""
+        kinds = {
+            CheckpointMismatch: MISFIT,
+            CheckpointUnsavable: MISFIT,  # the state to fill
+            CheckpointReadError: UNREAD,
+        }
+        name = next((kinds[kind] for kind in kinds if isinstance(error, kind)), "")
+        return CallFailure.here(self._steps, name, self.rank, str(error))
 
     def _error(self, answer: Mapping[str, Any], own: str = "") -> OutlastError:
         """The error that all ranks raise; `own` is its text where it happened, if that differs."""
@@ -393,5 +431,7 @@ class Agreement:
 
 def _answer(failure: CallFailure) -> dict[str, Any]:
     """The result of a step that has failed."""
+    if failure.name not in (_LEFT, _LATE):
+        return {"failure": dataclasses.asdict(failure)}
     text = failure.cause if failure.name == _LATE else failure.text
     return {"error": text, "rank": failure.rank, "kind": failure.name}

@@ -8,6 +8,7 @@ rank lacks is broadcast: verified before it is sent, and again on arrival.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 import functools
@@ -17,7 +18,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -58,9 +59,19 @@ from outlast.system.shared_memory import MemoryName, SharedMemory
 log = logging.getLogger("outlast.checkpoint")
 
 _SENT_BYTES = 64 << 20  # in one collective
+_TOLD_BYTES = 64 << 10
+"""So many bytes of values are told at once, and not sent in a collective of their own."""
 _SENT = "sent"  # the name of what another rank has packed
 
 ItemsOf = Callable[[dict[str, Any]], list[Item]]
+
+
+class _Others(NamedTuple):
+    """What this rank gets of the others: from these sources, and what has to be sent to it."""
+
+    whole: Contents
+    sources: list[Source]
+    to_send: list[str]
 
 
 class MemorySnapshot:
@@ -92,7 +103,9 @@ class MemorySnapshot:
         return None if lacking and any(EXTRA in name for name in names) else lacking
 
     def told(self, wanted: Collection[str] | None) -> dict[str, Any]:
-        """What the others need to know of this part: all, or of what they want."""
+        """What the others need to know of this part: all, or of what they want. With the values, if
+        they are small.
+        """
         own, told = self.source.contents, dict[str, Any]()
         if wanted is not None:
             tensors, values = (_only(each, set(wanted)) for each in (own.tensors, own.values))
@@ -101,6 +114,10 @@ class MemorySnapshot:
             own = Contents(_only(own.files, used), tensors, values)
         with contextlib.suppress(OSError):  # without its name, it is sent
             told["memory"] = dataclasses.astuple(self._memory.name)
+        if 0 < sum(value.size_bytes for value in own.values.values()) <= _TOLD_BYTES:
+            content, description = self.pack(own.values)
+            packed = base64.b64encode(content).decode()
+            told["values"] = packed, msgspec.to_builtins(description)
         return {**told, "layout": self._snapshot["layout"], "contents": msgspec.to_builtins(own)}
 
     def index_for(
@@ -120,6 +137,34 @@ class MemorySnapshot:
         whole = Contents({}, tensors, values, told.containers)
         fill_empty(state_dict, whole)
         return whole, _lacking(items_of(state_dict), own, {*whole.tensors, *whole.values}), parts
+
+    def others(
+        self,
+        state_dict: dict[str, Any],
+        items_of: ItemsOf,
+        descriptions: Sequence[Mapping[str, Any]],
+        rank: int,
+    ) -> _Others:
+        """What this rank gets of the others, which have `told` this. Fills empty dicts."""
+        whole, lacking, parts = self.index_for(state_dict, items_of, descriptions, rank)
+        sources, left = list[Source](), set(lacking)
+        for owner, each in enumerate(descriptions):
+            if owner == rank or "values" not in each:
+                continue
+            content, description = each["values"]
+            told = _checked(partial(dict, description))
+            if values := _only(told.values, left):
+                where = f"{self._where} of rank {owner}"
+                view = memoryview(bytearray(base64.b64decode(content)))
+                sources.append(
+                    memory_source(where, Contents(told.files, {}, values), {_SENT: view})
+                )
+                left -= values.keys()
+        borrowed = self.borrow(descriptions, parts, left, rank)
+        if borrowed is not None:
+            sources += borrowed
+            left -= whole.tensors.keys()
+        return _Others(whole, sources, sorted(left))
 
     def borrow(
         self,
@@ -182,8 +227,7 @@ class MemorySnapshot:
         """What each rank has packed, and a buffer for it; for this rank, the packed part itself."""
         found = []
         for owner, each in enumerate(descriptions):
-            contents = msgspec.convert(each, Contents)
-            contents.check(CHUNK_BYTES, complete=False)
+            contents = _checked(partial(dict, each))
             size = contents.files[_SENT].size_bytes
             found.append((contents, packed if owner == rank else memoryview(bytearray(size))))
         return found
@@ -212,50 +256,48 @@ def content_in_memory(
 ) -> Content | CallFailure:
     """What a snapshot holds for this rank, or the failure of one, on all ranks. Fills empty dicts.
 
-    Steps that may fail on one rank alone are attempted by all together before the next exchange, so
-    that a rank out of memory, or with a damaged byte, does not leave the others waiting.
+    What may fail on one rank alone comes before the exchange of its step, so that a rank out of
+    memory, or with a damaged byte, does not leave the others waiting.
     """
-    lacks = ranks.attempt(lambda: memory.lacks(state_dict, items_of))
-    if isinstance(lacks, CallFailure):
-        return lacks
 
     def all_lack(parts: list[Any]) -> Any:
         return None if None in parts else sorted({name for part in parts for name in part})
 
-    told = ranks.gather(lacks, all_lack)
-    if told == []:
+    lacks = ranks.attempt_and_gather(lambda: (None, memory.lacks(state_dict, items_of)), all_lack)
+    if isinstance(lacks, CallFailure):
+        return lacks
+    if lacks[1] == []:
         return Content(memory.source.contents, [memory.source])
 
-    described = ranks.exchange(memory.told(told))
-    found = ranks.attempt(lambda: memory.index_for(state_dict, items_of, described, ranks.rank))
+    told = ranks.attempt_and_gather(lambda: (None, memory.told(lacks[1])), list)
+    if isinstance(told, CallFailure):
+        return told
+
+    def look() -> tuple[_Others, Any]:
+        others = memory.others(state_dict, items_of, told[1], ranks.rank)
+        return others, others.to_send
+
+    found = ranks.attempt_and_gather(
+        look, lambda parts: sorted({name for part in parts for name in part})
+    )
     if isinstance(found, CallFailure):
         return found
-    whole, lacking, contents = found
-    borrowed = memory.borrow(described, contents, lacking, ranks.rank)
-
-    def together(parts: list[Any]) -> Any:
-        wanted = {name for part in parts for name in part["lacks"]}
-        return {"reads": all(part["reads"] for part in parts), "wanted": sorted(wanted)}
-
-    # Tensors are sent only if a rank cannot read the memory of the others.
-    answer = ranks.gather({"reads": borrowed is not None, "lacks": lacking}, together)
-    on_one_host, wanted = answer["reads"], answer["wanted"]
-    sources = [memory.source]
-    if on_one_host:
-        sources += borrowed or []
-        wanted = [name for name in wanted if name not in whole.tensors]
+    (whole, sources, to_send), wanted = found
+    sources = [memory.source, *sources]
     if not wanted:
         return Content(whole, sources)
 
-    packed = ranks.attempt(lambda: memory.pack(set(wanted)))
+    def pack() -> tuple[memoryview, Any]:
+        content, description = memory.pack(set(wanted))
+        return content, msgspec.to_builtins(description)
+
+    packed = ranks.attempt_and_gather(pack, list)
     if isinstance(packed, CallFailure):
         return packed
-    sent, description = packed
-    descriptions = ranks.exchange(msgspec.to_builtins(description))
-    parts = ranks.attempt(lambda: memory.receive_buffers(sent, descriptions, ranks.rank))
+    parts = ranks.attempt(lambda: memory.receive_buffers(*packed, ranks.rank))
     if isinstance(parts, CallFailure):
         return parts
-    return Content(whole, [*sources, *memory.exchange(parts, set(lacking) & set(wanted), group)])
+    return Content(whole, [*sources, *memory.exchange(parts, to_send, group)])
 
 
 def _send(content: torch.Tensor, owner: int, group: Any) -> None:

@@ -12,7 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -100,6 +100,17 @@ class _Request:
     empty: list[Any]
     overwritten: set[str] = dataclasses.field(default_factory=set)
     fetched: Fetched = dataclasses.field(default_factory=Fetched)
+
+
+class _Compared(NamedTuple):
+    """What a candidate has for this rank, and the reads of it, with their plan if it is shared."""
+
+    content: Content
+    items: list[Item]
+    unexpected: list[str]
+    reads: deque[Batch]
+    plan: Plan
+    digest: str
 
 
 class Restorer:
@@ -307,51 +318,55 @@ class Restorer:
             if isinstance(fetched, CallFailure):
                 return fetched
             request.fetched = fetched
+        content: Content | None = None
         if candidate.source != "storage":
             memory = self._memory_of(snapshots[candidate.name])
-            content = content_in_memory(memory, state_dict, self._items, self.ranks, self._group)
-        else:
-            content = self.ranks.attempt(lambda: self._content_on_storage(candidate, state_dict))
-        if isinstance(content, CallFailure):
-            return content
+            held = content_in_memory(memory, state_dict, self._items, self.ranks, self._group)
+            if isinstance(held, CallFailure):
+                return held
+            content = held
         # Ranks share what they read of storage, unless they have the page cache of one host.
         is_cached = self._session.storage.is_cached
-        by_storage = candidate.source == "storage" and self.ranks.world_size > 1
+        by_storage = content is None and self.ranks.world_size > 1
         shares = by_storage and (may_have_other_hosts() or not is_cached)
-        compared = self.ranks.attempt(lambda: self._compare(content, request, shares=shares))
+
+        def compare() -> tuple[_Compared, Any]:
+            of = content or self._content_on_storage(candidate, state_dict)
+            found = self._compare(of, request, shares=shares)
+            loads = host_name(), found.digest
+            return found, {"unexpected": found.unexpected, "loads": loads, "shares": shares}
+
+        def together(parts: list[Any]) -> Any:
+            missing = set.intersection(*(set(each["unexpected"]) for each in parts))
+            if not by_storage or not all(each["shares"] for each in parts):
+                return sorted(missing), {}
+            loads, only_all = [each["loads"] for each in parts], broadcasts(self._group)
+            return sorted(missing), sharers(loads, is_cached=is_cached, only_all=only_all)
+
+        compared = self.ranks.attempt_and_gather(compare, together)
         if isinstance(compared, CallFailure):
             return compared
-        items, unexpected, reads, (plan, digest) = compared
-        hosts: list[list[int]] = []
-        if request.strict or by_storage:
-            part = {"unexpected": unexpected, "loads": (host_name(), digest), "shares": shares}
-
-            def together(parts: list[Any]) -> Any:
-                missing = set.intersection(*(set(each["unexpected"]) for each in parts))
-                if not all(each["shares"] for each in parts):
-                    return sorted(missing), {}
-                loads, only_all = [each["loads"] for each in parts], broadcasts(self._group)
-                return sorted(missing), sharers(loads, is_cached=is_cached, only_all=only_all)
-
-            missing, by_digest = self.ranks.gather(part, together)
-            hosts = by_digest.get(digest, [])
-            if missing and request.strict:
-                raise left_over(missing, content.where)
-        request.overwritten.update(item.name for item in items)
-        values_of = partial(load_values, content, state_dict, items, request.weights_only)
-        if not hosts:
-            return self.ranks.attempt(lambda: load(reads, state_dict, values_of()))
+        found, (missing, by_digest) = compared
+        if missing and request.strict:
+            raise left_over(missing, found.content.where)
+        request.overwritten.update(item.name for item in found.items)
+        values_of = partial(
+            load_values, found.content, state_dict, found.items, request.weights_only
+        )
+        if not (hosts := by_digest.get(found.digest, [])):
+            return self.ranks.attempt(lambda: load(found.reads, state_dict, values_of()))
         values = self.ranks.attempt(values_of)
         if isinstance(values, CallFailure):
             return values
-        shared = SharedRead(hosts, plan, self.ranks, self._group)
+        shared = SharedRead(hosts, found.plan, self.ranks, self._group)
         # Each rank has its values: none waits for the chunks of one that has not.
-        work = partial(load, reads, state_dict, values)
-        is_whole = self.ranks.attempt(lambda: shared.load(content.sources[0], work))
+        work = partial(load, found.reads, state_dict, values)
+        source = found.content.sources[0]
+        is_whole = self.ranks.attempt_and_gather(lambda: (None, shared.load(source, work)), all)
         if isinstance(is_whole, CallFailure):
             return is_whole
-        if not self.ranks.gather(is_whole, all):
-            raise CheckpointReadError(f"not all of {content.where} has arrived on each rank")
+        if not is_whole[1]:
+            raise CheckpointReadError(f"not all of {found.content.where} has arrived on each rank")
         return None
 
     def _fetch(self, candidate: Candidate, snapshots: dict[str, SnapshotDescription]) -> Fetched:
@@ -375,9 +390,7 @@ class Restorer:
         assert buffer.memory is not None
         return MemorySnapshot(snapshot, buffer.memory, buffer.values)
 
-    def _compare(
-        self, content: Content, request: _Request, *, shares: bool
-    ) -> tuple[list[Item], list[str], deque[Batch], tuple[Plan, str]]:
+    def _compare(self, content: Content, request: _Request, *, shares: bool) -> _Compared:
         present = self._items(request.state_dict)
         check_mixture(request.state_dict, present, request.empty, content)
         items, unexpected = fit(present, content, request.strict, request.optional)
@@ -390,4 +403,4 @@ class Restorer:
                 f"{content.where} lacks {sorted(lost)[:10]}, which now hold parts of a damaged one"
             )
         reads = deque(batches(content, request.state_dict, items))
-        return items, unexpected, reads, plan_of(reads if shares else ())
+        return _Compared(content, items, unexpected, reads, *plan_of(reads if shares else ()))
