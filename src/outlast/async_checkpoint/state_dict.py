@@ -56,18 +56,21 @@ def is_leaf(value: Any) -> bool:
     return not (is_wrapper or isinstance(value, Mapping | list))
 
 
-def nodes(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def nodes(value: Any, path: Path = ()) -> list[tuple[Path, Any]]:
     """Every dict, list and leaf of a state with its path, each before what it holds."""
-    yield path, value
-    if is_leaf(value):
-        return
+    found = [(path, value)]
+    if not is_leaf(value):
+        _add_nodes(found, value, path)
+    return found
+
+
+def _add_nodes(found: list[tuple[Path, Any]], value: Any, path: Path) -> None:
     is_list = isinstance(value, list)
     for key, each in inner_of(value):
         at = (*path, (key,) if is_list else key)
-        if is_leaf(each):
-            yield at, each
-        else:
-            yield from nodes(each, at)
+        found.append((at, each))
+        if type(each) not in PLAIN and not is_leaf(each):
+            _add_nodes(found, each, at)
 
 
 def leaf_numbers(state: Any) -> dict[Path, int]:

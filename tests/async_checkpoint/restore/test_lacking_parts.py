@@ -65,14 +65,16 @@ def test_only_what_is_wanted_is_told(tmp_path: Path) -> None:
         assert list(few) == [own.tensors["moments.b"].shards[0].file]
         other = {**told, "contents": _renamed(told["contents"])}
         restored = {"moments": {"b": torch.zeros(2), "c": torch.zeros(2)}}
-        whole, lacking, parts = memory.index_for(restored, restorer._items, [told, other], 0)
+        whole, lacking, parts = memory.index_for(
+            restored, restorer._items, [told, other], fills=True
+        )
         assert lacking == ["moments.c"]
         assert set(whole.tensors) == {"weight", "moments.a", "moments.b", "moments.c"}
         assert set(whole.values) == {"groups.lr", "groups.step"}
         assert [set(part.tensors) for part in parts] == [{"moments.b"}, {"moments.c"}]
         told["contents"]["tensors"]["moments.b"]["path"] = ["moments", "a"]
         with pytest.raises(CheckpointError, match="is not described correctly"):
-            memory.index_for(restored, restorer._items, [told, other], 0)
+            memory.index_for(restored, restorer._items, [told, other], fills=True)
 
 
 def _renamed(contents: dict[str, Any]) -> dict[str, Any]:

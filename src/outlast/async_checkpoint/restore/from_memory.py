@@ -80,6 +80,7 @@ class MemorySnapshot:
     def __init__(self, snapshot: Mapping[str, Any], memory: SharedMemory, values: bytes) -> None:
         self._where = f"the snapshot of step {snapshot['step']} in memory"
         self._snapshot, self._memory, self._values = snapshot, memory, values
+        self._items: list[Item] = []  # of the state dict
 
     @functools.cached_property
     def source(self) -> Source:
@@ -125,18 +126,22 @@ class MemorySnapshot:
         state_dict: dict[str, Any],
         items_of: ItemsOf,
         descriptions: Sequence[Mapping[str, Any]],
-        rank: int,
+        *,
+        fills: bool,
     ) -> tuple[Contents, list[str], list[Contents]]:
         """The contents of this part and of what all ranks have `told`, the names that this rank
-        loads but its part lacks, and what each rank has told. Fills empty dicts.
+        loads but its part lacks, and what each rank has told. Fills empty dicts if it `fills`: with
+        all that was saved, or there are none.
         """
         own = self.source.contents
         parts = [_checked(partial(each.__getitem__, "contents")) for each in descriptions]
         told = _merged(parts) if len(parts) > 1 else own
         tensors, values = {**own.tensors, **told.tensors}, {**own.values, **told.values}
         whole = Contents({}, tensors, values, told.containers)
-        fill_empty(state_dict, whole)
-        return whole, _lacking(items_of(state_dict), own, {*whole.tensors, *whole.values}), parts
+        if fills:
+            fill_empty(state_dict, whole)
+            self._items = items_of(state_dict)
+        return whole, _lacking(self._items, own, {*whole.tensors, *whole.values}), parts
 
     def others(
         self,
@@ -144,9 +149,11 @@ class MemorySnapshot:
         items_of: ItemsOf,
         descriptions: Sequence[Mapping[str, Any]],
         rank: int,
+        *,
+        fills: bool,
     ) -> _Others:
-        """What this rank gets of the others, which have `told` this. Fills empty dicts."""
-        whole, lacking, parts = self.index_for(state_dict, items_of, descriptions, rank)
+        """What this rank gets of the others, which have `told` this; see `index_for`."""
+        whole, lacking, parts = self.index_for(state_dict, items_of, descriptions, fills=fills)
         sources, left = list[Source](), set(lacking)
         for owner, each in enumerate(descriptions):
             if owner == rank or "values" not in each:
@@ -274,7 +281,8 @@ def content_in_memory(
         return told
 
     def look() -> tuple[_Others, Any]:
-        others = memory.others(state_dict, items_of, told[1], ranks.rank)
+        fills = lacks[1] is None
+        others = memory.others(state_dict, items_of, told[1], ranks.rank, fills=fills)
         return others, others.to_send
 
     found = ranks.attempt_and_gather(

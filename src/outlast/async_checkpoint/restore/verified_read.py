@@ -122,7 +122,6 @@ def read_verified(source: Source, wanted: Sequence[Piece], threads: int | None =
     """Reads the pieces. A `CheckpointError` names the first chunk that is missing or damaged, when
     destinations may have been written to; a `CheckpointReadError`, a file that cannot be read now.
     """
-    threads = threads or default_threads()
     by_chunk = pieces_by_chunk(source, wanted)
     readers: dict[str, Reopened] = {}
 
@@ -141,7 +140,12 @@ def read_verified(source: Source, wanted: Sequence[Piece], threads: int | None =
     with contextlib.ExitStack() as stack:
         for name in {name for name, _ in by_chunk}:
             readers[name] = stack.enter_context(opened(source, name))
-        in_threads(work, by_chunk.items(), threads, "outlast-read")
+        threads = min(threads or default_threads(), len(by_chunk))
+        in_memory = (_MemoryReader, _BorrowedReader)
+        if threads < 2 and all(isinstance(each.newest, in_memory) for each in readers.values()):
+            work(iter(by_chunk.items()))
+        else:  # a restart must be able to interrupt this one, even if storage does not answer
+            in_threads(work, by_chunk.items(), threads, "outlast-read")
 
 
 def default_threads() -> int:
