@@ -63,6 +63,11 @@ _KINDS = {
     kind.__name__: kind
     for kind in (CheckpointMismatch, CheckpointReadError, FolderInUse, FolderUnusable)
 }
+_NAMES = {
+    CheckpointMismatch: MISFIT,
+    CheckpointUnsavable: MISFIT,  # the state to fill
+    CheckpointReadError: UNREAD,
+}
 OF_ALL_RANKS = (RankShouldRestart, RankExcluded, RestartAbort)
 """What interrupts all ranks, so that none has to tell the others."""
 
@@ -145,8 +150,8 @@ class Agreement:
                     step.finish(b"{}")  # says that this rank has come: see `_fail_late`
             failure = self._verdict(step, what).failure
             self._end()
-            if failure is not None and failure.name in (_LEFT, _LATE):
-                raise self._error(_answer(failure))
+            if failure is not None and "error" in (answer := _answer(failure)):
+                raise self._error(answer)
             return result if failure is None else failure  # type: ignore[return-value]
 
     def together(self, work: Callable[[], T], what: str = "", *, collective: bool = False) -> T:
@@ -174,12 +179,7 @@ class Agreement:
                 del error
 
     def gather(
-        self,
-        part: Any,
-        work: Callable[[list[Any]], T],
-        what: str = "",
-        *,
-        until_read: bool = False,
+        self, part: Any, work: Callable[[list[Any]], T], what: str = "", *, until_read: bool = False
     ) -> T:
         """Runs `work` on rank 0 (in errors: `what`), on the parts of all ranks in rank order;
         returns its result on every rank. Parts and result are JSON. `until_read`: rank 0, which may
@@ -203,31 +203,25 @@ class Agreement:
         *,
         until_read: bool = False,
     ) -> tuple[Own, T] | CallFailure:
-        """`attempt` and `gather` in one step: `prepare` returns something for this rank, and its
-        part for `work`. Returns the former with the result of `work`; or the failure, as `attempt`
-        does, if `prepare` has failed on a rank. Raises as `gather`.
+        """`attempt` and `gather` in one step. `prepare` returns what is for this rank alone, which
+        is returned with the result, and the part for `work`. Raises as `gather`.
         """
         with self.operation():
-            if self.world_size == 1:
-                return self._alone(prepare, work, what)
             step = self._begin(concludes=self.rank == 0)
             read = self._ledger.round(step.index, "read") if until_read else None
             cause: Exception | None = None
-            own: Any = None
+            own, answer = None, dict[str, Any]()
             try:
                 own, part = prepare()
             except (CheckpointError, OSError) as e:
                 step.fail(self._of_work(e))
             else:
                 step.finish(json.dumps(part).encode())
-            answer: dict[str, Any] = {}
             if self.rank == 0:
                 failure = self._verdict(step, what).failure
                 try:
-                    if failure is None:
-                        answer["is"] = work([json.loads(each) for each in step.parts()])
-                    else:
-                        answer = _answer(failure)
+                    parts = [] if failure else [json.loads(each) for each in step.parts()]
+                    answer = _answer(failure) if failure else {"is": work(parts)}
                 except (CheckpointError, OSError) as e:
                     cause, answer = e, self._own_answer(e, what)
                 payload = json.dumps(answer).encode()
@@ -241,10 +235,11 @@ class Agreement:
             try:
                 if "failure" in answer:
                     return CallFailure(**answer["failure"])
+                if isinstance(cause, CheckpointError) and not what:
+                    raise self.shared(cause, 0)
                 if "error" in answer:
-                    own_text = "" if what or cause is None else str(cause)
-                    raise self._error(answer, own_text) from cause
-                return own, answer["is"]
+                    raise self._error(answer, "" if what or not cause else str(cause)) from cause
+                return own, answer["is"]  # type: ignore[return-value]
             finally:
                 cause = None  # breaks the cycle from the exception to this frame
 
@@ -276,7 +271,7 @@ class Agreement:
         step.forget()
 
     def attributed(self, error: E, failed: int) -> E:
-        """`error`, which all ranks raise because the rank `failed` has failed."""
+        """`error`, which all ranks raise as `failed` has failed."""
         error.of_another_rank = failed != self.rank
         return error
 
@@ -285,28 +280,9 @@ class Agreement:
         self._shared = error
         return self.attributed(error, failed)
 
-    def _alone(
-        self, prepare: Callable[[], tuple[Own, Any]], work: Callable[[list[Any]], T], what: str
-    ) -> tuple[Own, T] | CallFailure:
-        try:
-            own, part = prepare()
-        except (CheckpointError, OSError) as e:
-            return self._of_work(e)
-        try:
-            return own, json.loads(json.dumps(work([json.loads(json.dumps(part))])))
-        except (CheckpointError, OSError) as e:
-            if isinstance(e, CheckpointError) and not what:
-                raise
-            raise self._error(self._own_answer(e, what)) from e
-
     def _of_work(self, error: Exception) -> CallFailure:
         """The failure of what all ranks attempt, from what this one has raised."""
-        kinds = {
-            CheckpointMismatch: MISFIT,
-            CheckpointUnsavable: MISFIT,  # the state to fill
-            CheckpointReadError: UNREAD,
-        }
-        name = next((kinds[kind] for kind in kinds if isinstance(error, kind)), "")
+        name = next((name for kind, name in _NAMES.items() if isinstance(error, kind)), "")
         return CallFailure.here(self._steps, name, self.rank, str(error))
 
     def _error(self, answer: Mapping[str, Any], own: str = "") -> OutlastError:
@@ -323,10 +299,8 @@ class Agreement:
 
     def _failed(self, what: str, failure: CallFailure) -> str:
         """Says that the step `what` has failed, where and why."""
-        if not what:
-            return failure.text
         place = f" on rank {failure.rank} on {failure.host}" if self.world_size > 1 else ""
-        return f"{what} failed{place}: {failure.cause}"
+        return f"{what} failed{place}: {failure.cause}" if what else failure.text
 
     @contextlib.contextmanager
     def _unless_failed(self) -> Iterator[None]:
