@@ -188,13 +188,21 @@ def is_covered(shape: Sequence[int], parts: Sequence[tuple[Sequence[int], Sequen
     """Whether parts (offsets and sizes), each within the shape, have every element exactly once."""
     if len(parts) == 1 and tuple(parts[0][1]) == tuple(shape):
         return not any(parts[0][0])
+    parts = [(offsets, sizes) for offsets, sizes in parts if all(sizes)]
+    if not all(shape):
+        return not parts
+    rest = tuple(shape[1:])
+    if shape and all(tuple(n[1:]) == rest and not any(at[1:]) for at, n in parts):  # whole rows
+        end = 0
+        for begin, length in sorted((at[0], n[0]) for at, n in parts):
+            if begin != end:
+                return False
+            end += length
+        return end == shape[0]
     boxes = [
         (tuple(offsets), tuple(a + n for a, n in zip(offsets, sizes, strict=True)))
         for offsets, sizes in parts
-        if all(sizes)
     ]
-    if not all(shape):
-        return not boxes
     volume = sum(math.prod(b - a for a, b in zip(*box, strict=True)) for box in boxes)
     return volume == math.prod(shape) and _are_disjoint(boxes, 0)
 
