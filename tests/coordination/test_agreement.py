@@ -5,16 +5,17 @@ from __future__ import annotations
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import pytest
 
 from outlast.coordination import agreement, collective_guard
-from outlast.coordination.agreement import Agreement
-from outlast.coordination.call_ledger import CallLedger
+from outlast.coordination.agreement import MISFIT, Agreement
+from outlast.coordination.call_ledger import CallFailure, CallLedger
 from outlast.coordination.stores.store import MemoryStore
-from outlast.errors import CheckpointError, FolderUnusable, RankTimeout
+from outlast.errors import CheckpointError, CheckpointMismatch, FolderUnusable, RankTimeout
 from outlast.inprocess.interruption.error_kinds import is_consequence
 
 LIMIT_S = 60.0  # the other rank must not wait for so long
@@ -23,6 +24,25 @@ NEVER_S = 1e6
 
 def pair(store: MemoryStore, **arguments: Any) -> list[Agreement]:
     return [Agreement(CallLedger(store, "x", n, 2), LIMIT_S, "c", **arguments) for n in (0, 1)]
+
+
+def take_steps(ranks: Agreement) -> None:
+    ranks.attempt(lambda: None)
+    ranks.gather(ranks.rank, list)
+    ranks.attempt(lambda: None, collective=True)
+    ranks.gather(None, len, until_read=True)
+    assert ranks.attempt_and_gather(lambda: ("own", ranks.rank), list) == ("own", [0, 1])
+    for failing in (0, 1):
+        failure = ranks.attempt_and_gather(partial(fails, ranks, failing), list)
+        assert isinstance(failure, CallFailure)
+        failure = ranks.attempt(partial(fails, ranks, failing))
+        assert isinstance(failure, CallFailure)
+
+
+def fails(ranks: Agreement, failing: int) -> tuple[None, None]:
+    if ranks.rank == failing:
+        raise CheckpointMismatch("not this one")
+    return None, None
 
 
 def interrupted(ranks: Agreement, line: int) -> bool:
@@ -45,10 +65,7 @@ def interrupted(ranks: Agreement, line: int) -> bool:
 
     def steps() -> None:
         with ranks.operation():
-            ranks.attempt(lambda: None)
-            ranks.gather(ranks.rank, list)
-            ranks.attempt(lambda: None, collective=True)
-            ranks.gather(None, len, until_read=True)
+            take_steps(ranks)
 
     before = sys.gettrace()
     sys.settrace(trace)
@@ -65,10 +82,7 @@ def steps(ranks: Agreement) -> str:
     """What the other rank learns of it."""
     try:
         with ranks.operation():
-            ranks.attempt(lambda: None)
-            ranks.gather(ranks.rank, list)
-            ranks.attempt(lambda: None, collective=True)
-            ranks.gather(None, len, until_read=True)
+            take_steps(ranks)
             ranks.attempt(lambda: None)  # it learns of the last lines at the next step
     except CheckpointError as e:
         return str(e)
@@ -117,6 +131,21 @@ def test_an_error_of_rank_0_is_that_of_another_rank_on_the_others(
     assert [str(each) for each in raised] == ["no room", "rank 0: no room"]
     assert [each.of_another_rank for each in raised] == [False, True]
     assert [is_consequence(each) for each in raised] == [False, True]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_what_a_rank_attempts_before_a_gathering_fails_on_all(failing: int) -> None:
+    parts = pair(MemoryStore())
+
+    def attempt(ranks: Agreement) -> Any:
+        found = ranks.attempt_and_gather(partial(fails, ranks, failing), list)
+        return found, ranks.gather(ranks.rank, list)  # they go on with the same step
+
+    with ThreadPoolExecutor() as threads:
+        found = list(threads.map(attempt, parts))
+    for failure, after in found:
+        assert (failure.name, failure.rank, failure.cause) == (MISFIT, failing, "not this one")
+        assert after == [0, 1]
 
 
 @pytest.mark.parametrize("step", ["gather", "attempt"])

@@ -377,13 +377,14 @@ class Agreement:
             self._steps = self._step.index + 1  # the interrupt may have come before it was counted
         # A store that is out of reach is out of reach for the others too.
         with contextlib.suppress(StoreError):
-            if self._step is None or not self._fail_step(self._step, error):
-                self._fail_step(self._begin(), error)
+            while not self._fail_step(self._step or self._begin(), error):
+                pass  # until a step that no other rank has failed before
 
     def _fail_step(self, step: Round, error: BaseException) -> bool:
-        """Fails the step that this rank is in; returns whether the other ranks learn of a failure
-        there. If all ranks have finished their parts, they do not, unless they wait for the result
-        of this one. They may wait for the verdict or for the result, so it is recorded for both.
+        """Fails the step that this rank is in; returns whether the other ranks leave there. If all
+        ranks have finished their parts, they do not, unless they wait for the result of this one;
+        nor if what another rank attempted has failed before: they go on with the next step. They
+        may wait for the verdict or for the result, so it is recorded for both.
         """
         if isinstance(error, OutlastError):
             failure = CallFailure.here(step.index, _LEFT, self.rank, str(error))
@@ -400,7 +401,7 @@ class Agreement:
             return False
         self._conclude(step, told)
         self._end()
-        return True
+        return "error" in _answer(told)
 
 
 def _answer(failure: CallFailure) -> dict[str, Any]:
