@@ -130,6 +130,17 @@ def test_one_rank_may_not_read_the_memory_of_another(ranks: Ranks, tmp_path: Pat
     run(ranks, "one_cannot_open_memory", tmp_path)
 
 
+def test_a_restore_takes_few_rounds(ranks: Ranks, tmp_path: Path) -> None:
+    job = run(ranks, "restores_of_few_rounds", tmp_path)
+    for rank in range(2):
+        lines = [line for line in job.lines(rank) if line["event"] == "restored"]
+        assert [(e["source"], e["rounds"]) for e in lines] == [("memory", 6), ("storage", 4)]
+
+
+def test_small_values_need_no_collective(ranks: Ranks, tmp_path: Path) -> None:
+    run(ranks, "values_are_told_or_sent", tmp_path)
+
+
 def test_a_rank_without_memory_for_received_data_does_not_block_the_others(
     ranks: Ranks, tmp_path: Path
 ) -> None:

@@ -313,6 +313,7 @@ def one_has_no_room(path: str, plan: str) -> None:
         saves(checkpointer, 1, state_of(1))
         with pytest.MonkeyPatch.context() as patch:
             if RANK == 1:
+                patch.setattr(MemoryName, "open", _refused)  # so the parts are sent
                 patch.setattr(MemorySnapshot, "receive_buffers", _no_memory)
             raising(lambda: checkpointer.restore(blank()))
         found = blank()
@@ -347,6 +348,59 @@ def one_cannot_open_memory(path: str, plan: str) -> None:
     leave_group()
 
 
+@scenario
+def restores_of_few_rounds(path: str, plan: str) -> None:
+    """Says how many rounds of all ranks a restore takes, from memory and from storage; the latter
+    with the one in which they agree on what their first save will be.
+    """
+    join_group()
+    finish, taken = Round.finish, [0]
+
+    def counted(*arguments: Any) -> None:
+        taken[-1] += 1
+        finish(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Round, "finish", counted)
+        for saved in (True, False):
+            with Checkpointer(path) as checkpointer:
+                if saved:
+                    saves(checkpointer, 1, state_of(1))
+                taken.append(0)
+                found = blank()
+                assert checkpointer.restore(found, step=1) == 1  # not what opening has looked for
+                assert same(found, state_of(1))
+                taken.append(0)
+                say("restored", source=checkpointer.restorer.restored_from, rounds=taken[-2])
+    leave_group()
+
+
+@scenario
+def values_are_told_or_sent(path: str, plan: str) -> None:
+    """Few bytes of values are told with what a rank has; many are sent in a collective."""
+    join_group()
+    exchange = MemorySnapshot.exchange
+    with Checkpointer(path) as checkpointer:
+        for step, length in ((1, 10), (2, 300_000)):
+            sent: list[str] = []
+
+            def watched(*arguments: Any, sent: list[str] = sent) -> Any:
+                sent += arguments[2]
+                return exchange(*arguments)
+
+            words = {f"word{number}": f"{number}" * length for number in range(4)}
+            saves(checkpointer, step, {**state_of(step), **words})
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(MemorySnapshot, "exchange", watched)
+                found = blank() | dict.fromkeys(words, "")
+                assert checkpointer.restore(found) == step
+            assert checkpointer.restorer.restored_from == "memory"
+            assert same(found, {**state_of(step), **words})
+            lacked = checkpointer.ranks.exchange(len(sent))
+            assert (sum(lacked) > 0) == (length > 10), lacked
+    leave_group()
+
+
 def _refused(*_: object) -> int:
     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
@@ -372,7 +426,7 @@ def each_has_its_own(path: str, plan: str) -> None:
     leave_group()
 
 
-def _no_memory(*_: object) -> None:
+def _no_memory(*_: object, **__: object) -> None:
     raise MemoryError("no memory for what is sent")
 
 

@@ -96,7 +96,7 @@ class MemorySnapshot:
         """
         own = self.source.contents  # also checks it, before other ranks wait for this one
         blank_extra_states(state_dict, own)
-        items = items_of(state_dict)
+        items = self._items = items_of(state_dict)
         names = {item.name for item in items}
         if empty_in(state_dict) or not names >= {*own.tensors, *own.values}:
             return None

@@ -51,7 +51,7 @@ from outlast.errors import CheckpointError, CheckpointMismatch, CheckpointReadEr
 from outlast.events.emitter import Emitter
 from outlast.events.types import CheckpointPassedOver, CheckpointRestored, NothingToRestore
 from outlast.system.notices import notice
-from outlast.system.units import duration_text
+from outlast.system.units import duration_text, listed
 
 log = logging.getLogger("outlast.checkpoint")
 
@@ -402,5 +402,8 @@ class Restorer:
             raise CheckpointMismatch(
                 f"{content.where} lacks {sorted(lost)[:10]}, which now hold parts of a damaged one"
             )
+        held = {name for each in content.sources for name in each.contents.entries}
+        if unread := sorted(loaded - held):  # never left as they are, without a word
+            raise CheckpointError(f"{content.where} has {listed(unread, 10)}, which no source has")
         reads = deque(batches(content, request.state_dict, items))
         return _Compared(content, items, unexpected, reads, *plan_of(reads if shares else ()))
