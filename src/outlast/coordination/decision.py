@@ -206,6 +206,10 @@ class Held:
         return "links" if self.links else "replacements"
 
 
+# Made here, and not at the first fault: that takes some milliseconds of each rank and its monitor.
+_DECISION, _HELD = msgspec.json.Decoder(Decision), msgspec.json.Decoder(Held)
+
+
 def encode_record(record: Decision | Held) -> bytes:
     """A record for the store."""
     if isinstance(record, Decision):
@@ -216,8 +220,8 @@ def encode_record(record: Decision | Held) -> bytes:
 def decode_record(data: bytes) -> Decision | Held:
     """The inverse of `encode_record`."""
     if data.startswith(b'{"links"'):
-        return msgspec.json.decode(data, type=Held)
-    decision = msgspec.json.decode(data, type=Decision)
+        return _HELD.decode(data)
+    decision = _DECISION.decode(data)
     return dataclasses.replace(decision, view=decision.view.unpacked())
 
 
