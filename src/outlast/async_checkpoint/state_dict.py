@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
@@ -177,12 +178,16 @@ def _walk(value: Any, signature: list[Any], leaves: list[Any]) -> None:
             signature.append((whole.size, whole.tensor_properties.dtype, parts))
         else:
             signature.append((value.shape, value.dtype, value.layout))
-    elif isinstance(value, Mapping):
+    elif type(value) is dict or isinstance(value, Mapping):
         signature.append((tuple(value), tuple(map(type, value)), type(value)))  # True == 1
         for each in value.values():
             if type(each) in _TENSORS:  # here: a call for each one would take as long again
                 leaves.append(each)
                 signature.append((each.shape, each.dtype, each.layout))
+            elif type(each) is DTensor:
+                leaves.append(each)
+                spec = each._spec
+                signature.append((each.shape, each.dtype, spec.placements, spec.mesh))
             else:
                 _walk(each, signature, leaves)
     elif isinstance(value, list):

@@ -4,6 +4,7 @@ where Python cannot interrupt it. Their errors keep nothing alive.
 
 from __future__ import annotations
 
+import _thread
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,14 @@ def start_thread(name: str, work: Callable[..., object], *arguments: Any) -> thr
     thread = threading.Thread(target=work, args=arguments, name=name, daemon=True)
     thread.start()
     return thread
+
+
+def start_unawaited(work: Callable[[], object], started: list[int]) -> None:
+    """Starts a thread that calls `work`, and raises nothing; the caller goes on at once, where
+    `Thread.start` waits until the new thread runs: milliseconds if the processors are in use. An
+    interrupt comes before it is started, or after it was added to `started`.
+    """
+    started.extend(map(_thread.start_new_thread, [work], [()]))
 
 
 def in_threads(

@@ -45,7 +45,7 @@ def laid_out(memory: SharedMemory, seed: int) -> tuple[Any, list[Any], bytes]:
     files = [("one", 0, cut), ("two", cut, len(memory.view) - cut)]
     expected = bytearray(memory.view)
     whole = torch.frombuffer(memory.view, dtype=torch.uint8)
-    copies = []
+    copies: list[Any] = []
     at = chance.randrange(300)
     while True:
         size = chance.choice([1, 7, 64, 5000, 300_000, 900_000, CHUNK_BYTES + 1])
@@ -58,6 +58,13 @@ def laid_out(memory: SharedMemory, seed: int) -> tuple[Any, list[Any], bytes]:
         at += size + chance.choice([0, 0, 1, 200])
 
 
+def chunks_of(
+    cache: ChunkCache, memory: SharedMemory, files: Any, copies: list[Any], hashed: bool
+) -> Chunks:
+    places = [(to.data_ptr() - memory.address, to.nbytes) for _, to in copies]
+    return cache.chunks(memory, files, places, [source.data_ptr() for source, _ in copies], hashed)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_chunks_are_copied_and_their_checksums_taken(memory: SharedMemory, seed: int) -> None:
     files, copies, expected = laid_out(memory, seed)
@@ -65,7 +72,7 @@ def test_chunks_are_copied_and_their_checksums_taken(memory: SharedMemory, seed:
     for hashed in (True, False, True, True):
         for _, to in copies:
             to.zero_()
-        filled = cache.chunks(memory, files, copies, hashed=hashed)
+        filled = chunks_of(cache, memory, files, copies, hashed)
         EagerCopy(copies, filled).run()
         assert bytes(memory.view) == expected
         if hashed:
@@ -77,19 +84,19 @@ def test_chunks_are_copied_and_their_checksums_taken(memory: SharedMemory, seed:
 def test_copies_that_are_not_in_order_are_refused(memory: SharedMemory) -> None:
     files, copies, _ = laid_out(memory, 0)
     with pytest.raises(ValueError, match="order"):
-        ChunkCache().chunks(memory, files, [*copies[1:], copies[0]], hashed=True)
+        chunks_of(ChunkCache(), memory, files, [*copies[1:], copies[0]], True)
 
 
 def test_tensors_at_other_addresses_next_time(memory: SharedMemory) -> None:
     files, copies, expected = laid_out(memory, 0)
     cache = ChunkCache()
-    EagerCopy(copies, cache.chunks(memory, files, copies, hashed=True)).run()
+    EagerCopy(copies, chunks_of(cache, memory, files, copies, True)).run()
     for change in range(1, 3):
         copies = [((source + change).clone(), to) for source, to in copies]
         if change == 2:
             del copies[3:6]  # what was there stays
         before = bytearray(memory.view)
-        filled = cache.chunks(memory, files, copies, hashed=True)
+        filled = chunks_of(cache, memory, files, copies, True)
         EagerCopy(copies, filled).run()
         assert bytes(memory.view) != expected
         assert bytes(memory.view) != before
@@ -286,12 +293,12 @@ def test_the_first_copy_allocates_the_memory_chunk_by_chunk() -> None:
     copies = [(torch.ones(5, dtype=torch.uint8), whole[10:15])]
     copies.append((torch.ones(5, dtype=torch.uint8), whole[CHUNK_BYTES + 7 : CHUNK_BYTES + 12]))
     cache, files = ChunkCache(), [("one", 0, 2 * CHUNK_BYTES)]
-    filled = cache.chunks(memory, files, copies, hashed=False)
+    filled = chunks_of(cache, memory, files, copies, False)
     assert allocated() == 0
     filled.fill(0)
     assert allocated() == CHUNK_BYTES
     memory.is_populated = True
-    cache.chunks(memory, files, copies, hashed=False).fill(1)
+    chunks_of(cache, memory, files, copies, False).fill(1)
     assert allocated() == CHUNK_BYTES + PAGE_BYTES
     del whole, copies
     memory.close()

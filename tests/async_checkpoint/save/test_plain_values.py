@@ -435,3 +435,34 @@ def test_what_would_lose_an_attribute_is_refused() -> None:
             encode(value)
     assert encode(Made.ONE)
     assert encode(WithSlot())
+
+
+def test_a_value_is_pickled_again_when_it_is_another_one(tmp_path: Path) -> None:
+    """Equal is not enough: `0.0 == -0.0 == False`. The bytes of the last one are used again."""
+    rows = [
+        [(0.0, 1), [1, 2], 0.0],
+        [(-0.0, 1), [1, 2], -0.0],
+        [(-0.0, True), [1, True], False],
+        [(float("nan"), "1"), [1, "2"], 0],
+        [[float("nan"), "1"], (1, "2"), "0.0"],
+        [("nan", (1,)), (1, [2]), ("0.0",)],
+    ]
+    with Checkpointer(tmp_path) as checkpointer:
+        for step, row in enumerate([*rows, *reversed(rows)]):
+            state = {str(number): value for number, value in enumerate(row)}
+            checkpointer.save(step, {"all": tuple(state.values()), **state}).wait(NET)
+            found: dict[str, Any] = {}
+            assert checkpointer.restore(found, step=step) == step
+            assert repr([found[str(n)] for n in range(3)]) == repr(row)
+            assert repr(found["all"]) == repr(tuple(row))
+
+
+def test_a_list_that_was_changed_in_place_is_pickled_again(tmp_path: Path) -> None:
+    order = [3, 1, 2]
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"order": order}).wait(NET)
+        order.sort()
+        checkpointer.save(2, {"order": order}).wait(NET)
+        found: dict[str, Any] = {}
+        assert checkpointer.restore(found) == 2
+        assert found == {"order": [1, 2, 3]}

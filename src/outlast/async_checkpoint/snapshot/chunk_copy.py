@@ -29,7 +29,6 @@ from typing import Any
 import torch
 import xxhash
 
-from outlast.async_checkpoint.snapshot.device_copy import CopyPair
 from outlast.async_checkpoint.state_dict import Last
 from outlast.async_checkpoint.storage.manifest import pieces
 from outlast.system.shared_memory import SharedMemory, allocate, memory_at, move, move_quickly
@@ -156,34 +155,30 @@ class ChunkCache:
         self,
         memory: SharedMemory,
         files: Sequence[tuple[str, int, int]],
-        copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        *,
+        places: Sequence[tuple[int, int]],
+        sources: Sequence[int],
         hashed: bool,
     ) -> Chunks:
-        """The chunks of a buffer that holds `files` (name, offset, size). `copies` are from
-        contiguous tensors to tensors in the buffer, in the order of the latter; tensors without
-        elements have no address, and are left out.
+        """The chunks of a buffer that holds `files` (name, offset, size), filled from contiguous
+        tensors at the addresses `sources`; `places` as for `cut`.
         """
-        moved = [(source, to) for source, to in copies if source.nbytes]
-        places = [(to.data_ptr() - memory.address, to.nbytes) for _, to in moved]
         chunks = self._chunks.of(
             (files, places, hashed), lambda: cut(files, places, all_of_them=hashed)
         )
-        sources = [source.data_ptr() for source, _ in moved]
         sizes = {name: size for name, _, size in files} if hashed else None
         return Chunks(memory, chunks, sources, sizes)
 
 
 class EagerCopy:
-    """Fills chunks, with as many threads as torch uses, and keeps source and target tensors alive.
+    """Fills chunks, with as many threads as torch uses, and keeps `held`, the memory, alive.
 
     Each thread takes the next chunk when it is done with one. torch's own copy cuts every tensor
     into equal parts and waits for the slowest one each time: if something else runs on one of the
     cores, such as the writer at the previous save, that takes many times as long.
     """
 
-    def __init__(self, copies: Sequence[CopyPair], chunks: Chunks) -> None:
-        self._copies, self._chunks = copies, chunks
+    def __init__(self, held: object, chunks: Chunks) -> None:
+        self._held, self._chunks = held, chunks
         # `next` on it is atomic: no two threads get the same number.
         self._left = iter(range(len(chunks)))
         self._called_off = False

@@ -11,19 +11,9 @@ from torch.optim import Optimizer
 
 from outlast.system.devices import on_accelerator
 
-_WORTH_A_CALL = 64 << 10  # below that, a call costs more than the copy
+WORTH_A_CALL = 64 << 10  # below that, a call costs more than the copy
 _INSIDE = ("optimizer", "_optimizer", "optim", "base_optimizer")  # where wrappers keep theirs
 _MAX_DEPTH = 8  # in case a wrapper refers to itself
-
-
-def is_contiguous_cpu(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is contiguous in CPU memory, and large enough to be copied by itself."""
-    return tensor.nbytes >= _WORTH_A_CALL and tensor.is_cpu and _has_bytes(tensor)
-
-
-def _has_bytes(tensor: torch.Tensor) -> bool:
-    # A subclass that wraps other tensors has neither memory nor an address.
-    return tensor.is_contiguous() and tensor.data_ptr() != 0
 
 
 class Writes:
@@ -54,32 +44,26 @@ class Writes:
         return f"{self._name_of(changed[0])!r}{others} written to"
 
 
-def can_overlap(tensor: torch.Tensor, owned: set[int]) -> bool:
-    """Whether the tensor can be copied during training: only an optimizer changes it (its address
-    is in `owned`), and it is contiguous, in the memory of the CPU or of the accelerator.
+def can_overlap(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that only an optimizer changes can be copied during training: it is
+    contiguous, in the memory of the CPU or of the accelerator.
     """
-    if not (tensor.is_cpu or on_accelerator(tensor)) or tensor.is_inference():
-        return False
-    return _has_bytes(tensor) and tensor.data_ptr() in owned
+    in_reach = tensor.is_cpu or on_accelerator(tensor)
+    return in_reach and not tensor.is_inference() and tensor.is_contiguous()
 
 
 def addresses_of_optimizers(optimizers: Iterable[Optimizer]) -> set[int]:
     """The addresses of the tensors that only these optimizers change."""
-    found: set[int] = set()
+    held: list[Any] = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            found.update(_address(parameter) for parameter in group["params"])
+            held += group["params"]
         for state in optimizer.state.values():
-            if isinstance(state, dict):
-                found.update(_address(v) for v in state.values() if isinstance(v, torch.Tensor))
-    return found
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """The address of a tensor's bytes; for a DTensor, of this rank's part."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor.to_local()
-    return tensor.data_ptr()
+            held += state.values() if isinstance(state, dict) else ()
+    # Of a DTensor, that of this rank's part.
+    local = (each.to_local() if isinstance(each, DTensor) else each for each in held)
+    # A subclass that wraps other tensors, or a tensor without elements, has none.
+    return {each.data_ptr() for each in local if isinstance(each, torch.Tensor)} - {0}
 
 
 def optimizers_of(overlap: Any) -> tuple[list[Optimizer], list[str]]:

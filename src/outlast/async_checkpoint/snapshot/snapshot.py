@@ -33,12 +33,12 @@ from torch.utils.hooks import RemovableHandle
 
 from outlast.async_checkpoint.snapshot.buffers import SnapshotBuffer
 from outlast.async_checkpoint.snapshot.chunk_copy import ChunkCache, Chunks, EagerCopy, copy_small
-from outlast.async_checkpoint.snapshot.device_copy import CopyPair, DeviceChunks, DeviceCopy
+from outlast.async_checkpoint.snapshot.device_copy import DeviceChunks, DeviceCopy
 from outlast.async_checkpoint.snapshot.overlap import (
+    WORTH_A_CALL,
     Writes,
     addresses_of_optimizers,
     can_overlap,
-    is_contiguous_cpu,
 )
 from outlast.async_checkpoint.snapshot.structure import Structure
 from outlast.async_checkpoint.state_dict import Last
@@ -48,10 +48,11 @@ from outlast.async_checkpoint.writer.main import Writer
 from outlast.async_checkpoint.writer.write_files import checksums_of
 from outlast.errors import CheckpointError, SaveCancelled, TornSnapshot
 from outlast.system.devices import on_accelerator, on_this_device
+from outlast.system.parallel import start_unawaited
 
 # The writer, which writes pieces of this size, is notified whenever this much has been copied.
 _REPORTED_BYTES = 16 << 20
-_FEW = 1000  # small tensors, which can be copied during training
+_FEW = 32  # small tensors, which can be copied during training
 TORN = "before the optimizer's step, during the copy of a save"
 """In the message of a `TornSnapshot`, on all ranks."""
 
@@ -86,9 +87,9 @@ class Snapshot:
         self._writer = writer
         self._now: DeviceCopy | EagerCopy | None = None
         # Of the copy during training:
-        self._thread: threading.Thread | None = None
+        self._threads: list[int] = []
         self._hook: RemovableHandle | None = None
-        self._copies: Sequence[CopyPair] = ()  # keeps the memory alive, on both sides
+        self._copies: object = ()  # keeps the memory alive, on both sides
         self._chunks: Chunks | DeviceChunks | None = None
         self._optimizers: Sequence[Optimizer] = ()
         self._writes = Writes(())
@@ -114,27 +115,25 @@ class Snapshot:
 
     def copy_later(
         self,
-        copies: Sequence[CopyPair],
+        copies: object,
         chunks: Chunks | DeviceChunks,
         optimizers: Sequence[Optimizer],
         writes: Writes,
     ) -> None:
         """Copies contiguous tensors in a thread, and makes the optimizers' steps wait for that.
-        `chunks` make the copies, in the order of their addresses.
+        `chunks` make the copies, in the order of their addresses; `copies` hold the memory.
         """
         self._copies, self._chunks, self._optimizers = copies, chunks, optimizers
         self._writes = writes
-        copy = on_this_device(self._copy)
-        self._thread = threading.Thread(target=copy, name="outlast-snapshot", daemon=True)
         self._hook = register_optimizer_step_pre_hook(self._before_step)
-        self._thread.start()
+        start_unawaited(on_this_device(self._copy), self._threads)
 
     def seal(self) -> None:
         """Waits for the copy and checks it, once; where no write to the tensors is in progress."""
-        if self._thread is None:
+        if self._chunks is None:
             return
         # In every call: an interrupt may come at any point.
-        if self._thread.ident is not None:  # else it never starts, or sees that it was called off
+        if self._threads:  # else it is never started
             self._await_copy()
         if self._hook is not None:
             self._hook.remove()
@@ -185,8 +184,8 @@ class Snapshot:
         return TornSnapshot(f"{written} {TORN}") if written else None
 
     def _await_copy(self) -> None:
-        # Not `join`: after an interrupted `join`, a thread that is still copying counts as dead
-        # (Python 3.11, bpo-45274).
+        # Nothing can `join` the thread; and after an interrupted `join`, a thread that is still
+        # copying counts as dead (Python 3.11, bpo-45274).
         self._copied.wait()
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -258,40 +257,48 @@ class Snapshotter:
         snapshot = Snapshot(description, values, buffer, self._writer)
         self._writer.start()
         with torch.no_grad():  # as in a restore: the views of DTensors
-            sources = structure.sources(leaves)
+            sources, addresses = structure.sources(leaves)
         optimizers = self._optimizers  # another thread may call `abandon`
+        extents, files = structure.extents, structure.files
         # Of many small tensors, none is worth the work for a view and for a part of a chunk.
         small = structure.small if len(structure.small) > _FEW else ()
-        addresses = [source.data_ptr() for source in sources] if small else []
         moved = [
-            i for i in small if sources[i].is_cpu and sources[i].is_contiguous() and addresses[i]
+            i for i in small if addresses[i] and sources[i].is_cpu and sources[i].is_contiguous()
         ]
-        rest = set(range(len(sources))).difference(moved)
-        pairs = [(sources[i], target(i)) for i in sorted(rest)]
-        later, now = self._split(pairs, optimizers if pairs else ())
-        by_chunks = [pair for pair in now if is_contiguous_cpu(pair[0])]
-        by_torch = [pair for pair in now if not is_contiguous_cpu(pair[0])]
-        files = structure.files
+        rest = sorted(set(range(len(sources))).difference(moved))
+        later, now = self._split(rest, sources, addresses, optimizers if rest else ())
+        large = [i for i in now if extents[i].data_bytes >= WORTH_A_CALL]
+        by_chunks = [
+            i for i in large if addresses[i] and sources[i].is_cpu and sources[i].is_contiguous()
+        ]
+        by_torch = sorted(set(now).difference(by_chunks))
         # The copy hashes only where training does not wait for it (`snapshot/chunk_copy.py`).
-        by_device = bool(later) and on_accelerator(later[0][0])
-        snapshot.hashed = bool(later) and not by_device and self._are_private(later)
+        by_device = bool(later) and on_accelerator(sources[later[0]])
+        snapshot.hashed = (
+            bool(later) and not by_device and self._are_private(later, sources, addresses)
+        )
 
         def name_of(tensor: torch.Tensor) -> str:
             pairs = zip(structure.tensors, sources, strict=True)
             return next(item.name for item, source in pairs if source is tensor)
 
+        def chunks_of(cache: ChunkCache, numbers: Sequence[int], *, hashed: bool) -> Chunks:
+            places = [extents[i][-2:] for i in numbers]
+            return cache.chunks(memory, files, places, [addresses[i] for i in numbers], hashed)
+
         # All from one moment: else another thread's write could fall between the two.
-        writes = Writes([*(sources[i] for i in moved), *(source for source, _ in now)], name_of)
-        writes_later = Writes((source for source, _ in later), name_of)
-        extents = structure.extents
-        with memory.view[:]:  # no tensor keeps it mapped, whoever closes it meanwhile
-            copy_small(
-                (memory.address + extents[i].buffer_at, addresses[i], extents[i].data_bytes)
-                for i in moved
-            )
-        snapshot.copy_now(DeviceCopy(by_torch))
-        eager = self._now.chunks(memory, files, by_chunks, hashed=False)
-        snapshot.copy_now(EagerCopy(by_chunks, eager))
+        writes = Writes((sources[i] for i in (*moved, *now)), name_of)
+        writes_later = Writes((sources[i] for i in later), name_of)
+        held = memory.view[:], sources  # keeps it mapped, whoever closes it meanwhile
+        copy_small(
+            (memory.address + extents[i].buffer_at, addresses[i], extents[i].data_bytes)
+            for i in moved
+        )
+        if by_torch:
+            snapshot.copy_now(DeviceCopy([(sources[i], target(i)) for i in by_torch]))
+        if by_chunks:
+            eager = chunks_of(self._now, by_chunks, hashed=False)
+            snapshot.copy_now(EagerCopy(held, eager))
         written = writes.found()
         if written or not later:
             snapshot.hashed = False
@@ -299,34 +306,33 @@ class Snapshotter:
             snapshot.end(CheckpointError(error) if written else None)
             return snapshot
         chunks = (
-            DeviceChunks(later)
+            DeviceChunks([(sources[i], target(i)) for i in later])
             if by_device
-            else self._later.chunks(memory, files, later, hashed=snapshot.hashed)
+            else chunks_of(self._later, later, hashed=snapshot.hashed)
         )
-        snapshot.copy_later(later, chunks, optimizers, writes_later)
+        snapshot.copy_later(held, chunks, optimizers, writes_later)
         return snapshot
 
-    def _are_private(self, copies: Sequence[CopyPair]) -> bool:
+    def _are_private(
+        self, numbers: list[int], sources: Sequence[torch.Tensor], addresses: Sequence[int]
+    ) -> bool:
         """Whether only this process can write to the tensors, in CPU memory."""
         # Sharing a tensor with another process moves it to another address.
-        addresses = [source.data_ptr() for source, _ in copies]
-        shared = (source.untyped_storage().is_shared() for source, _ in copies)
-        return self._private.of(addresses, lambda: not any(shared))
+        shared = (sources[i].untyped_storage().is_shared() for i in numbers)
+        return self._private.of([addresses[i] for i in numbers], lambda: not any(shared))
 
     @staticmethod
     def _split(
-        copies: list[CopyPair], optimizers: Sequence[Optimizer]
-    ) -> tuple[list[CopyPair], list[CopyPair]]:
+        numbers: list[int],
+        sources: Sequence[torch.Tensor],
+        addresses: Sequence[int],
+        optimizers: Sequence[Optimizer],
+    ) -> tuple[list[int], list[int]]:
         if not optimizers:
-            return [], copies
+            return [], numbers
         owned = addresses_of_optimizers(optimizers)
-        later: list[CopyPair] = []
-        now: list[CopyPair] = []
-        for source, to in copies:
-            (later if can_overlap(source, owned) else now).append((source, to))
-        if any(on_accelerator(source) for source, _ in later):
+        later = [i for i in numbers if addresses[i] in owned and can_overlap(sources[i])]
+        if any(on_accelerator(sources[i]) for i in later):
             # Those in CPU memory are few and small, such as Adam's counters of steps.
-            now += [pair for pair in later if not on_accelerator(pair[0])]
-            now.sort(key=lambda pair: pair[1].data_ptr())
-            later = [pair for pair in later if on_accelerator(pair[0])]
-        return later, now
+            later = [i for i in later if on_accelerator(sources[i])]
+        return later, sorted(set(numbers).difference(later))

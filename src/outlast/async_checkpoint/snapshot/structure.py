@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from outlast.async_checkpoint.plain_values import Unsavable, encode
@@ -101,8 +102,8 @@ class TensorExtent(NamedTuple):
     stream_at: int
     stream_bytes: int
     data_at: int
-    data_bytes: int
     buffer_at: int
+    data_bytes: int
 
 
 class Structure:
@@ -170,20 +171,22 @@ class Structure:
         numbers = leaf_numbers(state_dict)
         self._leaves = [numbers[item.path] for item in self.tensors]
 
-    def sources(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
-        """This rank's part of each of `tensors`; `leaves` are those of `signature_and_leaves`."""
-        found = [
+    def sources(self, leaves: Sequence[Any]) -> tuple[list[torch.Tensor], list[int]]:
+        """This rank's part of each of `tensors`, and its address, 0 if it has none; `leaves` are
+        those of `signature_and_leaves`.
+        """
+        found: list[torch.Tensor] = []
+        for item, number in zip(self.tensors, self._leaves, strict=True):
+            leaf = leaves[number]
+            part = leaf.to_local() if type(leaf) is DTensor else leaf
             # A plain tensor has the planned shape, which is in the signature.
-            leaf
-            if type(leaf := leaves[number]) is torch.Tensor
-            and not leaf.is_meta
-            and not leaf.is_conj()
-            and not leaf.is_neg()
-            else local_part(leaf, item)
-            for item, number in zip(self.tensors, self._leaves, strict=True)
-        ]
-        check_not_freed(zip(self.tensors, found, strict=True))
-        return found
+            fits = type(part) is torch.Tensor and (part is leaf or part.shape == item.sizes)
+            plain = fits and not (part.is_meta or part.is_conj() or part.is_neg())
+            found.append(part if plain else local_part(leaf, item))
+        addresses = [part.data_ptr() for part in found]
+        parts = zip(self.tensors, found, addresses, strict=True)
+        check_not_freed([(item, part) for item, part, at in parts if at < _BEYOND_STORAGES])
+        return found, addresses
 
     def pickle_values(self, state_dict: Mapping[str, Any]) -> tuple[bytes, list[list[int]]]:
         """The values, serialized by torch one after another; and the offset and size of each."""
@@ -192,9 +195,7 @@ class Structure:
         at = 0
         for item in self.values:
             value = look_up(state_dict, item.path)
-            if type(value) in _SIMPLE:
-                # Floats by `repr`, because 0.0 == -0.0 and nan != nan; long integers have none.
-                key = repr(value) if type(value) is float else (type(value), value)
+            if (key := _key(value)) is not None:
                 pickled = functools.partial(_pickle, item, value)
                 data = self._pickled[item.name].of(key, pickled)
             else:
@@ -243,7 +244,7 @@ class Structure:
                         f"a {dtype} would lie at byte {data_at} of its file: set torch's "
                         "serialization.config.save.storage_alignment to a multiple of 16"
                     )
-                extent = TensorExtent(file, at, size, data_at, many, begin + data_at)
+                extent = TensorExtent(file, at, size, data_at, begin + data_at, many)
                 shard = Shard(offsets, sizes, file, data_at)
                 if (whole := self.entries.get(name)) is None:
                     self.entries[name] = TensorEntry(path, dtype, shape, [shard], order)
@@ -264,6 +265,15 @@ class Structure:
         self.size_bytes = begin
         # What reads a checkpoint by its entries, as an export, has the order of the state.
         self.entries = dict(sorted(self.entries.items(), key=lambda each: each[1].order))
+
+
+def _key(value: Any) -> Any:
+    """Equal for simple values, and tuples and lists of them, that are pickled alike; or `None`."""
+    if type(value) in (tuple, list) and all(type(each) in _SIMPLE for each in value):
+        return type(value), *map(_key, value)
+    # Floats by `repr`, because 0.0 == -0.0 and nan != nan; long integers have none.
+    known = type(value) in _SIMPLE
+    return repr(value) if type(value) is float else (type(value), value) if known else None
 
 
 def _pickle(item: Item, value: Any) -> bytes:
