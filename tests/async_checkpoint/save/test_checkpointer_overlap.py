@@ -248,10 +248,12 @@ class HalfCopied:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go = threading.Event()
+        self.reached = threading.Event()
         real = Snapshot._fill
 
         def fill(copy: Any, chunks: Any, number: int) -> int:
             if number >= len(chunks) / 2:
+                self.reached.set()
                 assert self.go.wait(60)
             return real(copy, chunks, number)
 
@@ -462,6 +464,7 @@ def test_an_interrupted_wait_for_the_copy_is_repeated(
         # A shell that runs the tests in the background makes them ignore SIGINT.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
+            assert half.reached.wait(60)  # else the call-off below would come before the copy
             with pytest.raises(KeyboardInterrupt):
                 optimizer.step()
         finally:

@@ -301,6 +301,7 @@ class Snapshotter:
             snapshot.copy_now(EagerCopy(held, eager))
         written = writes.found()
         if written or not later:
+            held[0].release()  # now, whatever else still holds it
             snapshot.hashed = False
             error = f"{written} by another thread, during the copy: the snapshot is torn"
             snapshot.end(CheckpointError(error) if written else None)
