@@ -439,7 +439,7 @@ def test_what_would_lose_an_attribute_is_refused() -> None:
 
 def test_a_value_is_pickled_again_when_it_is_another_one(tmp_path: Path) -> None:
     """Equal is not enough: `0.0 == -0.0 == False`. The bytes of the last one are used again."""
-    rows = [
+    rows: list[list[Any]] = [
         [(0.0, 1), [1, 2], 0.0],
         [(-0.0, 1), [1, 2], -0.0],
         [(-0.0, True), [1, True], False],
