@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import threading
@@ -29,7 +30,6 @@ from outlast.async_checkpoint.snapshot.overlap import Writes
 from outlast.async_checkpoint.snapshot.snapshot import Snapshot
 from outlast.async_checkpoint.writer.main import Writer
 from outlast.errors import CheckpointError, TornSnapshot
-from outlast.system import parallel
 
 
 class HeldCopy:
@@ -141,7 +141,7 @@ def test_a_save_does_not_wait_until_its_copy_runs(
     training.step()
     expected = copy_of(training.state())
     later: list[Callable[[], object]] = []
-    start, await_copy = parallel._thread.start_new_thread, Snapshot._await_copy
+    start, await_copy = _thread.start_new_thread, Snapshot._await_copy
 
     def put_off(work: Callable[[], object], arguments: tuple[()]) -> int:
         later.append(lambda: start(work, arguments))
@@ -153,7 +153,7 @@ def test_a_save_does_not_wait_until_its_copy_runs(
 
     with Checkpointer(tmp_path, overlap=training.optimizers) as checkpointer:
         with monkeypatch.context() as patch:
-            patch.setattr(parallel._thread, "start_new_thread", put_off)
+            patch.setattr(_thread, "start_new_thread", put_off)
             patch.setattr(Snapshot, "_await_copy", awaited)
             handle = checkpointer.save(1, training.state())
             assert len(later) == 1
