@@ -15,8 +15,6 @@ import pytest
 from inprocess.job_output import errors, events, said
 from outlast.errors import StoreError
 from outlast.inprocess.monitor import start
-from outlast.inprocess.monitor.shared_page import SharedPage
-from outlast.inprocess.store import TCPStore
 from procs import Job
 
 Ranks = Callable[..., Job]
@@ -42,9 +40,8 @@ def test_it_ends_after_its_main_process_was_killed(ranks: Ranks) -> None:
         assert not monitor.is_running() or monitor.status() == psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.parametrize("scenario", ["dismissed", "dismissed_ahead"])
-def test_it_ends_when_it_is_dismissed_and_reports_nothing(ranks: Ranks, scenario: str) -> None:
-    with ranks("monitors", scenario, nprocs=1) as job:
+def test_it_ends_when_it_is_dismissed_and_reports_nothing(ranks: Ranks) -> None:
+    with ranks("monitors", "dismissed", nprocs=1) as job:
         job.start_all()
         assert job.wait_all() == {0: 0}, errors(job)
         (line,) = events(job, 0, "gone")
@@ -59,56 +56,6 @@ def test_the_start_does_not_wait_for_one_that_serves_nothing(
     handle = start.start_monitor(plan)
     handle.socket.close()
     assert (handle.pid, handle.endpoint) == (12345, plan.endpoint)
-
-
-class OwnStore(TCPStore):
-    """A store of the program: a process that was forked before its script does not know it."""
-
-
-@pytest.mark.parametrize("other", ["serves", "store", "died", "forked", "closed"])
-def test_one_that_was_forked_ahead_gets_no_plan_but_its_own(
-    monkeypatch: pytest.MonkeyPatch, other: str
-) -> None:
-    rules: Any = SimpleNamespace(repeated=None)
-    plan: Any = SimpleNamespace(serve=False, endpoint=None, logfile="", factory=TCPStore)
-    plan.page, plan.rules = SharedPage(), rules
-    start.fork_ahead()
-    assert start._ahead is not None
-    main, pid = start._ahead[:2]
-    waits, own = psutil.Process(pid), -1
-    if other == "serves":
-        monkeypatch.setattr(start, "_await_earlier_servers", lambda *_: None)
-        plan.serve, plan.durations = True, SimpleNamespace(barrier=NET_S)
-    if other == "store":
-        plan.factory = OwnStore
-    if other == "died":
-        waits.kill()
-        waits.wait()
-    if other == "closed":  # by the program, whose next file has the number
-        os.close(start._ahead[2].fileno())
-        own = os.open(os.devnull, os.O_RDONLY)
-        assert own == start._ahead[2].fileno()
-    if other == "forked":  # this process is a child of the one that has forked it
-        monkeypatch.setattr(start.os, "getpid", lambda: main + 1)
-    monkeypatch.setattr(start, "_fork", lambda body: (12345, FakeSocket()))
-    assert start.start_monitor(plan).pid == 12345
-    monkeypatch.undo()
-    plan.page.close()
-    if own >= 0:
-        os.close(own)
-        waits.wait()
-    psutil.wait_procs([waits], timeout=NET_S)
-    assert not waits.is_running()
-
-
-class FakeSocket:
-    """The end of a monitor process that serves a store at once."""
-
-    def settimeout(self, _: float | None) -> None:
-        pass
-
-    def recv(self, _: int) -> bytes:
-        return b'{"port": 1}'
 
 
 def test_a_log_that_cannot_be_written_is_an_error_at_the_start(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import os
 import select
 import sys
 
-import psutil
 from rank import main, say, scenario
 from rank_actions import wait_forever
 
@@ -16,7 +15,7 @@ from outlast.coordination.ops import Link, drive, perform_on
 from outlast.coordination.stores.torch_store import TorchStore
 from outlast.inprocess.monitor.reports import MonitorPlan
 from outlast.inprocess.monitor.shared_page import Activity, SharedPage
-from outlast.inprocess.monitor.start import MonitorHandle, fork_ahead, start_monitor
+from outlast.inprocess.monitor.start import MonitorHandle, start_monitor
 from outlast.inprocess.store import TCPStore
 from outlast.inprocess.timeouts import Timeouts
 
@@ -78,23 +77,10 @@ def watched() -> None:
 @scenario
 def dismissed() -> None:
     """Dismisses the monitor."""
-    _dismiss()
-
-
-@scenario
-def dismissed_ahead() -> None:
-    """The same, for one that has waited for its plan."""
-    fork_ahead()
-    children = psutil.Process().children()
-    assert [_dismiss()] == [child.pid for child in children]
-
-
-def _dismiss() -> int:
     server = TCPStore.serve(host_name="127.0.0.1", port=0)
     page = SharedPage()
     handle = _start(page, server.port, serve=False)
-    page.member = page.iteration = 0  # one that never registered would be reported as gone
-    TorchStore(server, "").wait_for("call/beat/0", NET_S)  # it reads the page, and has the plan
+    page.member = 0  # one that never registered would be reported as gone
     page.activity = Activity.DONE
     handle.dismiss(NET_S)
     try:
@@ -102,7 +88,6 @@ def _dismiss() -> int:
     except ChildProcessError:
         say("gone", lost=bool(server.check(["call/ledger"])))
     sys.stdout.flush()
-    return handle.pid
 
 
 main()

@@ -5,16 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 
 from launch.runs import WORKER, Ready, Run, ends
-from outlast.launch.agent.resources import JobResources
 from outlast.launch.workers.descendants import kill_group
 
 # What a script can see of its process, except for its numbers.
@@ -215,33 +211,6 @@ def test_a_standby_that_dies_harms_nothing_and_is_replaced(tmp_path: Path) -> No
         second = run.ready(0)
         assert second.pid == pid
         assert run.complete(second, first[1]) == 0
-
-
-def test_the_monitor_process_of_its_call_waits_with_it(tmp_path: Path) -> None:
-    script = "from outlast import inprocess\n" + WORKER
-    with Run(tmp_path, script, "--nproc-per-node=2", "--standby=1") as run:
-        first = run.start_job(2)
-        pid = standby_pid(run)
-        (monitor,) = psutil.Process(pid).children()
-        Ready(pid, 9, {}, {}).kill(signal.SIGKILL)
-        assert ends(monitor.pid)
-        pid = standby_pid(run, 1)
-        (monitor,) = psutil.Process(pid).children()
-        first[0].kill()
-        second = run.ready(0)
-        assert second.pid == pid
-        assert psutil.Process(pid).children() == [monitor]
-        assert run.complete(second, first[1]) == 0
-        assert ends(monitor.pid)  # without a call, with its process
-
-
-def test_its_monitor_process_stays_with_it_between_two_attempts() -> None:
-    workers = SimpleNamespace(standbys=SimpleNamespace(pids=[os.getpid()]))
-    resources: Any = SimpleNamespace(_orphan_killer=None, _metrics=None, checks=[], workers=workers)
-    with subprocess.Popen(["sleep", "600"]) as started:  # as a standby starts it
-        stay = JobResources.own_children(resources)
-        started.kill()
-    assert {os.getpid(), started.pid} <= set(stay)
 
 
 def test_what_may_not_be_looked_at_is_not_of_a_dead_workers_group(

@@ -95,22 +95,17 @@ class SharedPage(progress_page.Page):
     pause: float  # the longest time without progress that has ended since `pinged`, and when it has
     pause_ended: float
 
-    descriptor = -1
+    _descriptor = -1
 
     def __new__(cls) -> SharedPage:
         # Some builds of Python lack `memfd_create`: `outlast top` then shows what the events say.
         create = getattr(os, "memfd_create", None)
         descriptor = -1 if create is None else create(progress_page.NAME)
+        flags = mmap.MAP_SHARED
         if descriptor >= 0:
             os.ftruncate(descriptor, mmap.PAGESIZE)
-        page = cls.at(descriptor)
-        page.iteration = page.member = page.rank = page.reported_soft = -1
-        return page
-
-    @classmethod
-    def at(cls, descriptor: int) -> SharedPage:
-        """The page that has this descriptor, which is this object's from then on."""
-        flags = mmap.MAP_SHARED if descriptor >= 0 else mmap.MAP_SHARED | mmap.MAP_ANONYMOUS
+        else:
+            flags |= mmap.MAP_ANONYMOUS
         # Not `mmap.mmap`, which has a descriptor of its own: `close` would not hide the page.
         address = _libc.mmap(
             None, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0
@@ -120,7 +115,8 @@ class SharedPage(progress_page.Page):
         page = cls.from_address(address)
         # As long as a thread has the page. At exit, threads may still run: the kernel unmaps it.
         weakref.finalize(page, _libc.munmap, address, mmap.PAGESIZE).atexit = False
-        page.descriptor = descriptor
+        page._descriptor = descriptor
+        page.iteration = page.member = page.rank = page.reported_soft = -1
         return page
 
     def publish(self, place: Place, now: float) -> None:
@@ -175,6 +171,6 @@ class SharedPage(progress_page.Page):
 
     def close(self) -> None:
         """Nobody finds it by its name from now on."""
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1

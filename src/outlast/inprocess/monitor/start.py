@@ -7,10 +7,6 @@ main process's process group does not reach it. It exits by itself, when the mai
 it, or has ended and been reported. A monitor that serves the store stays until every member has
 said goodbye or is known to be lost.
 
-A standby process forks that of its first call while it waits (`fork_ahead`). To fork it in the
-restart would take as long as half of a call's other preparations, and most of its memory would be
-copied then, page by page, at the first write to each.
-
 A call that failed on this rank does not wait for that: the other ranks may still be leaving it. The
 next call of this process on the same port waits instead, until the port is free.
 
@@ -24,19 +20,14 @@ import dataclasses
 import fcntl
 import json
 import os
-import pickle
 import socket
 import sys
-from collections.abc import Callable
 
 import psutil
 
-from outlast.coordination.repeated_faults import RepeatedFaults
 from outlast.errors import StoreError
 from outlast.inprocess.monitor.loop import MonitorLoop
 from outlast.inprocess.monitor.reports import MonitorPlan, write_line
-from outlast.inprocess.monitor.shared_page import SharedPage
-from outlast.inprocess.store import TCPStore
 from outlast.system.error_text import first_line
 from outlast.system.fork import fork_detached
 from outlast.system.processes import open_process, readable
@@ -44,11 +35,6 @@ from outlast.system.processes import open_process, readable
 # Monitor processes that outlived a call of this process, because other ranks need the store that
 # they serve, and the port of that store. Not by descriptor: nothing is held open between calls.
 _earlier_servers: list[tuple[psutil.Process, int]] = []
-
-# The process that was forked ahead, behind the one that has forked it.
-_ahead: tuple[int, int, socket.socket, os.stat_result] | None = None
-_RULES = (type(None), RepeatedFaults)
-_LENGTH = 4
 
 
 class MonitorHandle:
@@ -103,7 +89,10 @@ def start_monitor(plan: MonitorPlan) -> MonitorHandle:
         log = os.open(target, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     except OSError as e:
         raise StoreError(f"the monitor process cannot write to its log: {e}") from e
-    pid, ours = _told(plan, log) or _fork(lambda end, main: _run_child(plan, main, end, log))
+    ours, theirs = socket.socketpair()
+    main = os.getpid()
+    pid = fork_detached(lambda: _run_child(plan, main, theirs, log), new_session=True)
+    theirs.close()
     os.close(log)
     if not plan.serve:
         return MonitorHandle(pid, ours, plan.endpoint, False)
@@ -119,71 +108,6 @@ def start_monitor(plan: MonitorPlan) -> MonitorHandle:
         raise StoreError(reply["error"])
     endpoint = plan.endpoint and (plan.endpoint[0], reply["port"])
     return MonitorHandle(pid, ours, endpoint, True)
-
-
-def fork_ahead() -> None:
-    """Forks the monitor process of the first call of this process: it waits for its plan."""
-    global _ahead
-    pid, ours = _fork(_await_plan)
-    _ahead = os.getpid(), pid, ours, os.fstat(ours.fileno())
-
-
-def _fork(body: Callable[[socket.socket, int], None]) -> tuple[int, socket.socket]:
-    ours, theirs = socket.socketpair()
-    main = os.getpid()
-    with theirs:
-        return fork_detached(lambda: body(theirs, main), new_session=True), ours
-
-
-def _told(plan: MonitorPlan, log: int) -> tuple[int, socket.socket] | None:
-    """The process that was forked ahead, which has got this plan; `None` if there is none for it:
-    it has no objects of the program, whose script had not run, and serves no store.
-    """
-    global _ahead
-    if _ahead is None:
-        return None
-    (main, pid, ours, file), _ahead = _ahead, None
-    if not _is_open(ours.fileno(), file):  # the program has closed all descriptors, as daemons do
-        ours.detach()
-        return None
-    if main != os.getpid():  # it is another one's child
-        ours.close()
-        return None
-    with contextlib.suppress(OSError, TypeError, AttributeError, pickle.PicklingError):
-        told = pickle.dumps(({**vars(plan), "page": None}, dict(os.environ)))
-        of_outlast = plan.factory is TCPStore and type(plan.rules.repeated) in _RULES
-        of_outlast &= b"__main__" not in told
-        if of_outlast and not plan.serve and plan.page.descriptor >= 0:
-            socket.send_fds(ours, [len(told).to_bytes(_LENGTH, "big")], [log, plan.page.descriptor])
-            ours.sendall(told)
-            return pid, ours
-    ours.shutdown(socket.SHUT_RDWR)  # not only closed: a child of this process may have it, too
-    ours.close()
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(pid, 0)
-    return None
-
-
-def _is_open(descriptor: int, file: os.stat_result) -> bool:
-    """Whether it is still open: another file may have the number by now."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), file)
-    except OSError:
-        return False
-
-
-def _await_plan(end: socket.socket, main: int) -> None:
-    end = _replace_descriptors(end, os.open(os.devnull, os.O_WRONLY))
-    length, descriptors, _, _ = socket.recv_fds(end, _LENGTH, 2)
-    told = end.recv(int.from_bytes(length, "big"), socket.MSG_WAITALL)
-    if not told:
-        return  # the standby process has ended, or its call has another one
-    log, page = descriptors
-    values, environment = pickle.loads(told)
-    os.environ.update(environment)
-    plan = MonitorPlan(**{**values, "page": SharedPage.at(page)})
-    plan.page.close()
-    _run_child(plan, main, end, log)
 
 
 def _await_earlier_servers(endpoint: tuple[str, int], timeout: float) -> None:

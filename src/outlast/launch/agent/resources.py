@@ -88,9 +88,8 @@ class JobResources:
         """The children that stay when the workers and their helpers are ended."""
         own = [] if self._orphan_killer is None else [self._orphan_killer.pid]
         metrics = [] if self._metrics is None else self._metrics.pids
-        # A check's processes, and the monitor process that a standby has forked.
-        more = with_descendants([*self.checks, *self.workers.standbys.pids])
-        return [*own, *metrics, *more]
+        checks = with_descendants(self.checks)
+        return [*own, *metrics, *checks, *self.workers.standbys.pids]
 
     def other_child_ended(self, pid: int, exit_code: int) -> None:
         """Note the end of a non-worker child: a worker's helper, a standby process, the orphan

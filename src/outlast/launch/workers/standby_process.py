@@ -17,8 +17,6 @@ written to the worker's output, as if they had been executed then.
 An import that reads a variable such as `RANK`, which a standby does not have, would give the module
 the value for no rank. Such an import is left to the script, and so is every later one: the order of
 imports may matter.
-
-It has forked the monitor process of its first call, which ends with it.
 """
 
 from __future__ import annotations
@@ -152,10 +150,7 @@ def prepare(settings: Settings) -> int:
             _import_later(source, found.changes_environment)
             if reads:
                 raise ImportLeft(number, f"a module {_READS % reads[0]}")
-    if "outlast.inprocess" in sys.modules and not settings.chaos:
-        with contextlib.suppress(OSError):  # the call forks one itself
-            importlib.import_module("outlast.inprocess.monitor.start").fork_ahead()
-    gc.collect()  # after the fork: it writes to pages that both have, so they are copied now
+    gc.collect()
     return int(found.ends_at)
 
 
