@@ -133,11 +133,14 @@ def sheets(data: dict[str, Any]) -> list[Sheet]:
             ", ".join(f"{each['faults'].count(k)} x {k}" for k in _KINDS),
             *(_shown(at) for at in each["reached"]),
             "failed" if each["reached"][-1] is None else f"{each['reached'][-1] / limit:.2f} x",
+            _lost(each, limit),
             f"{each['again'] / RANKS:.0f}",
         )
         for each in data["jobs"]
     ]
-    rows.append(("no faults, no saves", "", "", *(f"{p * limit:.1f}" for p in _PARTS), "1 x", "0"))
+    rows.append(
+        ("no faults, no saves", "", "", *(f"{p * limit:.1f}" for p in _PARTS), "1 x", "", "0")
+    )
     errors = [(f"{e['system']}, {e['seed']}", e["error"][:300]) for e in data["jobs"] if e["error"]]
     found = [
         Sheet(
@@ -145,16 +148,23 @@ def sheets(data: dict[str, Any]) -> list[Sheet]:
             (
                 *("system", "seed", "faults"),
                 *(f"{p:.0%} of the steps" for p in _PARTS),
-                *("by the limit", "steps made again"),
+                *("by the limit", "seconds lost per fault", "steps made again"),
             ),
             rows,
             f"A fault every {data['mean']:g} s on average, the same ones for all, as long as a job "
-            "lasts; without those that were due while their rank was down. Until both ranks had "
+            "lasts; without those that were due while their rank was down: who is down for long "
+            "meets fewer of them. Until both ranks had "
             f"made so many steps. A hang is found after {_FOUND_S:g} s by each system. Limit: a "
             f"step without faults and saves takes {data['plain'] * 1000:.1f} ms under torchrun.",
         )
     ]
     return [*found, Sheet("What failed", ("job", "error"), errors)] if errors else found
+
+
+def _lost(job: dict[str, Any], limit: float) -> str:
+    """What is more than the limit, by the number of faults."""
+    reached, faults = job["reached"][-1], len(job["faults"])
+    return "-" if reached is None or not faults else f"{(reached - limit) / faults:.1f}"
 
 
 def _shown(at: float | None) -> str:
