@@ -59,8 +59,8 @@ from outlast.system.shared_memory import MemoryName, SharedMemory
 log = logging.getLogger("outlast.checkpoint")
 
 _SENT_BYTES = 64 << 20  # in one collective
-_TOLD_BYTES = 64 << 10
-"""So many bytes of values are told at once, and not sent in a collective of their own."""
+_TOLD_BYTES = 1 << 20
+"""So many bytes of values, of all ranks, are told at once, and not sent in a collective."""
 _SENT = "sent"  # the name of what another rank has packed
 
 ItemsOf = Callable[[dict[str, Any]], list[Item]]
@@ -115,7 +115,8 @@ class MemorySnapshot:
             own = Contents(_only(own.files, used), tensors, values)
         with contextlib.suppress(OSError):  # without its name, it is sent
             told["memory"] = dataclasses.astuple(self._memory.name)
-        if 0 < sum(value.size_bytes for value in own.values.values()) <= _TOLD_BYTES:
+        size_bytes = sum(value.size_bytes for value in own.values.values())
+        if 0 < size_bytes <= _TOLD_BYTES // self._snapshot["world_size"]:
             content, description = self.pack(own.values)
             packed = base64.b64encode(content).decode()
             told["values"] = packed, msgspec.to_builtins(description)
