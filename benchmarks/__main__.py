@@ -51,6 +51,8 @@ def main() -> None:
     # torch resolves the name of every host that it connects to. If the resolver drops the query,
     # each connection takes five seconds, with outlast and with the peer.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+    # Else every new process compiles the modules again; those of an installed package are compiled.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # Ends as after an exception, so that benchmarks end the processes that they have started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     console = Console(width=None if Console().is_terminal else 140)
