@@ -141,6 +141,10 @@ def test_small_values_need_no_collective(ranks: Ranks, tmp_path: Path) -> None:
     run(ranks, "values_are_told_or_sent", tmp_path)
 
 
+def test_one_rank_lacks_a_small_tensor(ranks: Ranks, tmp_path: Path) -> None:
+    run(ranks, "one_lacks_a_small_tensor", tmp_path)
+
+
 def test_a_rank_without_memory_for_received_data_does_not_block_the_others(
     ranks: Ranks, tmp_path: Path
 ) -> None:

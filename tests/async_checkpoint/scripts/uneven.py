@@ -19,6 +19,7 @@ from async_checkpoint.checkpoints import NET, blank, copy_of, folder_of, same, s
 from async_checkpoint.staged_writer import Plan
 from outlast.async_checkpoint import Checkpointer
 from outlast.async_checkpoint.restore.from_memory import MemorySnapshot
+from outlast.async_checkpoint.state_dict import of_any_size
 from outlast.async_checkpoint.storage import system_errors
 from outlast.async_checkpoint.writer.client import ProcessFailed
 from outlast.async_checkpoint.writer.main import Writer
@@ -398,6 +399,29 @@ def values_are_told_or_sent(path: str, plan: str) -> None:
             assert same(found, {**state_of(step), **words})
             lacked = checkpointer.ranks.exchange(len(sent))
             assert (sum(lacked) > 0) == (length > 10), lacked
+    leave_group()
+
+
+@scenario
+def one_lacks_a_small_tensor(path: str, plan: str) -> None:
+    """Rank 0 has saved it. One without elements has no bytes that could be sent; one of any size
+    has that of rank 0.
+    """
+    join_group()
+    own = f"own{RANK}"
+    with Checkpointer(path) as checkpointer:
+        for step, (saved, present) in enumerate(
+            [(torch.ones(0, 2), torch.zeros(0, 2)), (torch.ones(3), of_any_size(torch.zeros(0)))]
+        ):
+            saves(checkpointer, step, {own: torch.ones(9), "small": saved})
+            for refused in (False, True):
+                found = {own: torch.zeros(9), "small": present}
+                with pytest.MonkeyPatch.context() as patch:
+                    if refused and RANK == 1:
+                        patch.setattr(MemoryName, "open", _refused)
+                    assert checkpointer.restore(found) == step
+                assert checkpointer.restorer.restored_from == "memory"
+                assert same(found, {own: torch.ones(9), "small": saved})
     leave_group()
 
 

@@ -40,6 +40,7 @@ from outlast.async_checkpoint.restore.verified_read import (
     read_verified,
 )
 from outlast.async_checkpoint.snapshot.plan import Item
+from outlast.async_checkpoint.state_dict import ANY_SIZE, look_up
 from outlast.async_checkpoint.storage.entries import (
     ITEM_BYTES,
     Container,
@@ -71,7 +72,7 @@ class _Others(NamedTuple):
 
     whole: Contents
     sources: list[Source]
-    to_send: list[str]
+    to_send: set[str]
 
 
 class MemorySnapshot:
@@ -92,7 +93,8 @@ class MemorySnapshot:
 
     def lacks(self, state_dict: dict[str, Any], items_of: ItemsOf) -> list[str] | None:
         """The names in the state dict of what this part lacks; `None` if all parts must be known
-        whole: to fill empty dicts or extra states, or to say what the state dict lacks.
+        whole: to fill empty dicts, extra states or tensors of any size, or to say what the state
+        dict lacks.
         """
         own = self.source.contents  # also checks it, before other ranks wait for this one
         blank_extra_states(state_dict, own)
@@ -100,8 +102,13 @@ class MemorySnapshot:
         names = {item.name for item in items}
         if empty_in(state_dict) or not names >= {*own.tensors, *own.values}:
             return None
-        lacking = _lacking(items, own, names)
-        return None if lacking and any(EXTRA in name for name in names) else lacking
+        lacking = set(_lacking(items, own, names))
+        if lacking and any(EXTRA in name for name in names):
+            return None
+        tensors = [e for e in items if e.kind == "tensor" and e.name in lacking]
+        if any(hasattr(look_up(state_dict, each.path), ANY_SIZE) for each in tensors):
+            return None
+        return sorted(lacking)
 
     def told(self, wanted: Collection[str] | None) -> dict[str, Any]:
         """What the others need to know of this part: all, or of what they want. With the values, if
@@ -172,7 +179,7 @@ class MemorySnapshot:
         if borrowed is not None:
             sources += borrowed
             left -= whole.tensors.keys()
-        return _Others(whole, sources, sorted(left))
+        return _Others(whole, sources, left)
 
     def borrow(
         self,
@@ -246,12 +253,12 @@ class MemorySnapshot:
         """Broadcasts what each rank packed; returns the sources of what this one lacks."""
         found = []
         for owner, (contents, buffer) in enumerate(parts):
-            if buffer:
+            if buffer:  # else there may be tensors without elements
                 _send(torch.frombuffer(buffer, dtype=torch.uint8), owner, group)
-                tensors, values = _only(contents.tensors, lacking), _only(contents.values, lacking)
-                needed = Contents(contents.files, tensors, values)
-                where = f"{self._where}, sent by rank {owner}"
-                found.append(memory_source(where, needed, {_SENT: buffer}))
+            tensors, values = _only(contents.tensors, lacking), _only(contents.values, lacking)
+            needed = Contents(contents.files, tensors, values)
+            where = f"{self._where}, sent by rank {owner}"
+            found.append(memory_source(where, needed, {_SENT: buffer}))
         return found
 
 
@@ -284,7 +291,7 @@ def content_in_memory(
     def look() -> tuple[_Others, Any]:
         fills = lacks[1] is None
         others = memory.others(state_dict, items_of, told[1], ranks.rank, fills=fills)
-        return others, others.to_send
+        return others, sorted(others.to_send)
 
     found = ranks.attempt_and_gather(
         look, lambda parts: sorted({name for part in parts for name in part})
