@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import collections
+import datetime
+import enum
 import os
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,6 +25,15 @@ from outlast.elastic.job.live.frozen import Leaf
 from outlast.elastic.job.live.transfer import Exchange
 
 SHAPES = [("float32", (2, 3)), ("int64", ())]
+
+
+class Kind(enum.Enum):
+    ONE, TWO = 1, 2
+
+
+class Pair(NamedTuple):
+    number: int
+    path: Path
 
 
 class Touches:
@@ -63,6 +75,55 @@ def test_equal_plain_values_are_equal_bytes_with_tensors() -> None:
     found = load_plain(dump_plain(state()))
     assert torch.equal(found["drawn"], state()["drawn"])
     assert (found["at"][1].shape, found["at"][1].dtype) == ((2, 0), torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.arange(6.0).reshape(2, 3)[:, ::2],
+        np.zeros((0, 3), dtype=np.int16),
+        np.array([True, False]),
+        np.array(2 + 1j),
+        np.float64(0.1),
+        np.int32(-7),
+        np.bool_(True),
+    ],
+)
+def test_plain_values_have_arrays_and_numbers_of_numpy(value: Any) -> None:
+    (found,) = load_plain(dump_plain([value]))
+    assert type(found) is type(value)
+    assert found.dtype == value.dtype
+    assert found.shape == value.shape
+    assert np.array_equal(found, value)
+    if isinstance(found, np.ndarray):
+        found[...] = 0  # it can be written to
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        datetime.datetime(2026, 1, 2, 3),
+        collections.deque([1, (2.5,)], maxlen=3),
+        collections.OrderedDict(a=[1]),
+        collections.Counter("aab"),
+        frozenset({1}),
+        Path("/a/b"),
+        Kind.TWO,
+        Pair(1, Path("b")),
+        1j,
+        bytearray(b"x"),
+        torch.float32,
+        torch.Size([2]),
+    ],
+)
+def test_plain_values_have_what_a_checkpoint_accepts(value: Any) -> None:
+    (found,) = load_plain(dump_plain([value]))
+    assert (type(found), found) == (type(value), value)
+
+
+def test_an_array_of_objects_is_no_plain_value() -> None:
+    with pytest.raises(ValueError, match="no plain value"):
+        load_plain(dump_plain(np.array([None])))
 
 
 def test_plain_values_run_no_code(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ few more types, as of a scheduler: it is read as torch does with `weights_only=T
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import pickle
@@ -19,6 +20,7 @@ import torch
 from torch.serialization import safe_globals
 
 from outlast.async_checkpoint import torch_values
+from outlast.async_checkpoint.plain_values import Unsavable, decode, encode
 from outlast.elastic.tensors import bytes_of, memory_of
 from outlast.errors import CheckpointMismatch
 
@@ -66,8 +68,8 @@ def dump_plain(value: Any) -> bytes:
 
 
 def load_plain(pickled: bytes) -> Any:
-    """A pickled value of numbers, texts, bytes, lists, tuples, dicts, and the tensors of
-    `dump_plain`; else a `ValueError`.
+    """A value of `dump_plain` of what a checkpoint accepts, and loads without running code; else a
+    `ValueError`.
     """
     try:
         return _Plain(io.BytesIO(pickled)).load()
@@ -93,13 +95,26 @@ def unpacked(value: tuple[str, list[int], bytes]) -> torch.Tensor:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        return (unpacked, (packed(value),)) if is_plain_tensor(value) else NotImplemented
+        if is_plain_tensor(value):
+            return unpacked, (packed(value),)
+        if isinstance(value, type | torch.Tensor) or type(value) in _SAFE:
+            return NotImplemented
+        with contextlib.suppress(Unsavable):  # whoever has it itself can read it all the same
+            if (node := encode(value)) is not value:
+                return decode, (node,)
+        return NotImplemented
+
+
+_SAFE = (complex, bytearray, OrderedDict, Counter, torch.Size, torch.device)
+_READERS = {(each.__module__, each.__name__): each for each in (unpacked, decode, *_SAFE)}
 
 
 class _Plain(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == (__name__, unpacked.__name__):
-            return unpacked
+        if (found := _READERS.get((module, name))) is not None:
+            return found
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
         raise pickle.UnpicklingError(f"{module}.{name} is no plain value")
 
 
