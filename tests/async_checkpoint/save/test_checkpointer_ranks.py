@@ -38,6 +38,12 @@ def test_ranks_that_save_in_different_orders(ranks: Ranks, tmp_path: Path) -> No
     assert left_over(tmp_path / "c") == []
 
 
+def test_an_interrupt_before_the_snapshot_fails_the_save_on_all_ranks(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    run(ranks, "one_is_interrupted_before_its_snapshot", tmp_path)
+
+
 def test_one_rank_changes_what_it_saves(ranks: Ranks, tmp_path: Path) -> None:
     run(ranks, "one_changes", tmp_path, nprocs=3)
     assert valid_steps(tmp_path / "c") == [1, 2, 3, 4]

@@ -19,6 +19,7 @@ from async_checkpoint.checkpoints import NET, blank, copy_of, folder_of, same, s
 from async_checkpoint.staged_writer import Plan
 from outlast.async_checkpoint import Checkpointer
 from outlast.async_checkpoint.restore.from_memory import MemorySnapshot
+from outlast.async_checkpoint.save.saves import Saves
 from outlast.async_checkpoint.state_dict import of_any_size
 from outlast.async_checkpoint.storage import system_errors
 from outlast.async_checkpoint.writer.client import ProcessFailed
@@ -79,6 +80,29 @@ def one_cannot_be_saved(path: str, plan: str) -> None:
             assert RANK == 1 or f"rank 1 on {HOST}" in str(caught.value)
         saves(checkpointer, 4, state_of(4))
         assert [info.step for info in checkpointer.checkpoints()] == [1, 4]
+    leave_group()
+
+
+@scenario
+def one_is_interrupted_before_its_snapshot(path: str, plan: str) -> None:
+    """The last rank, while it waits for the copy of the save before; the next state is larger."""
+    join_group()
+
+    def interrupted(saves: Saves) -> None:
+        raise KeyboardInterrupt
+
+    timeout = datetime.timedelta(seconds=600)  # the other rank must not wait for so long
+    with Checkpointer(path, timeout=timeout) as checkpointer:
+        saves(checkpointer, 1, state_of(1))
+        if RANK == 1:
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(Saves, "seal_all", interrupted)
+                checkpointer.save(2, state_of(2, 6000))
+        else:
+            with pytest.raises(CheckpointError, match=rf"rank 1 on {HOST}: KeyboardInterrupt"):
+                saves(checkpointer, 2, state_of(2, 6000))
+        saves(checkpointer, 3, state_of(3))
+        assert [info.step for info in checkpointer.checkpoints()] == [1, 3]
     leave_group()
 
 

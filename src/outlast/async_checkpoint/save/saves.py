@@ -93,10 +93,10 @@ class Saves:
     ) -> SaveHandle:
         """Takes a snapshot and begins its save. See `Checkpointer.save`."""
         began = self._clock.now()
-        self.seal_all()
-        earlier = self.pending
         save = self._new(step, metric, finite, place, began)
         try:
+            self.seal_all()  # interrupted in this wait, too, the save counts and fails on all ranks
+            earlier = self.pending
             # On other ranks the earlier save may have ended: this one counts, and fails on all.
             if any(each.step == step for each in earlier):
                 raise ValueError(f"step {step} is being saved already: wait for its handle")
