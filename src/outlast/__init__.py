@@ -44,7 +44,7 @@ _PACKAGES = {
     "inprocess": "CallWrapper Wrapper",
 }
 _PACKAGE_OF = {name: package for package, names in _PACKAGES.items() for name in names.split()}
-__all__ = sorted([*_PACKAGES, *_PACKAGE_OF])
+globals()["__all__"] = sorted([*_PACKAGES, *_PACKAGE_OF])  # see `system.lazy_exports`
 
 
 # Not by `system.lazy_exports`: on another system than Linux, only the packages cannot be imported.
@@ -61,4 +61,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "__version__"})
+    return sorted({*globals(), *_PACKAGES, *_PACKAGE_OF, "__version__"})

@@ -277,4 +277,5 @@ class UnrecoverableFault(RestartAbort, SystemExit):
         self.code = NO_RESTART
 
 
-__all__ = [n for n, each in [*vars().items()] if getattr(each, "__module__", "") == __name__]
+# See `system.lazy_exports`.
+vars()["__all__"] = [n for n, e in [*vars().items()] if getattr(e, "__module__", "") == __name__]

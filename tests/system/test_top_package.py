@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -46,3 +48,16 @@ def test_what_a_test_replaces_in_a_package_is_not_kept(monkeypatch: pytest.Monke
         replaced.setattr("outlast.elastic.Job", None)
         assert outlast.Job is None
     assert outlast.Job is outlast.elastic.Job is not None
+
+
+def test_type_checkers_see_what_a_star_import_gives() -> None:
+    """To mypy, an `__all__` that is assigned, and not as a list of texts, has no names at all."""
+    for path in Path(outlast.__file__).parent.rglob("*.py"):
+        for each in ast.walk(ast.parse(path.read_text())):
+            if isinstance(each, ast.Assign) and "__all__" in map(ast.unparse, _names(each)):
+                assert isinstance(each.targets[0], ast.Name), path
+                assert all(isinstance(name, str) for name in ast.literal_eval(each.value)), path
+
+
+def _names(assigned: ast.Assign) -> list[ast.Name]:
+    return [n for target in assigned.targets for n in ast.walk(target) if isinstance(n, ast.Name)]

@@ -31,4 +31,4 @@ _MODULES = {
     "storage.directory": "CheckpointInfo",
 }
 
-__getattr__, __dir__, __all__ = exports(__name__, _MODULES)
+__getattr__, __dir__ = exports(__name__, _MODULES)

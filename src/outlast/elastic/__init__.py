@@ -59,4 +59,4 @@ _MODULES = {
     "states.state": "State",
 }
 
-__getattr__, __dir__, __all__ = exports(__name__, _MODULES)
+__getattr__, __dir__ = exports(__name__, _MODULES)

@@ -22,4 +22,4 @@ _MODULES = {
     "types": "types",
 }
 
-__getattr__, __dir__, __all__ = exports(__name__, _MODULES)
+__getattr__, __dir__ = exports(__name__, _MODULES)

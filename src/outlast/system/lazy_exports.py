@@ -13,9 +13,10 @@ from typing import Any
 
 def exports(
     package: str, modules: Mapping[str, str]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """The `__getattr__`, `__dir__` and `__all__` of a package; `modules` has, for each module of
-    it, the names in it that the package exports; a module is exported under its own name.
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The `__getattr__` and the `__dir__` of a package, which gets an `__all__`; `modules` has, for
+    each module of it, the names in it that the package exports; a module is exported under its own
+    name.
     """
     namespace = vars(sys.modules[package])
     module_of = {name: module for module, names in modules.items() for name in names.split()}
@@ -26,4 +27,6 @@ def exports(
         module = importlib.import_module(f"{package}.{module_of[name]}")
         return module if name == module_of[name] else getattr(module, name)
 
-    return getattr_, lambda: sorted({*namespace, *module_of}), sorted(module_of)
+    # Where type checkers do not see it: to mypy, one that is not written out has no names.
+    namespace["__all__"] = sorted(module_of)
+    return getattr_, lambda: sorted({*namespace, *module_of})

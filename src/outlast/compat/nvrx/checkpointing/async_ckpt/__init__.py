@@ -371,7 +371,7 @@ def _on_host(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
-__all__ = [
+vars()["__all__"] = [  # see `system.lazy_exports`
     name
     for name, each in [*vars().items()]
     if getattr(each, "__module__", "") == __name__ and not name.startswith("_")
