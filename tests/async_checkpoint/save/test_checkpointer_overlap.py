@@ -6,6 +6,7 @@ import _thread
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -523,3 +524,20 @@ def test_an_eager_save_takes_the_state_at_the_save(tmp_path: Path) -> None:
         state["steps"] = 9
         handle.wait(NET)
     assert restored(tmp_path) == 1
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_what_is_copied_at_once_is_not_held_until_the_step(
+    tmp_path: Path, held: HeldCopy, few: bool
+) -> None:
+    """Such as a copy that is made for the save only: the backward pass needs the memory."""
+    training = Training("adam")
+    made = [torch.ones(size) for size in (3, 100_000) for _ in range(1 if few else 40)]
+    gone = [weakref.ref(each) for each in made]
+    with Checkpointer(tmp_path, overlap=training.optimizers) as checkpointer:
+        handle = checkpointer.save(1, {"training": training.state(), **dict(enumerate(made))})
+        del made
+        assert not any(each() is not None for each in gone)
+        training.backward()
+        training.step()
+        handle.wait(NET)

@@ -178,7 +178,8 @@ class EagerCopy:
     """
 
     def __init__(self, held: object, chunks: Chunks) -> None:
-        self._held, self._chunks = held, chunks
+        self._held: object = held
+        self._chunks = chunks
         # `next` on it is atomic: no two threads get the same number.
         self._left = iter(range(len(chunks)))
         self._called_off = False
@@ -203,6 +204,7 @@ class EagerCopy:
         for helper in self._helpers:
             if helper.ident is not None:  # else it never starts, or sees the call-off
                 helper.ended.wait()  # not `join`: see `Snapshot._await_copy`
+        self._held = ()  # this and the helpers are a cycle
 
     def _take(self) -> None:
         for number in self._left:

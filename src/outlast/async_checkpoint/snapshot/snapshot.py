@@ -278,17 +278,21 @@ class Snapshotter:
             bool(later) and not by_device and self._are_private(later, sources, addresses)
         )
 
-        def name_of(tensor: torch.Tensor) -> str:
-            pairs = zip(structure.tensors, sources, strict=True)
-            return next(item.name for item, source in pairs if source is tensor)
+        def writes_to(numbers: Sequence[int]) -> Writes:
+            some = [sources[i] for i in numbers]  # a temporary copy must not stay until the step
+
+            def name_of(tensor: torch.Tensor) -> str:
+                pairs = zip(numbers, some, strict=True)
+                return next(structure.tensors[i].name for i, each in pairs if each is tensor)
+
+            return Writes(some, name_of)
 
         def chunks_of(cache: ChunkCache, numbers: Sequence[int], *, hashed: bool) -> Chunks:
             places = [extents[i][-2:] for i in numbers]
             return cache.chunks(memory, files, places, [addresses[i] for i in numbers], hashed)
 
         # All from one moment: else another thread's write could fall between the two.
-        writes = Writes((sources[i] for i in (*moved, *now)), name_of)
-        writes_later = Writes((sources[i] for i in later), name_of)
+        writes, writes_later = writes_to([*moved, *now]), writes_to(later)
         held = memory.view[:], sources  # keeps it mapped, whoever closes it meanwhile
         copy_small(
             (memory.address + extents[i].buffer_at, addresses[i], extents[i].data_bytes)
@@ -311,7 +315,8 @@ class Snapshotter:
             if by_device
             else chunks_of(self._later, later, hashed=snapshot.hashed)
         )
-        snapshot.copy_later(held, chunks, optimizers, writes_later)
+        kept = held[0], [sources[i] for i in later]
+        snapshot.copy_later(kept, chunks, optimizers, writes_later)
         return snapshot
 
     def _are_private(
