@@ -212,6 +212,33 @@ def test_modes_of_torch_that_a_fault_left_changed_are_restored() -> None:
     assert modes == [(True, False, torch.bfloat16, True)] * 3
 
 
+def default_device() -> None:
+    torch.set_default_device("meta")
+
+
+def device_of_a_block() -> None:
+    torch.device("meta").__enter__()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("change", [default_device, device_of_a_block])
+def test_a_fault_in_the_making_of_a_model_leaves_no_other_defaults(
+    change: Callable[[], None],
+) -> None:
+    made: list[tuple[torch.dtype, torch.device]] = []
+
+    @Wrapper()
+    def function(call: CallWrapper) -> None:
+        data = torch.zeros(1)
+        made.append((data.dtype, data.device))
+        if call.iteration < 2:
+            torch.set_default_dtype(torch.bfloat16)
+            change()
+            raise KeyError(call.iteration)
+
+    function()  # type: ignore[call-arg]
+    assert made == [(torch.float32, torch.device("cpu"))] * 3
+
+
 def test_the_environment_is_given_back_after_an_error_too() -> None:
     monitors: list[Any] = []
 

@@ -324,11 +324,14 @@ class ModesAtStart:
     Gradient mode and autocast are flags of the thread. A context manager such as `torch.no_grad`
     changes one and changes it back in `__exit__`, which is Python: an interrupt may be raised at
     its first instruction, and then the flag stays. The function would be called again with
-    gradients disabled, in that and every later iteration.
+    gradients disabled, in that and every later iteration. So would be the default dtype and device
+    in which a model is made, and back again, when a fault comes in between.
     """
 
     def __init__(self) -> None:
         self._gradients = torch.is_grad_enabled()
+        self._dtype, self._device = torch.get_default_dtype(), torch.get_default_device()
+        self._function_modes = torch._C._len_torch_function_stack()
         self._folder = os.getcwd() if os.path.isdir(".") else ""
         accelerator = devices.current()
         types = ["cpu", *([] if accelerator is None else [accelerator.type])]
@@ -343,6 +346,11 @@ class ModesAtStart:
         if os.path.isdir(self._folder):
             os.chdir(self._folder)
         torch.set_grad_enabled(self._gradients)
+        torch.set_default_dtype(self._dtype)
+        if torch.get_default_device() != self._device:
+            torch.set_default_device(None if self._device.type == "cpu" else self._device)
+        while torch._C._len_torch_function_stack() > self._function_modes:
+            torch._C._pop_torch_function_stack()  # as of `with torch.device("meta")`
         for device_type, (enabled, dtype) in self._autocast.items():
             torch.set_autocast_enabled(device_type, enabled)
             torch.set_autocast_dtype(device_type, dtype)
