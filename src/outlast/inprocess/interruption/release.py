@@ -317,6 +317,16 @@ class QuietHooks:
             self._before[1](kind, error, trace)
 
 
+def _default_device() -> Any:
+    """The mode that makes tensors on it. Torch's own function may open the device to tell it."""
+    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+
+
+def _function_modes() -> int:
+    """How many modes of torch's functions are entered, besides that of the default device."""
+    return torch._C._len_torch_function_stack() - (_default_device() is not None)
+
+
 class ModesAtStart:
     """The modes of the current thread, and the working directory, at the moment when this is
     created: a relative path means the same in each iteration.
@@ -330,8 +340,8 @@ class ModesAtStart:
 
     def __init__(self) -> None:
         self._gradients = torch.is_grad_enabled()
-        self._dtype, self._device = torch.get_default_dtype(), torch.get_default_device()
-        self._function_modes = torch._C._len_torch_function_stack()
+        self._dtype = torch.get_default_dtype()
+        self._device, self._function_modes = _default_device(), _function_modes()
         self._folder = os.getcwd() if os.path.isdir(".") else ""
         accelerator = devices.current()
         types = ["cpu", *([] if accelerator is None else [accelerator.type])]
@@ -347,10 +357,10 @@ class ModesAtStart:
             os.chdir(self._folder)
         torch.set_grad_enabled(self._gradients)
         torch.set_default_dtype(self._dtype)
-        if torch.get_default_device() != self._device:
-            torch.set_default_device(None if self._device.type == "cpu" else self._device)
-        while torch._C._len_torch_function_stack() > self._function_modes:
+        while _function_modes() > self._function_modes:
             torch._C._pop_torch_function_stack()  # as of `with torch.device("meta")`
+        if _default_device() is not self._device:
+            torch.set_default_device(None if self._device is None else self._device.device)
         for device_type, (enabled, dtype) in self._autocast.items():
             torch.set_autocast_enabled(device_type, enabled)
             torch.set_autocast_dtype(device_type, dtype)
