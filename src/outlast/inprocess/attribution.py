@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from outlast.events.restart_causes import Interruption
-
-__all__ = ["Interruption", "InterruptionRecord"]
+from outlast.events.restart_causes import Interruption as Interruption
 
 
 @dataclasses.dataclass(frozen=True)

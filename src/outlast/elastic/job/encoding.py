@@ -68,9 +68,7 @@ def dump_plain(value: Any) -> bytes:
 
 
 def load_plain(pickled: bytes) -> Any:
-    """A value of `dump_plain` of what a checkpoint accepts, and loads without running code; else a
-    `ValueError`.
-    """
+    """A value of `dump_plain`, if no code of its own runs for it; else a `ValueError`."""
     try:
         return _Plain(io.BytesIO(pickled)).load()
     except pickle.UnpicklingError as e:
@@ -106,15 +104,14 @@ class _Pickler(pickle.Pickler):
 
 
 _SAFE = (complex, bytearray, OrderedDict, Counter, torch.Size, torch.device)
-_READERS = {(each.__module__, each.__name__): each for each in (unpacked, decode, *_SAFE)}
+_READERS: dict[Any, Any] = {(e.__module__, e.__name__): e for e in (unpacked, decode, *_SAFE)}
+_READERS |= {("torch", name): e for name, e in vars(torch).items() if type(e) is torch.dtype}
 
 
 class _Plain(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (found := _READERS.get((module, name))) is not None:
-            return found
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
+        if (module, name) in _READERS:
+            return _READERS[module, name]
         raise pickle.UnpicklingError(f"{module}.{name} is no plain value")
 
 

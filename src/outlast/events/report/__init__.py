@@ -17,53 +17,27 @@ from __future__ import annotations
 
 import os
 
-from outlast.events.report.builder import build
-from outlast.events.report.model import (
-    PHASE_FIELDS,
-    Cause,
-    HostTime,
-    Party,
-    Phases,
-    RankRecovery,
-    Restart,
-    Span,
-)
-from outlast.events.report.page import render_html
-from outlast.events.report.report import Report, Saves
-from outlast.events.report.sentences import (
-    describe_cause,
-    headline_host,
-    lost_time,
-    parts_of,
-    printable,
-)
-from outlast.events.report.text import render_report, to_json, to_trace
+from outlast.events.report.builder import build as build
+from outlast.events.report.model import PHASE_FIELDS as PHASE_FIELDS
+from outlast.events.report.model import Cause as Cause
+from outlast.events.report.model import HostTime as HostTime
+from outlast.events.report.model import Party as Party
+from outlast.events.report.model import Phases as Phases
+from outlast.events.report.model import RankRecovery as RankRecovery
+from outlast.events.report.model import Restart as Restart
+from outlast.events.report.model import Span as Span
+from outlast.events.report.page import render_html as render_html
+from outlast.events.report.report import Report as Report
+from outlast.events.report.report import Saves as Saves
+from outlast.events.report.sentences import describe_cause as describe_cause
+from outlast.events.report.sentences import headline_host as headline_host
+from outlast.events.report.sentences import lost_time as lost_time
+from outlast.events.report.sentences import parts_of as parts_of
+from outlast.events.report.sentences import printable as printable
+from outlast.events.report.text import render_report as render_report
+from outlast.events.report.text import to_json as to_json
+from outlast.events.report.text import to_trace as to_trace
 from outlast.events.run_folders import load
-
-__all__ = [
-    "PHASE_FIELDS",
-    "Cause",
-    "HostTime",
-    "Party",
-    "Phases",
-    "RankRecovery",
-    "Report",
-    "Restart",
-    "Saves",
-    "Span",
-    "build",
-    "describe_cause",
-    "headline_host",
-    "load",
-    "load_run",
-    "lost_time",
-    "parts_of",
-    "printable",
-    "render_html",
-    "render_report",
-    "to_json",
-    "to_trace",
-]
 
 
 def load_run(directory: str | os.PathLike[str], run: str | None = None) -> Report:

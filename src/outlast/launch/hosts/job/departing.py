@@ -17,8 +17,7 @@ from outlast.launch.agent.coordinator import Outcome
 from outlast.launch.agent.job_keys import JobKeys
 from outlast.launch.agent.resources import JobResources
 from outlast.launch.event_loop import Timer
-from outlast.launch.hosts.job.health_watch import HealthWatch
-from outlast.launch.hosts.job.leave_notice import LeaveNotice
+from outlast.launch.hosts.job.leave_notice import HealthWatch, LeaveNotice
 from outlast.launch.hosts.plan import JobPlan, Leave, Move, MoveRank, Return, Stay
 
 LEAVING = (signal.SIGTERM, signal.SIGINT)

@@ -1,24 +1,30 @@
 """`--leave-when`: a file or a command that says when this host is to leave, such as the notice of a
-cloud that it takes the machine back, or a node's label.
+cloud that it takes the machine back, or a node's label; and the health command, again and again.
 
-The command is to wait for the notice, and to succeed when it has come. If it fails, it is started
+The former is to wait for the notice, and to succeed when it has come. If it fails, it is started
 again after a while. A file is looked for by such a command, too: on a file system of the network,
 no event says that it is there.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
 import selectors
 import shlex
 import signal
 import subprocess
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 
 from outlast.launch import environment
 from outlast.launch.agent.resources import JobResources
+from outlast.launch.config.job_spec import HealthSpec
 from outlast.launch.event_loop import Timer
+from outlast.launch.health.host_check import CheckProcess
+from outlast.launch.hosts.job.neighbors import CheckRun
 from outlast.launch.workers import exec_shim
 
 _AGAIN_S = 5.0
@@ -78,3 +84,33 @@ class LeaveNotice:
             os.killpg(process.pid, signal.SIGKILL)
         process.returncode = 0  # the launcher reaps it; subprocess would wait for it
         self._resources.checks.remove(process.pid)
+
+
+class HealthWatch:
+    """`--health-interval`: calls `failed` with the reason each time the health command fails. Other
+    checks are left out: ranks have the devices, and a full disk would be the fault of each host.
+    """
+
+    def __init__(
+        self, resources: JobResources, spec: HealthSpec, failed: Callable[[str], None]
+    ) -> None:
+        self._resources, self._failed = resources, failed
+        self._spec = dataclasses.replace(spec, level="off")
+        self._run, self._over = CheckRun(resources.checks), threading.Event()
+        # A daemon: a process that cannot be killed must not keep this one alive.
+        threading.Thread(target=self._repeat, name="health", daemon=True).start()
+
+    def close(self) -> None:
+        self._over.set()
+        self._run.cancel()
+
+    def _repeat(self) -> None:
+        start = functools.partial(CheckProcess, dataclasses.asdict(self._spec), self._spec.limit_s)
+        while not self._over.wait(self._spec.interval_s):
+            if (check := self._run.start(start)) is None:
+                return
+            failure = check.failure()
+            left = self._run.end()
+            if failure and not self._over.is_set():
+                reason = f"it is not healthy: {failure}{left}"
+                self._resources.loop.call_from_thread(functools.partial(self._failed, reason))
