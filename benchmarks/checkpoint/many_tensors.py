@@ -29,7 +29,14 @@ from benchmarks.lib.sheets import Sheet, ms
 from outlast import inprocess
 from outlast.system.files import fsync_folder
 
-__all__ = ["measure", "run", "sheets"]
+__all__ = ["LOADS", "measure", "run", "sheets"]
+
+LOADS = (
+    "limit: `torch.load`",
+    "limit: torch's load of the model",
+    "limit: torch's load of the optimizer",
+)
+"""Together they are what torch needs for a restore."""
 
 _WIDTH, _PATIENCE_S = 16, 900.0
 
@@ -100,10 +107,10 @@ def _restores(parameters: int, folder: Path, rank: int) -> None:
         found.rows["tensors"] = len(tensors)
         found.time("limit: `clone()` of each", lambda: [t.clone() for t in tensors])
         found.time("limit: `torch.save`", lambda: torch.save(state, path))
-        found.time("limit: `torch.load`", lambda: torch.load(path))
-        found.time("limit: torch's load of the model", lambda: model.load_state_dict(state[0]))
+        found.time(LOADS[0], lambda: torch.load(path))
+        found.time(LOADS[1], lambda: model.load_state_dict(state[0]))
         load = partial(optimizer.load_state_dict, state[1])
-        found.time("limit: torch's load of the optimizer", load)
+        found.time(LOADS[2], load)
         settle()
         size_bytes = sum(tensor.nbytes for tensor in tensors)
         plain = Writing(folder, size_bytes, 1).time(direct=False)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.checkpoint.many_tensors import LOADS
 from benchmarks.checkpoint.saves import BESIDE
 from benchmarks.lib.sheets import Sheet
 from benchmarks.limits.measure import MEASUREMENTS
@@ -24,12 +25,6 @@ __all__ = ["run", "sheets"]
 _HERE = Path(__file__).parents[2]
 _QUICK = ("exception, 1 MiB, kept", "step, 10 tensors", "saves, 1 rank", "first save")
 _PATIENCE_S = 3600.0
-
-_LOADS = (
-    "limit: `torch.load`",
-    "limit: `load_state_dict` of the model",
-    "limit: `load_state_dict` of the optimizer",
-)
 
 Found = dict[str, dict[str, float]]
 
@@ -263,7 +258,7 @@ _ROWS = (
     _Row(
         "10,000 parameters: restore from disk; goal: torch.load and the loads of its parts",
         lambda found: 1e3 * found["10,000 tensors"]["`restore()` from disk"],
-        lambda found: 1e3 * sum(found["10,000 tensors"][name] for name in _LOADS),
+        lambda found: 1e3 * sum(found["10,000 tensors"][name] for name in LOADS),
     ),
     _restart(64),
     _restart(128),
