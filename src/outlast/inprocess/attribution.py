@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from outlast.events.restart_causes import Interruption as Interruption
+from outlast.events.restart_causes import Interruption
+
+__all__ = ["Interruption", "InterruptionRecord"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,8 @@ import abc
 
 from outlast.inprocess.state import State
 
+__all__ = ["Completion", "Terminate"]
+
 
 class Completion(abc.ABC):
     """Runs on every rank, reserve ranks included, once the function has returned on all of them.

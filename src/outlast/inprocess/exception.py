@@ -14,3 +14,6 @@ from outlast.errors import StoreError as StoreError
 from outlast.errors import UnrecoverableFault as UnrecoverableFault
 
 TimeoutError = RankTimeout  # its name in nvidia-resiliency-ext
+
+# See `system.lazy_exports`.
+vars()["__all__"] = [name for name in [*vars()] if name[0].isupper() and name != "TimeoutError"]

@@ -143,6 +143,10 @@ def test_a_restore_takes_few_rounds(ranks: Ranks, tmp_path: Path) -> None:
         assert [(e["source"], e["rounds"]) for e in lines] == [("memory", 6), ("storage", 4)]
 
 
+def test_a_state_that_one_rank_cannot_make_holds_up_no_other(ranks: Ranks, tmp_path: Path) -> None:
+    run(ranks, "one_cannot_make_its_state", tmp_path)
+
+
 def test_small_values_need_no_collective(ranks: Ranks, tmp_path: Path) -> None:
     run(ranks, "values_are_told_or_sent", tmp_path)
 

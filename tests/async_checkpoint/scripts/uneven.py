@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import errno
 import os
@@ -397,6 +398,28 @@ def restores_of_few_rounds(path: str, plan: str) -> None:
                 assert same(found, state_of(1))
                 taken.append(0)
                 say("restored", source=checkpointer.restorer.restored_from, rounds=taken[-2])
+    leave_group()
+
+
+@scenario
+def one_cannot_make_its_state(path: str, plan: str) -> None:
+    """Rank 1's state dict cannot be made when the ranks agree on their first save: rank 0 does not
+    wait for it, and their saves are in step afterwards.
+    """
+
+    def present() -> dict[str, Any]:
+        if RANK == 1:
+            raise RuntimeError("no state dict here")
+        return state_of(1)
+
+    join_group()
+    with Checkpointer(path) as checkpointer:
+        with pytest.raises(RuntimeError, match="here") if RANK == 1 else contextlib.nullcontext():
+            checkpointer.saves.prepare(present)
+        saves(checkpointer, 1, state_of(1))
+        found = blank()
+        assert checkpointer.restore(found) == 1
+        assert same(found, state_of(1))
     leave_group()
 
 

@@ -154,10 +154,9 @@ class Saves:
             if self._structures.present is not None:  # the restart has ended their allocation
                 self._session.pool.preallocate(self._structures.present)
             return
-        state_dict = present()
         agreement = self._round(self._next_index(), "preparation of saves")
         try:
-            signature = signature_and_leaves(state_dict)[0]
+            signature = signature_and_leaves(state_dict := present())[0]
             structure = self._structures.agree(state_dict, signature, agreement)
             agreement.forget()
         except BaseException as e:

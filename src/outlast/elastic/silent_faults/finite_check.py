@@ -37,7 +37,6 @@ from outlast.coordination.call_ledger import CallLedger
 from outlast.coordination.stores.store import KeyTimeout
 from outlast.elastic.silent_faults.digests import flat_bytes
 from outlast.elastic.silent_faults.exchange import Running, Startable
-from outlast.elastic.silent_faults.finding import Finding, describe
 from outlast.elastic.silent_faults.layout import element_slices
 from outlast.elastic.tensors import local
 from outlast.errors import NonFinite, StoreError
@@ -46,12 +45,51 @@ from outlast.events.types import NonFiniteFound
 from outlast.system.arguments import as_int
 from outlast.system.devices import on_accelerator
 from outlast.system.streams import Event, current_stream, recorded, to_host
+from outlast.system.units import listed
 
 log = logging.getLogger("outlast.elastic")
 
 _GRADIENT_ELEMENTS = 1 << 16
 _HUGE = 1e15
 _OTHERS_S = 5.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What one rank found after `step`: values that were finite after `since`. See `order`."""
+
+    step: int
+    since: int
+    rank: int
+    host: str
+    origin: str  # "loss", "gradients" or "parameters"
+    names: list[str]
+    loss: str = ""
+    ranks: int = 1  # how many have found the same
+    huge: str = ""
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """A loss is computed before the gradients, and these before the parameters."""
+        return self.step, ("loss", "gradients", "parameters").index(self.origin), self.rank
+
+
+def describe(finding: Finding) -> str:
+    """A finding in a sentence."""
+    huge = f"; its {finding.huge}" if finding.huge else ""
+    where, names = f"rank {finding.rank} on {finding.host}", listed(finding.names)
+    if finding.origin == "loss":
+        more = f", and so are values of {names}" if names else ""
+        return f"after step {finding.step}: the loss of {where} is {finding.loss}{more}{huge}"
+    if finding.origin == "gradients":
+        return (
+            f"after step {finding.step}: values of {names} are not finite, first in the gradients "
+            f"of {where}{huge}"
+        )
+    if finding.ranks > 1:  # it came with the gradients, which all ranks have averaged
+        where += f" and {finding.ranks - 1} more"
+    since = "" if finding.since >= finding.step - 1 else f"; they were after step {finding.since}"
+    return f"after step {finding.step}: values of {names} on {where} are not finite{since}{huge}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
