@@ -203,8 +203,8 @@ class Agreement:
         *,
         until_read: bool = False,
     ) -> tuple[Own, T] | CallFailure:
-        """`attempt` and `gather` in one step. `prepare` returns what is for this rank alone, which
-        is returned with the result, and the part for `work`. Raises as `gather`.
+        """`attempt` of `prepare`, and `gather`, in one step. `prepare` returns a value of this rank
+        and its part for `work`. Returns that value and the result of `work`, or the failure.
         """
         with self.operation():
             step = self._begin(concludes=self.rank == 0)

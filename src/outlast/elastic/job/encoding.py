@@ -1,8 +1,8 @@
 """The encoding of states: in a checkpoint, and between ranks.
 
 Reading what another rank has sent never runs code that it names. An own state, which is pickled
-after every step, is read without access to any class. The nested state of a survivor may contain a
-few more types, as of a scheduler: it is read as torch does with `weights_only=True`.
+after every step, is read as the values of a checkpoint are (`plain_values`). The nested state of a
+survivor may contain a few more types, as of a scheduler: read as with `weights_only=True` of torch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""`--leave-when`: a file or a command that says when this host is to leave, such as the notice of a
-cloud that it takes the machine back, or a node's label; and the health command, again and again.
+"""What tells this host to leave: `--leave-when`, a file or a command, such as the notice of a
+cloud that it takes the machine back, or a node's label; and the health command (`HealthWatch`).
 
-The former is to wait for the notice, and to succeed when it has come. If it fails, it is started
-again after a while. A file is looked for by such a command, too: on a file system of the network,
-no event says that it is there.
+The command of `--leave-when` is to wait for the notice, and to succeed when it has come. If it
+fails, it is started again after a while. A file is looked for by such a command, too: on a file
+system of the network, no event says that it is there.
 """
 
 from __future__ import annotations
